@@ -1,0 +1,1 @@
+"""Find the fastest DeepSpeed configuration that fits."""

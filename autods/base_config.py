@@ -1,0 +1,81 @@
+"""The user's own DeepSpeed config: read it, and refuse what contradicts itself before any trial runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .ds_config import BATCH_KEYS, get
+from .errors import InputError
+
+
+def read_base_config(path: Path) -> dict[str, Any]:
+    """A DeepSpeed JSON file as a dict. Raises InputError naming file, line and column."""
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(
+            f"cannot be read: {error.strerror}", where=str(path), mend="give --base-config a DeepSpeed JSON file"
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError("is not text", where=str(path), mend="give --base-config a DeepSpeed JSON file") from None
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise InputError(
+            f"is not JSON: {error.msg}", where=where, mend="comments and trailing commas are not JSON"
+        ) from None
+    if not isinstance(config, dict):
+        raise InputError("is JSON but not an object", where=str(path), mend='a DeepSpeed config starts with "{"')
+    return config
+
+
+def check_base_config(config: Mapping[str, Any], *, world_size: int, where: str = "base config") -> None:
+    """Raises InputError for settings that exclude each other, with the reason."""
+    on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
+    stage = get(config, "zero_optimization.stage")
+    if "amp" in on and (stage or "zero_optimization" in config):
+        raise InputError(
+            "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards",
+            where=where,
+            mend='remove "amp" and use "bf16": {"enabled": true}',
+        )
+    if "amp" in on:
+        raise InputError(
+            "amp excludes ZeRO, and every rung but ddp is ZeRO",
+            where=where,
+            mend='remove "amp" and use "bf16": {"enabled": true}',
+        )
+    if len(on) > 1:
+        raise InputError(
+            f"{on[0]} and {on[1]} are both enabled; a model trains in one precision",
+            where=where,
+            mend='set "enabled": false in one of them',
+        )
+    for key in ("fp16", "bf16", "zero_optimization"):
+        if key in config and not isinstance(config[key], Mapping):
+            raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
+    if stage is not None and stage not in (0, 1, 2, 3, "auto"):
+        raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
+    _check_batch(config, world_size, where)
+
+
+def _enabled(config: Mapping[str, Any], key: str) -> bool:
+    return get(config, f"{key}.enabled") is True
+
+
+def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None:
+    sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f'"{key}" is {value!r}; it must be a whole number above 0', where=where)
+    total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
+    share = (micro or 1) * (accumulation or 1) * world_size
+    contradicts = total % share if total and not (micro and accumulation) else total and total != share
+    if contradicts:
+        raise InputError(
+            f"train_batch_size {total} ≠ micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks",
+            where=where,
+            mend="keep train_batch_size alone: autods solves for the other two",
+        )

@@ -1,0 +1,118 @@
+"""Rung + knobs + the user's base config → the DeepSpeed JSON. What autods does not tune stays as the user wrote it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .ladder import Rung
+from .values import Knobs, ModelFacts, Scalar
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+# The rung decides these; whatever the base config says of them is replaced.
+_RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params")
+
+DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
+
+_NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict: `over` wins, nested dicts are merged."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def get(config: Mapping[str, Any], dotted: str) -> Any:
+    """The value at 'zero_optimization.stage', or None."""
+    value: Any = config
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def nested(dotted: str, value: Any) -> dict[str, Any]:
+    """'a.b', 1 → {'a': {'b': 1}}."""
+    head, _, tail = dotted.partition(".")
+    return {head: nested(tail, value) if tail else value}
+
+
+def start_settings(rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts) -> dict[str, Scalar]:
+    """The first values of what the rung sizes. A smaller value of the user's wins: buckets never grow unasked."""
+    sized: dict[str, Scalar] = {}
+    for key, sizing in rung.start.items():
+        value, users = sizing.value(device_bytes=device_bytes, facts=facts), get(base, key)
+        keep_users = isinstance(users, (int, float)) and sizing.device_share is not None
+        sized[key] = min(value, int(users)) if keep_users else value
+    return sized
+
+
+def compose(
+    rung: Rung,
+    knobs: Knobs,
+    *,
+    base: Mapping[str, Any],
+    world_size: int,
+    own_optimizer: bool,
+    native_optimizer: bool = True,
+    nvme_path: Path | None = None,
+) -> dict[str, Any]:
+    """The whole DeepSpeed config, usable by plain `deepspeed.initialize`.
+
+    own_optimizer: the workload passes an optimizer object, so the config names none.
+    native_optimizer: False lets torch's AdamW stand in for DeepSpeed's op, which then need not be built.
+    """
+    config = {key: value for key, value in base.items() if key not in BATCH_KEYS}
+    zero = {key: value for key, value in dict(base.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
+    config["zero_optimization"] = zero
+    config = merge(config, _with_path(rung.ds_config, nvme_path))
+    for key, value in knobs.settings.items():
+        config = merge(config, nested(key, value))
+    config = merge(config, _optimizer(config, rung, own_optimizer, native_optimizer))
+    if own_optimizer:
+        config.pop("optimizer", None)
+    return config | {
+        "train_batch_size": knobs.train_batch(world_size),
+        "train_micro_batch_size_per_gpu": knobs.micro_batch,
+        "gradient_accumulation_steps": knobs.accumulation,
+    }
+
+
+def ops_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The DeepSpeed ops that this config makes the engine load, and so build when they are not cached."""
+    offload = get(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    ops = []
+    name = str(get(config, "optimizer.type")).lower()
+    if name in _NATIVE_ADAM and not get(config, "optimizer.params.torch_adam"):
+        ops.append("cpu_adam" if offload else "fused_adam")
+    if "nvme" in (get(config, f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")):
+        ops.append("async_io")
+    return tuple(ops)
+
+
+def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, native_optimizer: bool) -> dict[str, Any]:
+    """What has to be said about the optimizer: a default one, torch's AdamW where DeepSpeed's op is not wanted."""
+    offloaded = rung.places["optimizer"] != "device"
+    added: dict[str, Any] = {}
+    if not own_optimizer:
+        ours = "optimizer" not in config
+        optimizer = DEFAULT_OPTIMIZER if ours else config["optimizer"]
+        stands_in = not native_optimizer or (ours and not offloaded)
+        if stands_in and str(get(optimizer, "type")).lower() in _NATIVE_ADAM:
+            optimizer = merge(optimizer, {"params": {"torch_adam": True}})
+        added["optimizer"] = optimizer
+    if offloaded and (own_optimizer or not native_optimizer):
+        added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
+    return added
+
+
+def _with_path(value: Any, nvme_path: Path | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_path(item, nvme_path) for key, item in value.items()}
+    return str(nvme_path) if value == "{nvme_path}" else value

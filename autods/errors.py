@@ -1,0 +1,38 @@
+"""The error tree. Only what ends a fit is an exception; an out-of-memory is a value (`values.OutOfMemory`).
+
+AutodsError
+├── InputError        the user's input is wrong                       exit code 2
+├── EnvironmentBroken the machine lacks something                     exit code 3
+└── Interrupted       Ctrl-C or SIGTERM; the journal is kept          exit code 130
+"""
+
+from __future__ import annotations
+
+
+class AutodsError(Exception):
+    """Base of all errors that autods raises on purpose. The message is one or two lines for a person."""
+
+    exit_code = 1
+
+
+class InputError(AutodsError):
+    """The user's input is wrong. `where` names the place, `mend` says how to mend it."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, mend: str | None = None) -> None:
+        self.what, self.where, self.mend = what, where, mend
+        line = f"{where}: {what}" if where else what
+        super().__init__(f"{line}\n  {mend}" if mend else line)
+
+
+class EnvironmentBroken(AutodsError):
+    """The machine or the installation lacks something; the message says the command that mends it."""
+
+    exit_code = 3
+
+
+class Interrupted(AutodsError):
+    """The user stopped the fit. All ranks are gone and the journal is kept."""
+
+    exit_code = 130

@@ -1,0 +1,102 @@
+"""What this machine has: cards, their memory, host memory. Nothing here initialises CUDA."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One visible GPU. `index` is NVML's."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One node, as seen by the driver."""
+
+    cpu: str
+    cores: int
+    host_bytes: int
+    host_free_bytes: int
+    cards: tuple[Card, ...]
+
+
+def look() -> Hardware:
+    """Host memory by psutil, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
+    memory = psutil.virtual_memory()
+    return Hardware(
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)),
+        host_bytes=memory.total,
+        host_free_bytes=memory.available,
+        cards=visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES")),
+    )
+
+
+def visible_cards(visible: str | None) -> tuple[Card, ...]:
+    """The cards that CUDA_VISIBLE_DEVICES leaves, in its order; all when it is None, none when NVML has no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        if visible is None:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        else:
+            handles = [_handle(part.strip()) for part in visible.split(",") if part.strip() not in ("", "-1")]
+        return tuple(_card(handle) for handle in handles)
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the result."""
+    found = {"python": platform.python_version()}
+    for name in ("autods", "torch", "deepspeed", "ray", "optuna", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _handle(name: str) -> object:
+    import pynvml
+
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _card(handle: object) -> Card:
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return Card(
+        index=pynvml.nvmlDeviceGetIndex(handle),
+        name=str(pynvml.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+            )
+    except OSError:
+        return platform.machine()

@@ -1,0 +1,132 @@
+"""The ladder: rungs read from TOML, fastest first. A rung is a row of data; adding one means adding a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+from .values import ModelFacts, Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """How a start value follows from the device or the model; exactly one of the two shares is set."""
+
+    device_share: float | None = None
+    bytes_each: int = 1
+    largest_parameter: float | None = None
+    most: int | None = None
+
+    def value(self, *, device_bytes: int, facts: ModelFacts) -> int:
+        """Elements, even (ZeRO aligns its partitions to two elements), at least 2."""
+        if self.largest_parameter is not None:
+            size = facts.largest_parameter * self.largest_parameter
+        else:
+            assert self.device_share is not None
+            size = device_bytes * self.device_share / self.bytes_each
+        bounded = min(size, self.most) if self.most else size
+        return max(2, int(bounded) // 2 * 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimension:
+    """One key that may be tuned: either choices, or a range given as multiples of the start value."""
+
+    choices: tuple[Scalar, ...] = ()
+    low: float = 1.0
+    high: float = 1.0
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One strategy of the ladder, see `strategies/*.toml`."""
+
+    name: str
+    order: int
+    title: str
+    stage: int
+    shards: tuple[str, ...]
+    places: Mapping[str, str]
+    least_world_size: int
+    needs_nvme_path: bool
+    ds_config: Mapping[str, Any]
+    start: Mapping[str, Sizing] = field(default_factory=dict)
+    tune: Mapping[str, Dimension] = field(default_factory=dict)
+
+
+def data_folder(name: str) -> Path:
+    """`strategies` or `configs`: inside the installed package, else beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise InputError(f"the folder {name}/ is missing from the installation", mend="reinstall autods")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file; InputError names the file and line when it is not one."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"is not TOML: {error}", where=str(path)) from None
+
+
+def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
+    """A rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
+    try:
+        return Rung(
+            name=data["name"],
+            order=int(data["order"]),
+            title=data["title"],
+            stage=int(data["stage"]),
+            shards=tuple(data["shards"]),
+            places=dict(data["places"]),
+            least_world_size=int(data["needs"]["world_size"]),
+            needs_nvme_path=bool(data["needs"]["nvme_path"]),
+            ds_config=data["ds_config"],
+            start={key: Sizing(**row) for key, row in data.get("start", {}).items()},
+            tune={
+                key: Dimension(**{**row, "choices": tuple(row.get("choices", ()))})
+                for key, row in data.get("tune", {}).items()
+            },
+        )
+    except KeyError as error:
+        raise InputError(
+            f"a rung needs the key {error}", where=where, mend="compare with strategies/zero3.toml"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"is not a rung: {error}", where=where, mend="compare with strategies/zero3.toml") from None
+
+
+@cache
+def all_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
+    """Every rung by name, fastest first: those that ship, then those of the user's folders (which win)."""
+    found: dict[str, Rung] = {}
+    for folder in (data_folder("strategies"), *folders):
+        if not folder.is_dir():
+            raise InputError(
+                "is not a folder of rungs", where=str(folder), mend="give --strategies a folder of .toml files"
+            )
+        for path in sorted(folder.glob("*.toml")):
+            rung = parse_rung(read_toml(path), where=str(path))
+            found[rung.name] = rung
+    return dict(sorted(found.items(), key=lambda item: item[1].order))
+
+
+def choose(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:
+    """The named rungs, fastest first. Raises InputError for a name that no rung has."""
+    wanted = tuple(names)
+    for name in wanted:
+        if name not in rungs:
+            raise InputError(f"there is no rung {name!r} in the ladder", mend=f"the rungs are: {', '.join(rungs)}")
+    if not wanted:
+        raise InputError("the ladder is empty", mend=f"name at least one rung of: {', '.join(rungs)}")
+    return tuple(sorted((rungs[name] for name in dict.fromkeys(wanted)), key=lambda rung: rung.order))

@@ -1,0 +1,38 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30, "ti": 2**40, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """'416MiB' → 436207616. Raises ValueError with the accepted forms when it is not a size above zero."""
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None or (size := int(float(match[1]) * factor)) <= 0:
+        raise ValueError(f"{text!r} is not a size; write it as 416MiB, 16GiB, 80GB or a number of bytes")
+    return size
+
+
+def show_bytes(size: float) -> str:
+    """436207616 → '416.0 MiB'; negative sizes keep their sign."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_count(count: float) -> str:
+    """32638976 → '32.6M'."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g}{unit}"
+    return f"{count:.0f}"

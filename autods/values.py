@@ -1,0 +1,223 @@
+"""The values that flow through autods: frozen, plain, one way.
+
+`Trial` goes down to a runner, an `Outcome` comes back, a `Record` joins the two and is what the journal keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Tier = Literal["device", "host", "pinned", "shm", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
+
+Device = Literal["cuda", "cpu"]
+
+# What a rank is doing. The order is that of a trial; the heartbeat stores the index.
+Phase = Literal["start", "rendezvous", "build", "init", "forward", "backward", "step", "done"]
+PHASES: tuple[Phase, ...] = ("start", "rendezvous", "build", "init", "forward", "backward", "step", "done")
+
+# Why a trial is run: which part of the search asked for it.
+Purpose = Literal["walk", "shortfall", "grow", "tune", "verify"]
+
+FailureKind = Literal[
+    "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"
+]
+Action = Literal["leaner_rung", "less_host_memory", "fix_environment", "fix_config", "fix_code", "retry", "nothing"]
+
+Scalar = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What is tuned within a rung. `settings` maps a dotted DeepSpeed key to its value."""
+
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = True
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def train_batch(self, world_size: int) -> int:
+        """train_batch_size = micro batch × accumulation × world size, DeepSpeed's identity."""
+        return self.micro_batch * self.accumulation * world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How many optimizer steps a trial runs: untimed ones, then timed ones until their spread is small."""
+
+    warmup: int = 1
+    timed: int = 1
+    most_timed: int = 1
+    spread: float = 0.05  # stop early once the median's relative standard error is below this
+    budget_s: float = 30.0  # no further timed step is started after this many seconds of steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`."""
+
+    rung: str
+    knobs: Knobs
+    purpose: Purpose
+    steps: Steps = field(default_factory=Steps)
+    native_optimizer: bool = True  # False: torch's AdamW stands in, so that no DeepSpeed op has to be built yet
+    limited: bool = True  # False: without the memory budget, to learn how much would have been enough
+    repeat: int = 0  # the same knobs measured again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """Peak bytes on one tier: per rank for `device` and `pinned`, per node for `host` and `nvme`."""
+
+    peak_bytes: int
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s."""
+
+    wall_s: float
+    build_s: float = 0.0
+    init_s: float = 0.0
+    steps_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The trial ran whole optimizer steps within the limit."""
+
+    memory: Mapping[Tier, TierUse]
+    samples_per_second: float
+    tokens_per_second: float | None
+    step_s: tuple[float, ...]  # seconds of each timed optimizer step, slowest rank
+    spread: float  # relative standard error of the median step
+    losses: tuple[float, ...]  # rank 0, one per optimizer step, warm-up included
+    timing: Timing
+    kind: Literal["fit"] = "fit"
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Peak bytes of the fullest rank's device."""
+        return self.memory["device"].peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit."""
+
+    tier: Tier
+    rank: int
+    phase: Phase
+    evidence: str
+    step: int = 0
+    wanted_bytes: int | None = None
+    free_bytes: int | None = None
+    limit_bytes: int | None = None
+    kind: Literal["out_of_memory"] = "out_of_memory"
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """A lower bound of what was missing: the allocation that failed less what was free."""
+        if self.wanted_bytes is None:
+            return None
+        return max(1, self.wanted_bytes - (self.free_bytes or 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver."""
+
+    failure: FailureKind
+    rank: int
+    phase: Phase
+    evidence: str
+    action: Action
+    advice: str
+    step: int = 0
+    kind: Literal["failed"] = "failed"
+
+
+Outcome = Fit | OutOfMemory | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A finished trial: `id` is its number in the fit, `seconds` its wall time."""
+
+    id: int
+    trial: Trial
+    outcome: Outcome
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A rung that was not tried, and why."""
+
+    rung: str
+    reason: str
+
+
+# How the search asks for a trial. A journaled runner answers from the journal when it knows the answer.
+Run = Callable[[Trial], Record]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a look at the workload (no training, no budget) found out."""
+
+    parameters: int
+    largest_parameter: int  # elements
+    checkpointing: bool  # the model can recompute activations
+    tokens_per_sample: int | None
+    has_optimizer: bool  # the workload brings `build_optimizer`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSource:
+    """Where the ranks find the workload: a `model.py`, or a pickled `Workload` of the Python API."""
+
+    kind: Literal["file", "pickle"]
+    path: str  # absolute
+    name: str  # for people and for the default output folder
+    digest: str  # of the content: a changed workload is another fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A sentence for a person who waits: starting Ray, building an op, resuming."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStarted:
+    """A trial begins to run (not sent for one that the journal answers)."""
+
+    id: int
+    trial: Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialMoved:
+    """The slowest rank's heartbeat, a few times a second."""
+
+    id: int
+    phase: Phase
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFinished:
+    """A trial ended; `replayed` when the journal knew its outcome from an earlier run."""
+
+    record: Record
+    replayed: bool = False
+
+
+Event = Note | TrialStarted | TrialMoved | TrialFinished | Skipped
+Listener = Callable[[Event], None]
