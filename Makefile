@@ -1,0 +1,55 @@
+# Everything happens in .venv; `make setup` is instant once it is there.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint clean
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+STAMP := .venv/.set-up
+
+# The Pythons that can make a .venv, the tested ones first; PYTHON=… overrides.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	$$name -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+
+help:
+	@echo "make setup   .venv with the tested versions of constraints.txt"
+	@echo "make demo    set-up, then a whole fit on two CPU ranks"
+	@echo "make test    set-up, then all tests"
+	@echo "make check   format, lint, types, import layers and all tests"
+	@echo "make lint    the same without the tests"
+	@echo "make clean   remove .venv, caches and the demo's output"
+
+setup: $(STAMP)
+
+# torch comes first and by itself, so that an index or folder with a CPU build of the pinned version is used as it is;
+# DeepSpeed comes as source and must not build its ops here: each is built when a rung first needs it.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv was found: install python3 and python3-venv." >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "Installing pip and $$(grep '^torch==' constraints.txt) (the largest download)"
+	@$(PIP) install 'pip>=25.1'
+	@$(PIP) install "$$(grep '^torch==' constraints.txt)"
+	@echo "Installing autods and its development tools"
+	@DS_BUILD_OPS=0 $(PIP) install --constraint constraints.txt --editable . --group dev
+	@touch $@
+	@echo "Ready: $(BIN)/autods"
+
+demo: setup
+	$(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --config quick --fresh --out autods-out/demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+check: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv autods-out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find autods tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
