@@ -33,6 +33,9 @@ def read_base_config(path: Path) -> dict[str, Any]:
 
 def check_base_config(config: Mapping[str, Any], *, world_size: int, where: str = "base config") -> None:
     """Raises InputError for settings that exclude each other, with the reason."""
+    for key in ("fp16", "bf16", "amp", "zero_optimization"):
+        if key in config and not isinstance(config[key], Mapping):
+            raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
     on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
     stage = get(config, "zero_optimization.stage")
     if "amp" in on and (stage or "zero_optimization" in config):
@@ -53,9 +56,6 @@ def check_base_config(config: Mapping[str, Any], *, world_size: int, where: str 
             where=where,
             mend='set "enabled": false in one of them',
         )
-    for key in ("fp16", "bf16", "zero_optimization"):
-        if key in config and not isinstance(config[key], Mapping):
-            raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
         raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
     _check_batch(config, world_size, where)
@@ -74,8 +74,9 @@ def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None
     share = (micro or 1) * (accumulation or 1) * world_size
     contradicts = total % share if total and not (micro and accumulation) else total and total != share
     if contradicts:
+        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
         raise InputError(
-            f"train_batch_size {total} ≠ micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks",
+            f"train_batch_size {total} ≠ {product}",
             where=where,
             mend="keep train_batch_size alone: autods solves for the other two",
         )

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
-from .values import Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
+from .typed import read_as
+from .values import Outcome, Record, Trial
 
 VERSION = 1
+
+_ROW_START = b'{"kind": "'
 
 
 def key_of(trial: Trial) -> str:
@@ -41,18 +44,15 @@ class Journal:
     def open(self, *, fingerprint: str) -> Past:
         """Start a journal, or read the one that is there.
 
-        Raises InputError when it answers another question or a line in its midst is damaged. A torn last line (the
-        driver died while writing) is cut off: that trial was running and will be run again.
+        Raises InputError when it answers another question, cannot be read, or a line is damaged (its number is said).
+        A torn last line (the driver died while writing) is cut off: that trial was running and will be run again.
         """
-        if not self.path.exists():
-            self.append({"kind": "header", "version": VERSION, "fingerprint": fingerprint})
-            return Past({}, {})
         lines = self._whole_lines()
         if not lines:
             self.append({"kind": "header", "version": VERSION, "fingerprint": fingerprint})
             return Past({}, {})
         self._check_header(lines[0], fingerprint)
-        return _replay(lines[1:])
+        return self._replay(lines[1:])
 
     def started(self, trial: Trial) -> None:
         """Written before the trial runs."""
@@ -66,39 +66,72 @@ class Journal:
         """One line, whole or not at all. Raises InputError when the disk is full or the folder is read-only."""
         line = (json.dumps(row) + "\n").encode()
         try:
-            with open(self.path, "ab") as file:
+            # Unbuffered: a buffer would try once more on close, after the cut, and leave the end of the line behind.
+            with open(self.path, "ab", buffering=0) as file:
                 before = file.tell()
                 try:
-                    file.write(line)
-                    file.flush()
+                    while line:
+                        line = line[file.write(line) :]
                     os.fsync(file.fileno())
-                except OSError:
+                except BaseException:
                     os.ftruncate(file.fileno(), before)
                     raise
         except OSError as error:
-            raise InputError(
-                f"cannot be written: {error.strerror}",
-                where=str(self.path),
-                mend="free some space, or give another --out",
-            ) from None
+            raise self._unusable("written", error, "free some space, or give another --out") from None
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        data = self.path.read_bytes()
+        """The rows; a line without an end is cut off when it may be the start of a row, and is damage otherwise."""
+        data = self._read()
         whole, _, torn = data.rpartition(b"\n")
+        lines = whole.split(b"\n") if b"\n" in data else []
+        rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
+        # A power cut can leave zeros where the end of the line was to come.
+        written = torn.rstrip(b"\0")
+        if written[: len(_ROW_START)] != _ROW_START[: len(written)]:
+            raise self._damaged(len(lines) + 1)
         if torn:
-            os.truncate(self.path, len(data) - len(torn))
-        rows = []
-        for number, line in enumerate(whole.split(b"\n"), 1):
-            if not line and number == 1 and not whole:
-                break
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("not an object")
-            except ValueError:
-                raise self._damaged(number) from None
-            rows.append(row)
+            self._cut(len(data) - len(torn))
         return rows
+
+    def _read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise self._unusable("read", error, "give another --out") from None
+
+    def _cut(self, size: int) -> None:
+        try:
+            os.truncate(self.path, size)
+        except OSError as error:
+            raise self._unusable("written", error, "give another --out") from None
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._damaged(number) from None
+        if not isinstance(row, dict):
+            raise self._damaged(number)
+        return row
+
+    def _replay(self, rows: list[dict[str, Any]]) -> Past:
+        records: dict[str, Record] = {}
+        unfinished: dict[str, int] = {}
+        for number, row in enumerate(rows, 2):  # line 1 is the header
+            match row:
+                case {"kind": "started", "key": str(key)}:
+                    unfinished[key] = unfinished.get(key, 0) + 1
+                case {"kind": "finished", "key": str(key), "record": record}:
+                    unfinished.pop(key, None)
+                    try:
+                        records[key] = read_record(record)
+                    except ValueError as error:
+                        raise self._damaged(number, str(error)) from None
+                case _:
+                    raise self._damaged(number)
+        return Past(records, unfinished)
 
     def _check_header(self, row: Mapping[str, Any], fingerprint: str) -> None:
         if row.get("kind") != "header":
@@ -110,50 +143,23 @@ class Journal:
                 mend="give another --out, or --fresh to start over",
             )
 
-    def _damaged(self, number: int) -> InputError:
-        return InputError(
-            "is damaged: this line is no journal entry", where=f"{self.path}:{number}", mend="start over with --fresh"
-        )
+    def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
+        return InputError(f"is damaged: {why}", where=f"{self.path}:{number}", mend="start over with --fresh")
 
-
-def _replay(rows: list[dict[str, Any]]) -> Past:
-    records: dict[str, Record] = {}
-    unfinished: dict[str, int] = {}
-    for row in rows:
-        match row.get("kind"):
-            case "started":
-                unfinished[row["key"]] = unfinished.get(row["key"], 0) + 1
-            case "finished":
-                unfinished.pop(row["key"], None)
-                records[row["key"]] = read_record(row["record"])
-    return Past(records, unfinished)
+    def _unusable(self, act: str, error: OSError, mend: str) -> InputError:
+        return InputError(f"cannot be {act}: {error.strerror}", where=str(self.path), mend=mend)
 
 
 def read_record(data: Mapping[str, Any]) -> Record:
-    """The inverse of `asdict(record)`; the outcome's `kind` says which it is."""
-    trial = data["trial"]
-    return Record(
-        id=data["id"],
-        seconds=data["seconds"],
-        trial=Trial(**{**trial, "knobs": Knobs(**trial["knobs"]), "steps": Steps(**trial["steps"])}),
-        outcome=read_outcome(data["outcome"]),
-    )
+    """The inverse of `asdict(record)`. Raises ValueError that says which field is wrong."""
+    return read_as(Record, data)
 
 
 def read_outcome(data: Mapping[str, Any]) -> Outcome:
-    """An outcome from its JSON."""
-    match data["kind"]:
-        case "fit":
-            return Fit(
-                **{
-                    **data,
-                    "memory": {tier: TierUse(**use) for tier, use in data["memory"].items()},
-                    "step_s": tuple(data["step_s"]),
-                    "losses": tuple(data["losses"]),
-                    "timing": Timing(**data["timing"]),
-                }
-            )
-        case "out_of_memory":
-            return OutOfMemory(**data)
-        case _:
-            return Failed(**data)
+    """An outcome from its JSON; its `kind` says which it is. Raises ValueError that says which field is wrong."""
+    return read_as(_Answer, {"outcome": data}).outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    outcome: Outcome
