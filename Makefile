@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .PHONY: help setup demo test check lint clean
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.set-up
 
 # The Pythons that can make a .venv, the tested ones first; PYTHON=… overrides.

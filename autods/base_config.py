@@ -78,5 +78,14 @@ def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None
         raise InputError(
             f"train_batch_size {total} ≠ {product}",
             where=where,
-            mend="keep train_batch_size alone: autods solves for the other two",
+            mend=_meant_for(total, micro, accumulation)
+            + "keep train_batch_size alone: autods solves for the other two",
         )
+
+
+def _meant_for(total: int | None, micro: int | None, accumulation: int | None) -> str:
+    """'those sizes are for 4 ranks; ' when they agree with each other for another number of ranks."""
+    if not (total and micro and accumulation) or total % (micro * accumulation):
+        return ""
+    ranks = total // (micro * accumulation)
+    return f"those sizes are for {ranks} rank{'s' if ranks > 1 else ''}; "

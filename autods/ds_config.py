@@ -101,7 +101,7 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, nativ
     offloaded = rung.places["optimizer"] != "device"
     added: dict[str, Any] = {}
     if not own_optimizer:
-        ours = "optimizer" not in config
+        ours = not config.get("optimizer")
         optimizer = DEFAULT_OPTIMIZER if ours else config["optimizer"]
         stands_in = not native_optimizer or (ours and not offloaded)
         if stands_in and str(get(optimizer, "type")).lower() in _NATIVE_ADAM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -44,7 +45,10 @@ def look() -> Hardware:
 
 
 def visible_cards(visible: str | None) -> tuple[Card, ...]:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, in its order; all when it is None, none when NVML has no driver."""
+    """The cards that CUDA_VISIBLE_DEVICES leaves, in its order; all when it is None, none when NVML has no driver.
+
+    As for CUDA, the first name that no card has ends the list.
+    """
     import pynvml
 
     try:
@@ -52,11 +56,8 @@ def visible_cards(visible: str | None) -> tuple[Card, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        if visible is None:
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        else:
-            handles = [_handle(part.strip()) for part in visible.split(",") if part.strip() not in ("", "-1")]
-        return tuple(_card(handle) for handle in handles)
+        names = map(str, range(pynvml.nvmlDeviceGetCount())) if visible is None else visible.split(",")
+        return tuple(_card(handle) for handle in _handles(names))
     except pynvml.NVMLError:
         return ()
     finally:
@@ -74,10 +75,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _handle(name: str) -> object:
+def _handles(names: Iterable[str]) -> Iterator[object]:
     import pynvml
 
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+    for name in (part.strip() for part in names):
+        find = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        try:
+            yield find(int(name) if name.isdigit() else name)
+        except pynvml.NVMLError:
+            return
 
 
 def _card(handle: object) -> Card:

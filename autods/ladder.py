@@ -5,12 +5,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .errors import InputError
-from .values import ModelFacts, Scalar
+from .typed import read_as
+from .values import ModelFacts, Scalar, Tier
+
+State = Literal["parameters", "gradients", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class Rung:
     order: int
     title: str
     stage: int
-    shards: tuple[str, ...]
-    places: Mapping[str, str]
+    shards: tuple[State, ...]
+    places: Mapping[State, Tier]
     least_world_size: int
     needs_nvme_path: bool
     ds_config: Mapping[str, Any]
@@ -79,34 +81,66 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"is not TOML: {error}", where=str(path)) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    world_size: int
+    nvme_path: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A rung as its TOML file has it."""
+
+    name: str
+    order: int
+    title: str
+    stage: Literal[0, 1, 2, 3]
+    shards: tuple[State, ...]
+    places: Mapping[State, Tier]
+    needs: _Needs
+    ds_config: Mapping[str, Any]
+    start: Mapping[str, Sizing] = field(default_factory=dict)
+    tune: Mapping[str, Dimension] = field(default_factory=dict)
+
+
 def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
     """A rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
     try:
-        return Rung(
-            name=data["name"],
-            order=int(data["order"]),
-            title=data["title"],
-            stage=int(data["stage"]),
-            shards=tuple(data["shards"]),
-            places=dict(data["places"]),
-            least_world_size=int(data["needs"]["world_size"]),
-            needs_nvme_path=bool(data["needs"]["nvme_path"]),
-            ds_config=data["ds_config"],
-            start={key: Sizing(**row) for key, row in data.get("start", {}).items()},
-            tune={
-                key: Dimension(**{**row, "choices": tuple(row.get("choices", ()))})
-                for key, row in data.get("tune", {}).items()
-            },
-        )
-    except KeyError as error:
-        raise InputError(
-            f"a rung needs the key {error}", where=where, mend="compare with strategies/zero3.toml"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise InputError(f"is not a rung: {error}", where=where, mend="compare with strategies/zero3.toml") from None
+        file = read_as(_File, data)
+        _check(file)
+    except ValueError as error:
+        what = str(error).replace("_File", "rung")
+        raise InputError(f"is not a rung: {what}", where=where, mend="compare with strategies/zero3.toml") from None
+    return Rung(
+        name=file.name,
+        order=file.order,
+        title=file.title,
+        stage=file.stage,
+        shards=file.shards,
+        places=file.places,
+        least_world_size=file.needs.world_size,
+        needs_nvme_path=file.needs.nvme_path,
+        ds_config=file.ds_config,
+        start=file.start,
+        tune=file.tune,
+    )
 
 
-@cache
+def _check(file: _File) -> None:
+    """Raises ValueError for what the types alone allow."""
+    for state in get_args(State):
+        if state not in file.places:
+            raise ValueError(f"places lacks {state!r}")
+    for key, sizing in file.start.items():
+        if (sizing.device_share is None) == (sizing.largest_parameter is None):
+            raise ValueError(f"start.{key} needs either device_share or largest_parameter")
+    for key, dimension in file.tune.items():
+        if not dimension.choices and key not in file.start:
+            raise ValueError(f"tune.{key} is a range, so it needs a start value in [start]")
+        if not dimension.choices and not 0 < dimension.low < dimension.high:
+            raise ValueError(f"tune.{key} needs choices, or 0 < low < high")
+
+
 def all_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     """Every rung by name, fastest first: those that ship, then those of the user's folders (which win)."""
     found: dict[str, Rung] = {}

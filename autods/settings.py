@@ -15,6 +15,7 @@ from .ds_config import get
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose, data_folder, read_toml
+from .typed import read_as
 from .units import parse_bytes, show_bytes
 from .values import Device, Steps, WorkloadSource
 
@@ -103,22 +104,63 @@ def read_profile(name: str) -> Profile:
     if not path.is_file():
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no config {name!r}", mend=f"give one of {known}, or the path of a .toml file")
-    data = read_toml(path)
     try:
-        return Profile(
-            name=data["name"],
-            ladder=tuple(data["ladder"]),
-            headroom=float(data["memory"]["headroom"]),
-            walk=Steps(**data["walk"]),
-            timed=Steps(**data["timed"]),
-            grow=GrowLimits(**data["grow"]),
-            tune=TuneLimits(**data["tune"]),
-            limits=TimeLimits(**data["limits"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        file = read_as(_File, read_toml(path))
+        _check(file)
+    except ValueError as error:
+        what = str(error).replace("_File", "config")
         raise InputError(
-            f"is not a config: {error}", where=str(path), mend="compare with configs/default.toml"
+            f"is not a config: {what}", where=str(path), mend="compare with configs/default.toml"
         ) from None
+    return Profile(
+        name=file.name,
+        ladder=file.ladder,
+        headroom=file.memory.headroom,
+        walk=file.walk,
+        timed=file.timed,
+        grow=file.grow,
+        tune=file.tune,
+        limits=file.limits,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    headroom: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A profile as its TOML file has it."""
+
+    name: str
+    title: str = ""
+    ladder: tuple[str, ...]
+    memory: _Memory
+    walk: Steps
+    timed: Steps
+    grow: GrowLimits
+    tune: TuneLimits
+    limits: TimeLimits
+
+
+def _check(file: _File) -> None:
+    """Raises ValueError for numbers that make no sense."""
+    limits = file.limits
+    senses = {
+        "memory.headroom must be at least 0 and below 1": 0 <= file.memory.headroom < 1,
+        "warmup must be at least 0, timed at least 1, most_timed no less than timed": all(
+            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed for steps in (file.walk, file.timed)
+        ),
+        "grow.most_trials must be at least 0, grow.most_micro_batch at least 1": (
+            file.grow.most_trials >= 0 and file.grow.most_micro_batch >= 1
+        ),
+        "tune.trials must be at least 0": file.tune.trials >= 0,
+        "limits must be above 0 s": min(limits.stall_s, limits.init_s, limits.wall_s, limits.build_s) > 0,
+    }
+    for sense, holds in senses.items():
+        if not holds:
+            raise ValueError(sense)
 
 
 def resolve(
@@ -142,7 +184,7 @@ def resolve(
     profile = read_profile(config)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     where = str(base_config) if isinstance(base_config, (str, Path)) else "base config"
-    base = read_base_config(Path(base_config)) if isinstance(base_config, (str, Path)) else dict(base_config or {})
+    base = read_base_config(Path(base_config)) if isinstance(base_config, (str, Path)) else _plain(base_config, where)
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
     check_base_config(base, world_size=ranks, where=where)
@@ -195,11 +237,20 @@ def _ranks(gpus: int | None, device: Device, hardware: Hardware) -> int:
     return gpus
 
 
-def _bytes(gpu_memory: str | int | None) -> int | None:
-    if gpu_memory is None or isinstance(gpu_memory, int):
-        return gpu_memory
+def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """A copy as JSON keeps it: what is tried is what `ds_config.json` will say."""
     try:
-        return parse_bytes(gpu_memory)
+        copy: dict[str, Any] = json.loads(json.dumps(dict(base or {})))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"cannot be written as JSON: {error}", where=where) from None
+    return copy
+
+
+def _bytes(gpu_memory: str | int | None) -> int | None:
+    if gpu_memory is None:
+        return None
+    try:
+        return parse_bytes(str(gpu_memory))
     except ValueError as error:
         raise InputError(f"--gpu-memory {error}") from None
 
