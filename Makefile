@@ -21,6 +21,7 @@ help:
 	@echo "make clean   remove .venv, caches and the demo's output"
 
 setup: $(STAMP)
+	@:
 
 # torch comes first and by itself, so that an index or folder with a CPU build of the pinned version is used as it is;
 # DeepSpeed comes as source and must not build its ops here: each is built when a rung first needs it.

@@ -48,7 +48,8 @@ def start_settings(rung: Rung, *, base: Mapping[str, Any], device_bytes: int, fa
     sized: dict[str, Scalar] = {}
     for key, sizing in rung.start.items():
         value, users = sizing.value(device_bytes=device_bytes, facts=facts), get(base, key)
-        keep_users = isinstance(users, (int, float)) and sizing.device_share is not None
+        is_number = isinstance(users, (int, float)) and not isinstance(users, bool)
+        keep_users = is_number and sizing.device_share is not None
         sized[key] = min(value, int(users)) if keep_users else value
     return sized
 

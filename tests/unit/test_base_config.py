@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.base_config import check_base_config, read_base_config
+from autods.errors import InputError
+
+ON = {"enabled": True}
+
+
+def test_a_deepspeed_json_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"gradient_clipping": 1.0, "fp16": ON}))
+    assert read_base_config(path) == {"gradient_clipping": 1.0, "fp16": ON}
+
+
+def test_invalid_json_is_refused_with_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "fp16": {"enabled": true},\n}')
+    with pytest.raises(InputError, match=rf"{path}:3:1: is not JSON"):
+        read_base_config(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"[1, 2]", "not an object"), (b"", "is not JSON"), (b"\xff\xfe\x00\x01", "is not text"), (b"nul", "is not JSON")],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        read_base_config(path)
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "."])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_base_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"amp": ON, "zero_optimization": {"stage": 2}}, "amp and ZeRO exclude each other"),
+        ({"amp": ON, "fp16": ON}, "amp excludes ZeRO"),
+        ({"amp": ON}, "amp excludes ZeRO"),
+        ({"fp16": ON, "bf16": ON}, "fp16 and bf16 are both enabled"),
+        ({"zero_optimization": {"stage": 4}}, "stages 0 to 3"),
+        ({"zero_optimization": True}, '"zero_optimization" must be an object'),
+        ({"bf16": True}, '"bf16" must be an object'),
+        ({"train_batch_size": 0}, '"train_batch_size" is 0'),
+        ({"train_micro_batch_size_per_gpu": "eight"}, "must be a whole number above 0"),
+        ({"gradient_accumulation_steps": True}, "must be a whole number above 0"),
+        ({"train_batch_size": 7}, "train_batch_size 7 ≠ micro batch ? × accumulation ? × 2 ranks"),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 24}, "train_batch_size 64 ≠ micro batch 24"),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 5}, "accumulation 5 × 2 ranks"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_with_the_reason(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_base_config(config, world_size=2, where="ds.json")
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("ds.json: ")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"fp16": ON, "bf16": {"enabled": False}, "amp": {"enabled": False}, "zero_optimization": {"stage": 3}},
+        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": None},
+        {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+    ],
+)
+def test_settings_that_agree_are_accepted(config: dict[str, Any]) -> None:
+    check_base_config(config, world_size=2)
+
+
+# GPUs, and 64 = micro batch × accumulation × GPUs: one GPU, one node of four, two nodes of four.
+TABLE = [(1, 8, 8), (4, 8, 2), (8, 8, 1)]
+
+
+@pytest.mark.parametrize(("gpus", "micro", "accumulation"), TABLE)
+def test_the_batch_identity_of_each_row_of_the_guide_is_accepted(gpus: int, micro: int, accumulation: int) -> None:
+    config = batch(64, micro, accumulation)
+    check_base_config(config, world_size=gpus)
+    with pytest.raises(InputError, match=rf"× {gpus + 1} ranks\n  those sizes are for {gpus} rank"):
+        check_base_config(config, world_size=gpus + 1)
+
+
+def test_batch_sizes_that_agree_for_no_number_of_ranks_are_refused_without_naming_one() -> None:
+    with pytest.raises(InputError) as caught:
+        check_base_config(batch(64, 24, 2), world_size=2)
+    assert "those sizes are for" not in str(caught.value)
+
+
+def batch(total: int, micro: int, accumulation: int) -> dict[str, int]:
+    return {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }

@@ -1,0 +1,198 @@
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.base_config import check_base_config
+from autods.ds_config import compose, get, merge, ops_of, start_settings
+from autods.ladder import all_rungs
+from autods.values import Knobs, ModelFacts
+
+RUNGS = all_rungs()
+FACTS = ModelFacts(
+    parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
+)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+OFFLOADED = ("zero2-offload", "zero3-offload", "zero3-nvme")
+ON_DEVICE = tuple(name for name in RUNGS if name not in OFFLOADED)
+
+# A pre-training config as a user brings it.
+PRETRAINING: dict[str, Any] = {
+    "train_batch_size": 144,
+    "train_micro_batch_size_per_gpu": 24,
+    "gradient_accumulation_steps": 6,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-7, "weight_decay": 1e-2}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {
+            "total_num_steps": 37256,
+            "warmup_min_ratio": 0.0,
+            "warmup_num_steps": 1000,
+            "cos_min_ratio": 0.0001,
+            "warmup_type": "linear",
+        },
+    },
+    "fp16": {"enabled": True, "initial_scale_power": 12},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_bucket_size": 500000000,
+        "allgather_bucket_size": 500000000,
+    },
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "dump_state": False,
+    "wandb": {"enabled": True, "team": "a-team", "project": "DS_Pre", "group": "2GPUs"},
+}
+
+
+def composed(name: str, *, knobs: Knobs | None = None, base: Mapping[str, Any] | None = None, **said: Any) -> Any:
+    said = {"world_size": 2, "own_optimizer": False, "nvme_path": Path("/fast"), **said}
+    return compose(RUNGS[name], knobs or Knobs(), base=base or {}, **said)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize(("world_size", "micro", "accumulation"), [(1, 8, 8), (4, 8, 2), (8, 8, 1), (2, 1, 1)])
+def test_every_rung_keeps_the_batch_identity(name: str, world_size: int, micro: int, accumulation: int) -> None:
+    knobs = Knobs(micro_batch=micro, accumulation=accumulation)
+    config = composed(name, knobs=knobs, base=PRETRAINING, world_size=world_size)
+    total, per_gpu, steps = (config[key] for key in BATCH_KEYS)
+    assert (per_gpu, steps) == (micro, accumulation)
+    assert total == per_gpu * steps * world_size
+    check_base_config(config, world_size=world_size)
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_what_autods_does_not_tune_stays_as_the_user_wrote_it(name: str) -> None:
+    config = composed(name, base=PRETRAINING)
+    for key in PRETRAINING.keys() - {*BATCH_KEYS, "zero_optimization"}:
+        assert config[key] == PRETRAINING[key], key
+    assert config["zero_optimization"]["contiguous_gradients"] is True
+    assert config["zero_optimization"]["overlap_comm"] is True
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_the_users_config_is_not_changed_by_composing(name: str) -> None:
+    base, before = copy.deepcopy(PRETRAINING), copy.deepcopy(PRETRAINING)
+    config = composed(name, base=base, native_optimizer=False)
+    config["scheduler"]["params"]["warmup_type"] = "log"
+    config["optimizer"]["params"]["lr"] = 1.0
+    assert base == before
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_composed_config_is_plain_json(name: str) -> None:
+    config = composed(name, base=PRETRAINING)
+    assert json.loads(json.dumps(config)) == config
+
+
+@pytest.mark.parametrize(("name", "rung"), RUNGS.items())
+def test_the_rung_decides_stage_and_offload_whatever_the_base_config_says(name: str, rung: Any) -> None:
+    base = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"ratio": 0.5}}}
+    zero = composed(name, base=base)["zero_optimization"]
+    assert zero["stage"] == rung.stage
+    tiers = {"cpu": "host", "nvme": "nvme", None: "device"}
+    assert tiers[get(zero, "offload_param.device")] == rung.places["parameters"]
+    assert tiers[get(zero, "offload_optimizer.device")] == rung.places["optimizer"]
+    assert get(zero, "offload_optimizer.ratio") is None
+
+
+def test_the_nvme_path_is_filled_in_wherever_the_rung_names_it() -> None:
+    config = composed("zero3-nvme", nvme_path=Path("/fast/disk"))
+    assert get(config, "zero_optimization.offload_param.nvme_path") == "/fast/disk"
+    assert get(config, "zero_optimization.offload_optimizer.nvme_path") == "/fast/disk"
+    assert "{nvme_path}" not in json.dumps(config)
+
+
+def test_knobs_win_over_the_rung_and_the_base_config() -> None:
+    settings = {"zero_optimization.reduce_bucket_size": 123_456, "zero_optimization.offload_param.pin_memory": False}
+    config = composed("zero3-offload", knobs=Knobs(settings=settings), base=PRETRAINING)
+    assert get(config, "zero_optimization.reduce_bucket_size") == 123_456
+    assert get(config, "zero_optimization.offload_param.pin_memory") is False
+    assert get(config, "zero_optimization.offload_param.device") == "cpu"
+
+
+def test_buckets_start_at_a_size_that_fits_the_card_not_at_the_users_5e8() -> None:
+    start = start_settings(RUNGS["zero2"], base=PRETRAINING, device_bytes=416 * 2**20, facts=FACTS)
+    assert 1.0e6 <= start["zero_optimization.reduce_bucket_size"] <= 1.2e6
+
+
+def test_a_users_smaller_bucket_is_kept() -> None:
+    base = {"zero_optimization": {"reduce_bucket_size": 50_000}}
+    start = start_settings(RUNGS["zero2"], base=base, device_bytes=416 * 2**20, facts=FACTS)
+    assert start["zero_optimization.reduce_bucket_size"] == 50_000
+
+
+@pytest.mark.parametrize("users", ["auto", None, True])
+def test_a_bucket_that_the_user_leaves_open_is_sized_to_the_card(users: object) -> None:
+    base = {"zero_optimization": {"reduce_bucket_size": users}}
+    start = start_settings(RUNGS["zero2"], base=base, device_bytes=416 * 2**20, facts=FACTS)
+    assert start["zero_optimization.reduce_bucket_size"] > 1_000_000
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("base", [{}, {"optimizer": None}, {"optimizer": {}}])
+def test_without_an_optimizer_torchs_adamw_is_used_and_no_op_is_built(name: str, base: dict[str, Any]) -> None:
+    config = composed(name, base=base)
+    assert config["optimizer"]["type"] == "AdamW"
+    assert config["optimizer"]["params"]["torch_adam"] is True
+    assert ops_of(config) == ()
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_an_offloaded_optimizer_is_deepspeeds_own_cpu_adam(name: str) -> None:
+    config = composed(name)
+    assert "torch_adam" not in config["optimizer"]["params"]
+    assert "zero_force_ds_cpu_optimizer" not in config
+    assert "cpu_adam" in ops_of(config)
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_until_its_op_is_built_torchs_adamw_stands_in_for_an_offloaded_optimizer(name: str) -> None:
+    config = composed(name, native_optimizer=False)
+    assert config["optimizer"]["params"]["torch_adam"] is True
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert "cpu_adam" not in ops_of(config)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_the_users_adamw_is_deepspeeds_fused_one_unless_torchs_stands_in(name: str) -> None:
+    assert ops_of(composed(name, base=PRETRAINING)) == ("fused_adam",)
+    stand_in = composed(name, base=PRETRAINING, native_optimizer=False)
+    assert ops_of(stand_in) == ()
+    assert stand_in["optimizer"] == merge(PRETRAINING["optimizer"], {"params": {"torch_adam": True}})
+
+
+def test_an_optimizer_that_has_no_torch_stand_in_is_left_alone() -> None:
+    lion = {"type": "Lion", "params": {"lr": 1e-4}}
+    assert composed("zero2", base={"optimizer": lion}, native_optimizer=False)["optimizer"] == lion
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_workload_that_brings_its_optimizer_gets_a_config_that_names_none(name: str) -> None:
+    config = composed(name, base=PRETRAINING, own_optimizer=True)
+    assert "optimizer" not in config
+    assert config["scheduler"] == PRETRAINING["scheduler"]
+    assert not {"cpu_adam", "fused_adam"} & set(ops_of(config))
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_users_own_optimizer_may_be_offloaded(name: str) -> None:
+    config = composed(name, own_optimizer=True)
+    assert config.get("zero_force_ds_cpu_optimizer") == (False if name in OFFLOADED else None)
+
+
+def test_only_nvme_needs_async_io() -> None:
+    assert {name for name in RUNGS if "async_io" in ops_of(composed(name))} == {"zero3-nvme"}
+    assert ops_of(composed("zero3-nvme")) == ("cpu_adam", "async_io")
+
+
+def test_merging_nests_and_leaves_both_sides_alone() -> None:
+    base, over = {"a": {"x": 1, "y": [1]}, "b": 1}, {"a": {"y": 2}, "b": {"c": 3}}
+    assert merge(base, over) == {"a": {"x": 1, "y": 2}, "b": {"c": 3}}
+    assert base == {"a": {"x": 1, "y": [1]}, "b": 1}

@@ -1,0 +1,314 @@
+import itertools
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.errors import InputError
+from autods.journal import Journal, key_of
+from autods.values import Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
+
+TRIAL = Trial(
+    rung="zero3",
+    knobs=Knobs(micro_batch=4, accumulation=2, settings={"zero_optimization.overlap_comm": True, "aio.x": 0.1}),
+    purpose="walk",
+    steps=Steps(warmup=1, timed=3, most_timed=6),
+)
+FIT = Fit(
+    memory={"device": TierUse(peak_bytes=400, limit_bytes=416), "host": TierUse(peak_bytes=900)},
+    samples_per_second=12.5,
+    tokens_per_second=None,
+    step_s=(0.1, 0.2),
+    spread=0.01,
+    losses=(7.6, 7.5, 7.4),
+    timing=Timing(wall_s=2.5, steps_s=0.3),
+)
+OUT_OF_MEMORY = OutOfMemory(
+    tier="device", rank=1, phase="backward", evidence="tried to allocate …", wanted_bytes=5, free_bytes=3, limit_bytes=9
+)
+FAILED = Failed(
+    failure="user_code", rank=-1, phase="init", evidence="ValueError: no", action="fix_code", advice="look there"
+)
+OUTCOMES = [
+    FIT,
+    replace(FIT, tokens_per_second=800.0),
+    OUT_OF_MEMORY,
+    OutOfMemory(tier="nvme", rank=0, phase="step", evidence="e"),
+    FAILED,
+]
+
+
+def record(outcome: Outcome = FIT, trial: Trial = TRIAL) -> Record:
+    return Record(id=3, trial=trial, outcome=outcome, seconds=2.75)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.jsonl")
+
+
+def written(journal: Journal) -> list[bytes]:
+    """The lines of a journal with a header, one started and one finished trial."""
+    journal.open(fingerprint="q")
+    journal.started(TRIAL)
+    journal.finished(record())
+    return journal.path.read_bytes().splitlines(keepends=True)
+
+
+def refusal(journal: Journal) -> str:
+    with pytest.raises(InputError) as caught:
+        journal.open(fingerprint="q")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_journal_touches_no_disk_until_it_is_opened(journal: Journal) -> None:
+    assert not journal.path.exists()
+    journal.open(fingerprint="q")
+    assert journal.path.exists()
+
+
+def test_a_new_journal_knows_nothing(journal: Journal) -> None:
+    past = journal.open(fingerprint="q")
+    assert (past.records, past.unfinished) == ({}, {})
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.kind)
+def test_every_kind_of_outcome_comes_back_as_it_was(journal: Journal, outcome: Outcome) -> None:
+    journal.open(fingerprint="q")
+    journal.started(TRIAL)
+    journal.finished(record(outcome))
+    assert journal.open(fingerprint="q").records == {key_of(TRIAL): record(outcome)}
+
+
+def test_a_loss_that_is_no_number_comes_back(journal: Journal) -> None:
+    journal.open(fingerprint="q")
+    journal.finished(record(replace(FIT, losses=(math.nan, math.inf))))
+    (found,) = journal.open(fingerprint="q").records.values()
+    assert isinstance(found.outcome, Fit)
+    assert math.isnan(found.outcome.losses[0])
+    assert math.isinf(found.outcome.losses[1])
+
+
+def test_a_trial_that_was_started_without_an_end_is_counted(journal: Journal) -> None:
+    journal.open(fingerprint="q")
+    journal.started(TRIAL)
+    journal.started(TRIAL)
+    assert journal.open(fingerprint="q").unfinished == {key_of(TRIAL): 2}
+
+
+def test_a_finished_trial_is_no_longer_unfinished(journal: Journal) -> None:
+    written(journal)
+    past = journal.open(fingerprint="q")
+    assert past.unfinished == {}
+    assert list(past.records) == [key_of(TRIAL)]
+
+
+def test_trials_that_ask_the_same_question_have_the_same_key() -> None:
+    turned = dict(reversed(list(TRIAL.knobs.settings.items())))
+    assert key_of(TRIAL) == key_of(replace(TRIAL, knobs=replace(TRIAL.knobs, settings=turned)))
+    assert key_of(TRIAL) != key_of(replace(TRIAL, repeat=1))
+    assert key_of(TRIAL) != key_of(replace(TRIAL, knobs=replace(TRIAL.knobs, micro_batch=5)))
+
+
+def test_a_record_that_was_read_has_the_key_it_was_written_under(journal: Journal) -> None:
+    written(journal)
+    ((key, found),) = journal.open(fingerprint="q").records.items()
+    assert key_of(found.trial) == key
+
+
+def test_the_journal_of_another_fit_is_refused_and_left_as_it_is(journal: Journal) -> None:
+    journal.open(fingerprint="other")
+    before = journal.path.read_bytes()
+    said = refusal(journal)
+    assert "is the journal of another fit" in said
+    assert "--fresh" in said
+    assert journal.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_wherever_the_driver_died_while_writing_the_whole_lines_are_kept(journal: Journal, kept: int) -> None:
+    lines = written(journal)
+    for length in range(1, len(lines[kept])):  # every byte but the last
+        journal.path.write_bytes(b"".join(lines[:kept]) + lines[kept][:length])
+        past = journal.open(fingerprint="q")
+        assert past.records == {}
+        assert len(past.unfinished) == kept - 1
+        assert journal.path.read_bytes() == b"".join(lines[:kept])
+
+
+def test_a_torn_header_starts_the_journal_again(journal: Journal) -> None:
+    header = written(journal)[0]
+    journal.path.write_bytes(header[:20])
+    assert journal.open(fingerprint="q").records == {}
+    assert journal.path.read_bytes() == header
+
+
+@pytest.mark.parametrize("torn", [b"\0\0\0\0", b'{"kind": "star\0\0\0'])
+def test_zeros_that_a_power_cut_left_at_the_end_are_cut_off(journal: Journal, torn: bytes) -> None:
+    whole = b"".join(written(journal))
+    journal.path.write_bytes(whole + torn)
+    assert len(journal.open(fingerprint="q").records) == 1
+    assert journal.path.read_bytes() == whole
+
+
+def test_what_is_appended_after_a_torn_line_can_be_read(journal: Journal) -> None:
+    lines = written(journal)
+    journal.path.write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    journal.open(fingerprint="q")
+    journal.finished(record(OUT_OF_MEMORY))
+    (found,) = journal.open(fingerprint="q").records.values()
+    assert found.outcome == OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"garbage\n",
+        b"\n",
+        b"[]\n",
+        b"null\n",
+        b"{}\n",
+        b'{"kind": "dream"}\n',
+        b"\xff\xfe\x00\x80\n",
+        b"[" * 9999 + b"\n",
+    ],
+    ids=["garbage", "blank", "list", "null", "empty", "unknown kind", "binary", "deep"],
+)
+def test_a_damaged_line_is_named_by_its_number_and_nothing_is_changed(
+    journal: Journal, number: int, damage: bytes
+) -> None:
+    lines = written(journal)
+    lines[number - 1] = damage
+    journal.path.write_bytes(b"".join(lines))
+    said = refusal(journal)
+    assert f"{journal.path}:{number}: is damaged" in said
+    assert "--fresh" in said
+    assert journal.path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\x1a\0", bytes(range(128, 256)), b"hello", b'{"name": "x"}'])
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(journal: Journal, content: bytes) -> None:
+    journal.path.write_bytes(content)
+    assert f"{journal.path}:1: is damaged" in refusal(journal)
+    assert journal.path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("key",), None),
+        (("key",), 7),
+        (("record",), None),
+        (("record",), "x"),
+        (("record", "id"), "three"),
+        (("record", "seconds"), None),
+        (("record", "trial"), {}),
+        (("record", "trial", "rung"), 5),
+        (("record", "trial", "purpose"), "fun"),
+        (("record", "trial", "limited"), 1),
+        (("record", "trial", "knobs", "micro_batch"), 1.5),
+        (("record", "trial", "knobs", "settings"), {"a": [1]}),
+        (("record", "trial", "steps"), []),
+        (("record", "trial", "extra"), 1),
+        (("record", "outcome", "kind"), "miracle"),
+        (("record", "outcome", "kind"), ["fit"]),
+        (("record", "outcome", "kind"), "failed"),
+        (("record", "outcome", "memory"), {"moon": {"peak_bytes": 1}}),
+        (("record", "outcome", "memory", "device"), 5),
+        (("record", "outcome", "step_s"), "0.1"),
+        (("record", "outcome", "losses"), [None]),
+        (("record", "outcome", "timing"), {}),
+    ],
+    ids=lambda part: ".".join(part) if isinstance(part, tuple) else repr(part),
+)
+def test_a_row_with_a_wrong_field_is_a_damaged_line(journal: Journal, path: tuple[str, ...], value: Any) -> None:
+    lines = written(journal)
+    row = json.loads(lines[2])
+    place = row
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    journal.path.write_bytes(b"".join(lines[:2]) + json.dumps(row).encode() + b"\n")
+    assert f"{journal.path}:3: is damaged" in refusal(journal)
+
+
+@pytest.mark.parametrize("path", ["key", "record", "record.id", "record.trial.rung", "record.outcome.timing.wall_s"])
+def test_a_row_that_lacks_a_field_is_a_damaged_line(journal: Journal, path: str) -> None:
+    lines = written(journal)
+    row = json.loads(lines[2])
+    *parents, last = path.split(".")
+    place = row
+    for key in parents:
+        place = place[key]
+    del place[last]
+    journal.path.write_bytes(b"".join(lines[:2]) + json.dumps(row).encode() + b"\n")
+    assert f"{journal.path}:3: is damaged" in refusal(journal)
+
+
+def test_a_journal_that_is_a_folder_is_refused(journal: Journal) -> None:
+    journal.path.mkdir()
+    assert "cannot be read: Is a directory" in refusal(journal)
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    assert "Not a directory" in refusal(Journal(tmp_path / "out" / "journal.jsonl"))
+
+
+def test_an_output_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    said = refusal(Journal(tmp_path / "out" / "journal.jsonl"))
+    assert "cannot be written: No such file or directory" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; the read-only mount below covers it")
+def test_an_output_folder_without_permission_is_refused(journal: Journal) -> None:
+    journal.path.parent.chmod(0o500)
+    try:
+        assert "cannot be written: Permission denied" in refusal(journal)
+    finally:
+        journal.path.parent.chmod(0o700)
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[None]:
+    """A small tmpfs on `folder`; skips the test where mounting is not allowed."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a small disk is not allowed here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_output_folder_is_refused(journal: Journal) -> None:
+    with mounted(journal.path.parent, "ro,size=64k"):
+        assert "cannot be written: Read-only file system" in refusal(journal)
+
+
+def test_a_full_disk_is_said_and_leaves_whole_lines_only(journal: Journal) -> None:
+    with mounted(journal.path.parent, "size=32k"):
+        journal.open(fingerprint="q")
+        with pytest.raises(InputError, match=r"cannot be written: No space left on device[\s\S]*free some space"):
+            write_for_ever(journal)
+        lines = journal.path.read_bytes().splitlines(keepends=True)
+        assert lines[-1].endswith(b"}\n")
+        assert len(journal.open(fingerprint="q").records) == len(lines) - 1 > 10
+
+
+def write_for_ever(journal: Journal) -> None:
+    for number in itertools.count():
+        journal.finished(record(trial=replace(TRIAL, repeat=number)))

@@ -1,0 +1,60 @@
+"""What is built is what is needed: the ladder and the configs travel inside the package, and nothing beside it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SHOW = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import autods
+from autods.ladder import all_rungs
+from autods.settings import read_profile
+assert autods.__file__.startswith(sys.argv[1]), autods.__file__
+print(*all_rungs())
+print(*(read_profile(name).name for name in ("default", "quick", "thorough")))
+"""
+
+
+def python(*arguments: str | Path, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the wheel of this checkout was installed, by itself."""
+    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", wheels, cwd=ROOT)
+    (wheel,) = wheels.glob("*.whl")
+    python("-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--target", target, wheel, cwd=wheels)
+    return target
+
+
+def test_an_installed_autods_knows_all_rungs_and_configs_from_any_folder(installed: Path, tmp_path: Path) -> None:
+    # -I: neither the current folder nor PYTHONPATH is searched; the editable install comes after the one given.
+    rungs, configs = python("-I", "-c", SHOW, installed, cwd=tmp_path).splitlines()
+    assert rungs == "ddp zero1 zero2 zero2-offload zero3 zero3-offload-param zero3-offload zero3-nvme"
+    assert configs == "default quick thorough"
+
+
+def test_no_package_but_autods_is_installed(installed: Path) -> None:
+    folders = {path.name for path in installed.iterdir() if path.is_dir() and path.suffix != ".dist-info"}
+    assert folders - {"bin"} == {"autods"}
+
+
+def test_the_command_line_is_installed(installed: Path) -> None:
+    (entry_points,) = installed.glob("autods-*.dist-info/entry_points.txt")
+    assert "autods = autods.cli:main" in entry_points.read_text()
+
+
+def test_importing_autods_loads_none_of_the_heavy_packages(tmp_path: Path) -> None:
+    show = "import sys, autods; print(*{'torch', 'deepspeed', 'ray', 'optuna', 'transformers'} & set(sys.modules))"
+    assert python("-c", show, cwd=tmp_path).strip() == ""

@@ -1,0 +1,284 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.errors import InputError
+from autods.hardware import Card, Hardware
+from autods.ladder import data_folder
+from autods.settings import Settings, read_profile, resolve
+from autods.values import WorkloadSource
+
+GIB = 2**30
+EIGHT_CARDS = Hardware(
+    cpu="a CPU",
+    cores=64,
+    host_bytes=512 * GIB,
+    host_free_bytes=400 * GIB,
+    cards=tuple(Card(index=i, name="a card", total_bytes=16 * GIB, free_bytes=15 * GIB) for i in range(8)),
+)
+NO_CARDS = replace(EIGHT_CARDS, host_bytes=16 * GIB, host_free_bytes=10 * GIB, cards=())
+SOURCE = WorkloadSource(kind="file", path="/work/model.py", name="model", digest="abc")
+
+
+def asked(**said: Any) -> Settings:
+    return resolve(said.pop("source", SOURCE), hardware=said.pop("hardware", EIGHT_CARDS), **said)
+
+
+def refusal(**said: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        asked(**said)
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value).splitlines()) <= 2
+    return str(caught.value)
+
+
+def test_all_visible_cards_and_their_whole_memory_are_used_when_nothing_is_said() -> None:
+    settings = asked()
+    assert (settings.gpus, settings.device, settings.device_bytes) == (8, "cuda", 16 * GIB)
+    assert not settings.device_bytes_asked
+    assert settings.base == {"bf16": {"enabled": True}}
+
+
+def test_the_smallest_card_counts() -> None:
+    cards = (replace(EIGHT_CARDS.cards[0], total_bytes=8 * GIB), *EIGHT_CARDS.cards)
+    assert asked(hardware=replace(EIGHT_CARDS, cards=cards)).device_bytes == 8 * GIB
+
+
+def test_cpu_ranks_stand_in_for_gpus_with_the_budget_as_their_memory() -> None:
+    settings = asked(hardware=NO_CARDS, device="cpu", gpus=2, gpu_memory="416MiB")
+    assert (settings.gpus, settings.device, settings.device_bytes) == (2, "cpu", 416 * 2**20)
+    assert settings.device_bytes_asked
+
+
+def test_cpu_ranks_share_the_free_host_memory_when_no_budget_is_given() -> None:
+    settings = asked(hardware=NO_CARDS, device="cpu", gpus=2)
+    assert 2 * settings.device_bytes <= NO_CARDS.host_free_bytes
+    assert settings.device_bytes_asked
+
+
+@pytest.mark.parametrize("gpus", [0, -1])
+def test_fewer_than_one_rank_is_refused(gpus: int) -> None:
+    assert f"--gpus {gpus}: at least one rank is needed" in refusal(gpus=gpus)
+
+
+def test_more_ranks_than_cards_are_refused_with_the_number_there_is() -> None:
+    assert "--gpus 9: this machine shows 8 GPUs" in refusal(gpus=9)
+
+
+def test_without_a_gpu_cuda_is_refused_and_the_cpu_offered_never_taken_silently() -> None:
+    said = refusal(hardware=NO_CARDS, gpus=2)
+    assert "no CUDA GPU is visible" in said
+    assert "--device cpu" in said
+
+
+def test_cpu_ranks_have_to_be_counted() -> None:
+    assert "give --gpus 2" in refusal(hardware=NO_CARDS, device="cpu")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    assert "no device 'tpu'" in refusal(device="tpu")
+
+
+@pytest.mark.parametrize("size", ["banana", "0", "-5GiB", "", 0, -1])
+def test_a_memory_size_that_is_none_is_refused_with_the_accepted_forms(size: str | int) -> None:
+    said = refusal(gpu_memory=size)
+    assert said.startswith("--gpu-memory")
+    assert "416MiB" in said
+
+
+def test_bytes_may_be_given_as_a_number() -> None:
+    assert asked(gpu_memory=GIB).device_bytes == GIB
+
+
+def test_more_memory_than_the_card_has_is_refused() -> None:
+    assert "the card has 16.0 GiB" in refusal(gpu_memory="17GiB")
+
+
+def test_more_memory_than_the_host_has_is_refused_for_cpu_ranks() -> None:
+    said = refusal(hardware=NO_CARDS, device="cpu", gpus=4, gpu_memory="5GiB")
+    assert "4 CPU ranks × 5.0 GiB = 20.0 GiB: this machine has 16.0 GiB" in said
+
+
+@pytest.mark.parametrize(("total", "near"), [(7, "6 or 8"), (1, "2 or 4"), (0, "2 or 4"), (-4, "2 or 4")])
+def test_a_global_batch_that_the_ranks_cannot_split_is_refused_with_ones_they_can(total: int, near: str) -> None:
+    said = refusal(gpus=2, global_batch=total)
+    assert f"--global-batch {total} cannot be split over 2 ranks" in said
+    assert near in said
+
+
+def test_the_base_configs_train_batch_size_is_the_global_batch_unless_one_is_given() -> None:
+    assert asked(gpus=2, base_config={"train_batch_size": 64}).global_batch == 64
+    assert asked(gpus=2, base_config={"train_batch_size": 64}, global_batch=32).global_batch == 32
+    assert asked(gpus=2).global_batch is None
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ({"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp and ZeRO"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16"),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 5}, "train_batch_size 64 ≠"),
+    ],
+)
+def test_a_contradicting_base_config_is_refused_before_any_trial(
+    tmp_path: Path, base: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(base))
+    message = refusal(gpus=2, base_config=path)
+    assert said in message
+    assert str(path) in message
+    assert said in refusal(gpus=2, base_config=base)
+
+
+def test_a_base_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{'fp16': True}")
+    assert f"{path}:1:2: is not JSON" in refusal(base_config=str(path))
+
+
+def test_a_base_config_from_python_that_json_cannot_hold_is_refused() -> None:
+    assert "cannot be written as JSON" in refusal(base_config={"wandb": {"dir": Path("/tmp")}})
+
+
+def test_a_base_config_from_python_is_copied() -> None:
+    base = {"bf16": {"enabled": True}, "tensorboard": {"enabled": True}}
+    settings = asked(base_config=base)
+    base["tensorboard"]["enabled"] = False
+    assert settings.base["tensorboard"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("base", "precision", "enabled"),
+    [
+        ({}, "auto", "bf16"),
+        ({}, "fp16", "fp16"),
+        ({}, "fp32", None),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "auto", "fp16"),
+        ({"fp16": {"enabled": False}}, "auto", None),
+        ({"bf16": {"enabled": True}}, "bf16", "bf16"),
+    ],
+)
+def test_the_users_precision_wins_then_the_one_asked_for_then_bf16(
+    base: dict[str, Any], precision: str, enabled: str | None
+) -> None:
+    found = asked(base_config=base, precision=precision).base
+    assert [key for key in ("bf16", "fp16") if found.get(key, {}).get("enabled")] == ([enabled] if enabled else [])
+    assert all(found[key] == value for key, value in base.items())
+
+
+def test_two_precisions_are_refused() -> None:
+    base = {"fp16": {"enabled": True}}
+    assert "--precision bf16, but fp16 is enabled" in refusal(base_config=base, precision="bf16")
+    assert "no precision 'int4'" in refusal(precision="int4")
+
+
+def test_an_unknown_rung_is_refused_with_the_names_there_are() -> None:
+    assert "no rung 'zero9'" in refusal(ladder=("ddp", "zero9"))
+
+
+def test_an_unknown_rung_in_a_config_file_is_refused(tmp_path: Path) -> None:
+    path = config_file(tmp_path, '["ddp",', '["dpd",')
+    assert "no rung 'dpd'" in refusal(config=str(path))
+
+
+def test_an_nvme_path_has_to_be_a_folder(tmp_path: Path) -> None:
+    assert "is not a folder that can be written" in refusal(nvme_path=tmp_path / "nowhere")
+    assert asked(nvme_path=str(tmp_path)).nvme_path == tmp_path
+
+
+def test_the_output_folder_is_named_after_the_question() -> None:
+    first, second = asked(gpus=2), asked(gpus=4)
+    assert first.out.name.startswith("model-2xcuda-")
+    assert first.out.is_absolute()
+    assert first.out == asked(gpus=2).out
+    assert first.out != second.out
+
+
+def test_the_fingerprint_stays_with_the_output_folder_changed(tmp_path: Path) -> None:
+    assert asked(out=tmp_path / "a").fingerprint() == asked(out=tmp_path / "b").fingerprint()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"source": replace(SOURCE, digest="abd")},
+        {"gpus": 2},
+        {"gpu_memory": "8GiB"},
+        {"device": "cpu", "gpus": 8},
+        {"global_batch": 64},
+        {"precision": "fp16"},
+        {"base_config": {"gradient_clipping": 1.0}},
+        {"config": "quick"},
+        {"ladder": ("zero3",)},
+        {"nvme_path": "/tmp"},
+        {"seed": 1},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_the_fingerprint_changes_with_what_decides_the_answer(other: dict[str, Any]) -> None:
+    assert asked(**other).fingerprint() != asked().fingerprint()
+
+
+def test_the_fingerprint_changes_with_a_users_rung(tmp_path: Path) -> None:
+    text = (data_folder("strategies") / "zero3.toml").read_text()
+    (tmp_path / "zero3.toml").write_text(text.replace("low = 0.1", "low = 0.2"))
+    assert asked(strategies=(tmp_path,)).fingerprint() != asked().fingerprint()
+
+
+def test_free_memory_at_the_moment_is_not_part_of_the_question() -> None:
+    later = replace(EIGHT_CARDS, host_free_bytes=1 * GIB)
+    assert asked(hardware=later).fingerprint() == asked().fingerprint()
+
+
+@pytest.mark.parametrize("name", ["default", "quick", "thorough"])
+def test_each_shipped_config_walks_the_whole_ladder(name: str) -> None:
+    profile = read_profile(name)
+    assert profile.name == name
+    assert len(profile.ladder) == 8
+
+
+def test_a_thorough_fit_tries_harder_than_a_quick_one() -> None:
+    quick, default, thorough = (read_profile(name) for name in ("quick", "default", "thorough"))
+    assert quick.tune.trials < default.tune.trials < thorough.tune.trials
+    assert quick.timed.budget_s < default.timed.budget_s < thorough.timed.budget_s
+
+
+def test_an_unknown_config_is_refused_with_the_names_there_are() -> None:
+    said = refusal(config="fastest")
+    assert "no config 'fastest'" in said
+    assert "default, quick, thorough" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[tune]\n", "[tuna]\n", "unknown key 'tuna'"),
+        ("trials = 16\n", "", "tune lacks 'trials'"),
+        ("trials = 16", 'trials = "many"', "tune.trials is 'many', not a whole number"),
+        ("trials = 16", "trials = -1", "tune.trials must be at least 0"),
+        ("headroom = 0.05", "headroom = 1.5", "memory.headroom must be at least 0 and below 1"),
+        ("stall_s = 120.0", "stall_s = 0", "limits must be above 0 s"),
+        ("timed = 3", "timed = 30", "most_timed no less than timed"),
+        ("trials = 16", "trials = 16 16", "is not TOML"),
+    ],
+)
+def test_a_bad_config_file_is_refused_with_the_file_and_what_is_wrong(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    path = config_file(tmp_path, old, new)
+    message = refusal(config=str(path))
+    assert said in message
+    assert str(path) in message
+
+
+def config_file(folder: Path, old: str, new: str) -> Path:
+    """The default config with one piece of its text replaced."""
+    text = (data_folder("configs") / "default.toml").read_text()
+    assert old in text
+    path = folder / "mine.toml"
+    path.write_text(text.replace(old, new))
+    return path

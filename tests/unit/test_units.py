@@ -1,0 +1,38 @@
+import pytest
+
+from autods.units import parse_bytes, show_bytes, show_count
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("416MiB", 416 * 2**20),
+        ("16 GiB", 16 * 2**30),
+        ("16gib", 16 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5G", 1_500_000_000),
+        ("0.5Ti", 2**39),
+        ("1024", 1024),
+        (" 7 kb ", 7000),
+    ],
+)
+def test_a_size_is_read_as_people_write_it(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["banana", "", "0", "0GiB", "-1GiB", "16 parsecs", "1e9", "GiB", "nan", "1,5GiB"])
+def test_what_is_not_a_size_is_refused_with_the_accepted_forms(text: str) -> None:
+    with pytest.raises(ValueError, match="416MiB, 16GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (416 * 2**20, "416.0 MiB"), (-3 * 2**20, "-3.0 MiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_bytes_are_shown_in_the_unit_that_reads_best(size: int, text: str) -> None:
+    assert show_bytes(size) == text
+
+
+def test_parameters_are_shown_as_people_say_them() -> None:
+    assert [show_count(n) for n in (999, 32_638_976, 1_543_714_304)] == ["999", "32.6M", "1.54B"]
