@@ -1,0 +1,53 @@
+"""What every step of the search shares: asking once more after a fluke, and the batch identity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..values import Action, Failed, Fit, OutOfMemory, Record, Run, Trial
+
+# Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
+_LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
+
+
+def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
+    """Micro batches per optimizer step, so that micro batch × accumulation × world size = global batch; 1 without one.
+
+    Raises ValueError when no whole number does it: callers offer only micro batches from `micro_batches`.
+    """
+    if global_batch is None:
+        return 1
+    accumulation, rest = divmod(global_batch, micro_batch * world_size)
+    if rest or not accumulation:
+        raise ValueError(f"a global batch of {global_batch} is no multiple of {micro_batch} × {world_size} ranks")
+    return accumulation
+
+
+def micro_batches(global_batch: int | None, world_size: int, most: int) -> range | tuple[int, ...]:
+    """The micro batches that may be tried, ascending: all up to `most`, or those that divide a rank's global batch."""
+    if global_batch is None:
+        return range(1, most + 1)
+    share = global_batch // world_size
+    return tuple(size for size in range(1, min(share, most) + 1) if share % size == 0)
+
+
+def asked(trial: Trial, run: Run) -> tuple[Record, ...]:
+    """The records of one question, the last one is the answer: a failure that may be a fluke is asked once more."""
+    first = run(trial)
+    match first.outcome:
+        case Failed(failure="toolchain") | Fit() | OutOfMemory():
+            return (first,)
+        case Failed(action=action) if action in _LASTING:
+            return (first,)
+        case Failed():
+            return (first, run(replace(trial, repeat=trial.repeat + 1)))
+
+
+def fits_within(record: Record, usable_bytes: float) -> bool:
+    """Whether the trial fitted and left the headroom free on the device."""
+    return isinstance(record.outcome, Fit) and record.outcome.device_peak_bytes <= usable_bytes
+
+
+def samples_per_second(record: Record) -> float:
+    """The objective; 0 for a trial that did not fit."""
+    return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0

@@ -1,0 +1,222 @@
+"""Growing the micro batch: how large, in how many trials, and why it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from autods.cluster.scripted import ScriptedRunner, failed, surface
+from autods.search.grow import Grown, grow
+from autods.settings import GrowLimits
+from autods.values import Knobs, Outcome, OutOfMemory, Steps, Trial
+
+MIB = 2**20
+TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=1e9)
+LIMITS = GrowLimits(most_trials=8, most_micro_batch=4096, gain=1.03)
+WALKED = Trial(rung="zero2", knobs=Knobs(settings={"zero_optimization.reduce_bucket_size": 1000}), purpose="walk")
+
+
+@dataclass
+class Growth:
+    """A finished growth and what it cost, micro batch 1 of the walk not counted."""
+
+    grown: Grown
+    trials: list[Trial]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [trial.knobs.micro_batch for trial in self.trials]
+
+    @property
+    def ooms(self) -> int:
+        return sum(isinstance(record.outcome, OutOfMemory) for record in self.grown.records)
+
+
+def growing(
+    answer: Callable[[Trial], Outcome],
+    *,
+    limit: int,
+    global_batch: int | None = None,
+    limits: GrowLimits = LIMITS,
+    steps: Steps = TIMED,
+    headroom: float = 0.05,
+    walked: Trial = WALKED,
+) -> Growth:
+    runner = ScriptedRunner(answer)
+    winner = runner.run(walked)
+    grown = grow(
+        winner,
+        runner.run,
+        limits=limits,
+        steps=steps,
+        limit_bytes=limit,
+        headroom=headroom,
+        world_size=2,
+        global_batch=global_batch,
+    )
+    return Growth(grown, runner.trials[1:])
+
+
+def steep(limit: int, state: int = 100 * MIB, sample: int = 10 * MIB, floor: int = 0) -> Callable[[Trial], Outcome]:
+    """A surface whose throughput never saturates: only memory ends the growth."""
+    return surface(
+        limit_bytes=limit,
+        state_bytes=state,
+        sample_bytes=sample,
+        floor_bytes=floor,
+        step_overhead_s=1000.0,
+        sample_s=0.001,
+    )
+
+
+LARGEST = [1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 257, 1000]
+
+
+@pytest.mark.parametrize("largest", LARGEST)
+def test_growth_finds_the_largest_micro_batch_in_few_trials(largest: int) -> None:
+    limit = int((100 * MIB + (largest + 0.5) * 10 * MIB) / 0.95)
+    growth = growing(steep(limit), limit=limit)
+    assert growth.grown.largest_micro_batch <= largest
+    assert growth.grown.largest_micro_batch >= largest * 15 / 16
+    assert growth.grown.largest_is_limit
+    assert growth.grown.best.trial.knobs.micro_batch == growth.grown.largest_micro_batch
+    assert len(growth.trials) <= 6
+    assert growth.ooms <= 1
+
+
+@pytest.mark.parametrize("largest", LARGEST[2:])
+@pytest.mark.parametrize("bend", [1.5, 4.0, 12.0])
+def test_growth_survives_a_knee_in_the_memory_line(largest: int, bend: float) -> None:
+    limit = int((100 * MIB + (largest + 0.5) * 10 * MIB) / 0.95)
+    floor = min(int(100 * MIB + bend * 10 * MIB), int(limit * 0.8))
+    growth = growing(steep(limit, floor=floor), limit=limit)
+    assert largest * 15 / 16 <= growth.grown.largest_micro_batch <= largest
+    assert growth.ooms <= 2
+    assert len(growth.trials) <= LIMITS.most_trials
+
+
+def test_growth_never_jumps_far_beyond_what_was_measured() -> None:
+    growth = growing(steep(2**40), limit=2**40)
+    fitted = [1, *growth.sizes]
+    assert all(after <= 8 * before for before, after in pairwise(fitted))
+    assert growth.grown.largest_micro_batch == LIMITS.most_micro_batch
+    assert not growth.grown.largest_is_limit
+
+
+@pytest.mark.parametrize("global_batch", [2, 6, 34, 64, 96, 120])
+def test_growth_keeps_the_global_batch(global_batch: int) -> None:
+    limit = 400 * MIB
+    growth = growing(steep(limit), limit=limit, global_batch=global_batch)
+    assert growth.trials
+    assert {trial.knobs.train_batch(2) for trial in growth.trials} == {global_batch}
+    assert growth.grown.best.trial.knobs.train_batch(2) == global_batch
+
+
+def test_growth_takes_the_largest_divisor_of_the_global_batch_that_fits() -> None:
+    limit = int((100 + 20.5 * 10) * MIB / 0.95)  # 20 samples fit; 48 = 16 × 3 is the share of a rank
+    growth = growing(steep(limit), limit=limit, global_batch=96)
+    assert growth.grown.largest_micro_batch == 16
+    assert growth.grown.best.trial.knobs.accumulation == 3
+
+
+def test_the_whole_share_of_the_global_batch_ends_the_growth() -> None:
+    growth = growing(steep(2**40), limit=2**40, global_batch=16)
+    assert growth.grown.largest_micro_batch == 8
+    assert not growth.grown.largest_is_limit
+    assert "whole share of the global batch" in growth.grown.reason
+
+
+def test_growth_stops_when_throughput_saturates() -> None:
+    limit = 2**40
+    answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=0.01, sample_s=0.01)
+    growth = growing(answer, limit=limit)
+    assert not growth.grown.largest_is_limit
+    assert "times as fast" in growth.grown.reason
+    assert "memory would allow about 4096" in growth.grown.reason
+    assert len(growth.trials) <= 4
+
+
+def test_growth_goes_back_to_micro_batch_one_when_larger_ones_are_slower() -> None:
+    limit = 2**40
+
+    def answer(trial: Trial) -> Outcome:
+        size = trial.knobs.micro_batch
+        return surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=0.0, sample_s=size)(trial)
+
+    growth = growing(answer, limit=limit)
+    assert growth.grown.best.trial.knobs.micro_batch == 1
+    assert growth.grown.best.trial.steps == TIMED
+
+
+def test_a_micro_batch_that_does_not_leave_the_headroom_is_not_chosen() -> None:
+    limit = (100 + 2 * 10) * MIB  # 2 fit, without any headroom
+    growth = growing(steep(limit), limit=limit)
+    assert growth.sizes == [2, 1]
+    assert growth.grown.largest_micro_batch == 1
+    assert growth.grown.best.trial.knobs.micro_batch == 1
+    assert growth.grown.best.trial.purpose == "grow"
+    assert "does not leave the headroom" in growth.grown.reason
+
+
+def test_micro_batch_one_is_timed_when_memory_is_full_already() -> None:
+    limit = 110 * MIB
+    growth = growing(steep(limit), limit=limit)
+    assert growth.sizes == [1]
+    assert growth.grown.best.trial.steps == TIMED
+    assert growth.grown.largest_is_limit
+    assert "micro batch 1 already needs 110.0 MiB" in growth.grown.reason
+
+
+def test_a_failure_caps_the_micro_batch_and_is_told() -> None:
+    limit = 2**40
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.knobs.micro_batch > 40:
+            return failed(evidence="RuntimeError: integer out of range\nmore", action="fix_environment")
+        return steep(limit)(trial)
+
+    growth = growing(answer, limit=limit)
+    assert 36 <= growth.grown.largest_micro_batch <= 40
+    assert "integer out of range" in growth.grown.reason
+    assert "caps the micro batch only" in growth.grown.reason
+
+
+def test_a_fluke_does_not_cap_the_micro_batch() -> None:
+    limit = 2**40
+    flaky = iter([True])
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.knobs.micro_batch == 64 and next(flaky, False):
+            return failed()
+        return steep(limit)(trial)
+
+    assert growing(answer, limit=limit).grown.largest_micro_batch == 4096
+
+
+def test_growth_does_not_start_a_trial_that_would_take_too_long() -> None:
+    limit = 2**40
+    answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=2.0, sample_s=0.1)
+    growth = growing(answer, limit=limit, steps=Steps(budget_s=5.0))
+    assert 16 <= growth.grown.largest_micro_batch <= 30  # 30 samples take 5 s
+    assert not growth.grown.largest_is_limit
+    assert "would take about" in growth.grown.reason
+
+
+def test_growth_spends_no_more_trials_than_it_may() -> None:
+    limit = 2**40
+    growth = growing(steep(limit), limit=limit, limits=GrowLimits(most_trials=2, most_micro_batch=4096, gain=1.03))
+    assert growth.sizes == [8, 64]
+    assert growth.grown.reason == "all 2 trials are spent: micro batch 64 fits"
+
+
+def test_growth_keeps_the_global_batch_although_timing_micro_batch_one_failed() -> None:
+    limit = 110 * MIB
+
+    def answer(trial: Trial) -> Outcome:
+        return steep(limit)(trial) if trial.purpose == "walk" else failed()
+
+    growth = growing(answer, limit=limit, global_batch=16)
+    assert growth.grown.best.trial.knobs.train_batch(2) == 16
