@@ -32,7 +32,6 @@ class Past:
 
     records: Mapping[str, Record]
     unfinished: Mapping[str, int]
-    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,10 @@ class Journal:
     def started(self, trial: Trial) -> None:
         """Written before the trial runs."""
         self.append({"kind": "started", "key": key_of(trial)})
+
+    def interrupted(self, trial: Trial) -> None:
+        """Written when the user stopped the fit under it: no fault of the trial."""
+        self.append({"kind": "interrupted", "key": key_of(trial)})
 
     def finished(self, record: Record) -> None:
         """Written as soon as the outcome is known."""
@@ -123,6 +126,8 @@ class Journal:
             match row:
                 case {"kind": "started", "key": str(key)}:
                     unfinished[key] = unfinished.get(key, 0) + 1
+                case {"kind": "interrupted", "key": str(key)}:
+                    unfinished.pop(key, None)
                 case {"kind": "finished", "key": str(key), "record": record}:
                     unfinished.pop(key, None)
                     try:

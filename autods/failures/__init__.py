@@ -1,1 +1,6 @@
-""""""
+"""From evidence to a verdict. The only room that reads messages."""
+
+from .evidence import Evidence, from_end
+from .verdict import outcome_of
+
+__all__ = ["Evidence", "from_end", "outcome_of"]

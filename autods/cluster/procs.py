@@ -1,0 +1,110 @@
+"""Small facts about processes on Linux: who lives, who is stopped, what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when its parent dies, however the parent dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(97)
+
+
+def adopt_orphans() -> None:
+    """Grandchildren whose parent dies become our children, so that none can hide from us."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def redirect_and_close(log: int, keep: int) -> None:
+    """stdin from /dev/null, stdout and stderr to `log`; every other descriptor but `keep` closed."""
+    null = os.open("/dev/null", os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (0, 1, 2, keep):
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is in state T (SIGSTOP)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] == b"T"
+
+
+def children() -> list[int]:
+    """Pids of this process's children, adopted ones included."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+    return found
+
+
+def kill_children(limit_s: float) -> int:
+    """SIGKILL and reap every child until none is left; how many there were."""
+    began, count = time.monotonic(), 0
+    while (pids := children()) and time.monotonic() - began < limit_s:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                count += 1
+    return count
+
+
+def unlink_shared_memory(pids: Iterable[int]) -> None:
+    """Files in /dev/shm that name one of these processes: a killed one cannot unlink its own."""
+    wanted = {str(pid) for pid in pids}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/dev/shm"):
+            if wanted & set(re.findall(r"\d+", name)):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"/dev/shm/{name}")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes on disk of all files below, as the file system counts them."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
+
+
+def tail(path: Path, size: int = 8000) -> str:
+    """The end of a text file; empty when there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the other end is gone."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -1,0 +1,63 @@
+"""Ray on loopback, with its files in a folder of ours, gone when we are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PREFIX = "autods-ray-"
+
+
+@contextlib.contextmanager
+def session(*, cpus: int) -> Iterator[Any]:
+    """The `ray` module, connected: to the cluster this process already is in, else to one of our own."""
+    ray = _import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    _sweep()
+    # Short: Ray puts sockets below it, and a socket's path may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            object_store_memory=80 * 2**20,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+            namespace="autods",
+        )
+        yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _import_ray() -> Any:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as the user set it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # our ranks' memory is ours to judge
+    import ray
+
+    return ray
+
+
+def _sweep() -> None:
+    """Folders of drivers that were killed before they could tidy up."""
+    for folder in Path("/tmp").glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

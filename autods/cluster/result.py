@@ -1,0 +1,98 @@
+"""From what a node reports to an outcome."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..failures import from_end, outcome_of
+from ..trial.act import spread_of
+from ..trial.spec import RankJob
+from ..values import Failed, Fit, Outcome, Tier, TierUse, Timing
+
+
+def outcome_from(
+    reports: Sequence[Mapping[str, Any]],
+    job: RankJob,
+    *,
+    wall_s: float,
+    tokens_per_sample: int | None,
+    host_bytes: int | None,
+) -> Outcome:
+    """The outcome of a training job from the report of each node."""
+    failure = failure_from(reports, job)
+    if failure is not None:
+        return failure
+    results = [end["record"]["result"] for report in reports for end in report["ends"]]
+    # An optimizer step takes as long as its slowest rank.
+    step_s = tuple(max(times) for times in zip(*(result["step_s"] for result in results), strict=True))
+    samples = job.micro_batch * job.accumulation * job.world_size
+    rate = samples / statistics.median(step_s)
+    build_s = max(result["build_s"] for result in results)
+    steps_s = max(result["steps_s"] for result in results)
+    first = next(end["record"]["result"] for report in reports for end in report["ends"] if end["rank"] == 0)
+    return Fit(
+        memory=_memory(reports, job, host_bytes),
+        samples_per_second=rate,
+        tokens_per_second=rate * tokens_per_sample if tokens_per_sample else None,
+        step_s=step_s,
+        spread=spread_of(step_s),
+        losses=tuple(first["losses"]),
+        timing=Timing(
+            wall_s=wall_s,
+            build_s=build_s,
+            init_s=max(result["init_s"] for result in results),
+            steps_s=steps_s,
+            overhead_s=wall_s - build_s - steps_s,
+        ),
+    )
+
+
+def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
+    """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
+    for report in reports:
+        if "died" in report:
+            return Failed(
+                failure="infrastructure",
+                rank=-1,
+                phase="start",
+                evidence=f"the process that forks the ranks died: {report['died']}",
+                action="retry",
+                advice="if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
+            )
+        if "error" in report:  # the user's module could not be imported
+            end = {"rank": 0, "phase": "build", "step": 0, "at_s": 0.0, "exit": 1, "record": {"error": report["error"]}}
+            return outcome_of([from_end(end, device=job.device, limit_bytes=None)])
+    ends = [end for report in reports for end in report["ends"]]
+    failed = [
+        from_end(end, device=job.device, limit_bytes=job.limit_bytes)
+        for end in ends
+        if not end["killed_by_us"] and not ((end["record"] or {}).get("ok") and end["exit"] == 0)
+    ]
+    if failed:
+        return outcome_of(failed)
+    if any(end["killed_by_us"] for end in ends):
+        why = next((report["why_killed"] for report in reports if report.get("why_killed")), "killed")
+        return Failed(
+            failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
+        )
+    return None
+
+
+def _memory(reports: Sequence[Mapping[str, Any]], job: RankJob, host_bytes: int | None) -> dict[Tier, TierUse]:
+    peaks = [[end["record"]["result"]["peaks"] for end in report["ends"]] for report in reports]
+    memory: dict[Tier, TierUse] = {
+        "device": TierUse(
+            peak_bytes=max(peak["device"] for node in peaks for peak in node), limit_bytes=job.limit_bytes
+        ),
+        # Ranks of a node share its host memory.
+        "host": TierUse(peak_bytes=max(sum(p["host"] for p in node) for node in peaks), limit_bytes=host_bytes),
+    }
+    pinned = [peak["pinned"] for node in peaks for peak in node if peak["pinned"] is not None]
+    if pinned:
+        memory["pinned"] = TierUse(peak_bytes=max(pinned))
+    swapped = [report["swap_bytes"] for report in reports if report.get("swap_bytes") is not None]
+    if swapped:
+        memory["nvme"] = TierUse(peak_bytes=max(swapped))
+    return memory

@@ -1,0 +1,220 @@
+"""Run trials on Ray: one actor a node, which owns the zygote that forks the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..ds_config import compose, ops_of
+from ..errors import EnvironmentBroken, InputError
+from ..ladder import Rung
+from ..settings import Settings
+from ..trial.ops import USUAL_BUILD_S, is_cached
+from ..trial.spec import RankJob
+from ..values import Event, Failed, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
+from .node import Node
+from .ray_session import session
+from .result import failure_from, outcome_from
+
+_POLL_S = 0.25
+
+
+class RayRunner:
+    """A context manager: Ray and the node's zygote live inside it. `run` answers one trial, ids count up from `first_id`."""
+
+    def __init__(self, settings: Settings, listen: Callable[[Event], None], *, host_bytes: int | None = None) -> None:
+        self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
+        self.facts: ModelFacts | None = None
+        self.rungs: Mapping[str, Rung] = {rung.name: rung for rung in settings.ladder}
+        self.built: set[str] = set()
+        self.exits = contextlib.ExitStack()
+        self.ray: Any = None
+        self.actor: Any = None
+
+    def __enter__(self) -> RayRunner:
+        with contextlib.ExitStack() as stack:
+            self.listen(Note(text="starting Ray and loading torch and DeepSpeed (once a fit)"))
+            self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2)))
+            gpus = self.settings.gpus if self.settings.device == "cuda" else 0
+            # Two threads: `progress` and `abort` must get through while `run` waits for the ranks.
+            actor = self.ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=3)(Node)
+            log = str(self.settings.out / "logs" / "zygote.log")
+            self.actor = actor.remote(asdict(self.settings.source), self.settings.device, os.getpid(), log)
+            stack.callback(self._stop)
+            self._check_ready(self._wait(self.actor.start.remote()))
+            self.exits = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.exits.close()
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        """What the workload is, and which DeepSpeed ops cannot be had here. Raises InputError for broken user code."""
+        ops = tuple(
+            dict.fromkeys(
+                op
+                for rung in self.settings.ladder
+                if not rung.needs_nvme_path or self.settings.nvme_path
+                for op in ops_of(self._native_config(rung))
+            )
+        )
+        job = self._job("survey", "survey", ops=ops, stall_s=self.settings.profile.limits.init_s)
+        report = self._execute(job)
+        failure = failure_from([report], job)
+        if failure is not None:
+            raise input_error(failure, job.source.path)
+        result = report["ends"][0]["record"]["result"]
+        self.facts = ModelFacts(**result["facts"])
+        return self.facts, result["op_problems"]
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        """Run the trial for real; building first what it needs."""
+        assert self.facts is not None, "survey first"
+        began = time.monotonic()
+        config = self._config(trial)
+        job = self._job(
+            "train",
+            f"{id:03d}-{trial.rung}",
+            ds_config=config,
+            world_size=self.settings.gpus,
+            local_ranks=tuple(range(self.settings.gpus)),
+            micro_batch=trial.knobs.micro_batch,
+            accumulation=trial.knobs.accumulation,
+            checkpointing=trial.knobs.checkpointing,
+            steps=trial.steps,
+            limit_bytes=self.settings.device_bytes if trial.limited and self.settings.device_bytes_asked else None,
+            seed=self.settings.seed,
+            swap=str(self._swap()) if "async_io" in ops_of(config) else None,
+        )
+        outcome = self._build(ops_of(config)) or self._train(job, id)
+        return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
+
+    def final_config(self, trial: Trial) -> dict[str, Any]:
+        """The DeepSpeed config of a trial as the user gets it."""
+        return self._config(trial, nvme_path=self.settings.nvme_path)
+
+    def _train(self, job: RankJob, id: int) -> Outcome:
+        began = time.monotonic()
+        report = self._execute(job, id)
+        facts = self.facts
+        assert facts is not None
+        return outcome_from(
+            [report],
+            job,
+            wall_s=time.monotonic() - began,
+            tokens_per_sample=facts.tokens_per_sample,
+            host_bytes=self.host_bytes,
+        )
+
+    def _build(self, ops: tuple[str, ...]) -> Failed | None:
+        """Build and load the ops that are not yet; before any watchdog's clock starts."""
+        for op in ops:
+            if op in self.built:
+                continue
+            if not is_cached(op):
+                self.listen(
+                    Note(
+                        text=f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine"
+                    )
+                )
+            limit = self.settings.profile.limits.build_s
+            job = self._job("ops", f"build-{op}", ops=(op,), init_s=limit, wall_s=limit)
+            report = self._execute(job)
+            failure = failure_from([report], job)
+            if failure is not None:
+                said = failure.evidence if not hasattr(failure, "memory") else ""
+                return Failed(
+                    failure="toolchain", rank=-1, phase="init", evidence=f"{op} could not be built: {said}",
+                    action="fix_environment", advice=f"see {job.folder}/rank0.log",
+                )  # fmt: skip
+            self.built.add(op)
+        return None
+
+    def _execute(self, job: RankJob, id: int | None = None) -> dict[str, Any]:
+        """Hand a job to the node and wait; heartbeats are passed on while it runs."""
+        pending = self.actor.run.remote(job.to_json())
+        while True:
+            done, _ = self.ray.wait([pending], timeout=_POLL_S)
+            if done:
+                break
+            if id is not None:
+                phase, step = self.ray.get(self.actor.progress.remote())
+                self.listen(TrialMoved(id=id, phase=phase, step=step))
+        return dict(self._wait(pending))
+
+    def _wait(self, reference: Any) -> Any:
+        try:
+            return self.ray.get(reference)
+        except self.ray.exceptions.RayActorError as error:
+            raise EnvironmentBroken(f"the Ray actor of this node died: {str(error).splitlines()[0]}") from None
+
+    def _check_ready(self, ready: Mapping[str, Any]) -> None:
+        if "error" in ready:
+            job = self._job("survey", "survey")
+            failure = failure_from([ready], job)
+            assert failure is not None
+            raise input_error(failure, job.source.path)
+        if "died" in ready:
+            raise EnvironmentBroken(
+                f"torch and DeepSpeed could not be loaded ({ready['died']})\n  see {self.settings.out}/logs/zygote.log"
+            )
+        if ready.get("unfit"):
+            raise EnvironmentBroken(f"ranks cannot be forked: {ready['unfit']}")
+
+    def _stop(self) -> None:
+        """All ranks gone, then the zygote, then the actor; Ray itself is the session's."""
+        with contextlib.suppress(Exception):  # Ray may already be going down
+            self.ray.get(self.actor.abort.remote(), timeout=1)
+            self.ray.get(self.actor.stop.remote(), timeout=5)
+        with contextlib.suppress(Exception):
+            self.ray.kill(self.actor)
+
+    def _job(self, kind: Any, name: str, **said: Any) -> RankJob:
+        limits = self.settings.profile.limits
+        folder = self.settings.out / "logs" / name
+        return RankJob(
+            job=kind,
+            source=self.settings.source,
+            device=self.settings.device,
+            folder=str(folder),
+            scratch=str(folder / "scratch"),
+            **{"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s, **said},
+        )
+
+    def _swap(self) -> Path | None:
+        path = self.settings.nvme_path
+        return path / f"autods-{os.getpid()}" if path else None
+
+    def _config(self, trial: Trial, nvme_path: Path | None = None) -> dict[str, Any]:
+        assert self.facts is not None
+        return compose(
+            self.rungs[trial.rung],
+            trial.knobs,
+            base=self.settings.base,
+            world_size=self.settings.gpus,
+            own_optimizer=self.facts.has_optimizer,
+            native_optimizer=trial.native_optimizer,
+            nvme_path=nvme_path or self._swap(),
+        )
+
+    def _native_config(self, rung: Rung) -> dict[str, Any]:
+        from ..values import Knobs
+
+        return compose(
+            rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
+        )
+
+
+def input_error(failure: Outcome, where: str) -> InputError:
+    """The user's code is at fault: the error that ends the fit."""
+    match failure:
+        case Failed(evidence=evidence, advice=advice):
+            said = evidence.removeprefix(f"{where}:") if evidence.startswith(f"{where}:") else evidence
+            return InputError(said, where=where, mend=advice or None)
+        case _:
+            return InputError("the workload does not fit into this machine's memory", where=where)

@@ -1,0 +1,257 @@
+"""Fork the ranks of one job, watch them, end them all, and say how each ended.
+
+Runs in the zygote's only thread: PDEATHSIG follows the thread that forked, and a fork of a threaded process may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..trial.heartbeat import Beat, Heartbeats
+from ..trial.rank import environment, run_rank
+from ..trial.spec import RankJob
+from ..workload import Workload
+from . import procs
+
+TICK_S = 0.02
+GRACE_S = 0.05  # after the first failure: time for the others to say what they saw
+STOPPED_S = 1.0  # a rank that stays stopped (SIGSTOP) this long is lost
+STRAYS_S = 2.0
+
+# Phases that may build ops, load weights or read a data set: the longer limit holds.
+_SLOW_PHASES = ("start", "rendezvous", "build", "init")
+
+
+@dataclass(slots=True)
+class Live:
+    """One running rank."""
+
+    rank: int
+    slot: int
+    pid: int
+    pidfd: int
+    beat: Beat
+    changed_s: float
+    stopped_s: float | None = None
+
+
+@dataclass(slots=True)
+class Watch:
+    """What the watcher knows while a job runs; `ends` is what it reports."""
+
+    job: RankJob
+    board: Heartbeats
+    live: dict[int, Live]  # by pidfd
+    ends: list[dict[str, Any]] = field(default_factory=list)
+    first_failure_s: float | None = None
+    killed_s: float | None = None
+    why_killed: str | None = None
+
+
+def supervise(
+    job: RankJob,
+    workload: Workload | None,
+    *,
+    owner: socket.socket,
+    driver: int | None,
+    told: Callable[[Beat], None],
+) -> dict[str, Any]:
+    """Run the job to its end: every rank gone, every stray gone.
+
+    owner: the connection to the node actor; its end of file, or a word on it, ends the job. driver: a pidfd of the
+    driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second.
+    """
+    began = time.monotonic()
+    Path(job.folder).mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (job.scratch, job.swap)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    watch = _fork_all(job, workload)
+    pids = [live.pid for live in watch.live.values()]
+    poll = select.poll()
+    for pidfd in watch.live:
+        poll.register(pidfd, select.POLLIN)
+    poll.register(owner, select.POLLIN | select.POLLHUP)
+    if driver is not None:
+        poll.register(driver, select.POLLIN)
+    last_told = 0.0
+    while watch.live:
+        for fd, _ in poll.poll(TICK_S * 1000):
+            if fd in watch.live:
+                poll.unregister(fd)
+                _ended(watch, fd)
+            elif fd == driver:
+                poll.unregister(fd)
+                _kill(watch, "the driver is gone")
+            elif watch.killed_s is None:
+                _kill(watch, "aborted")
+        _look(watch, began)
+        if time.monotonic() - last_told > 0.2 and watch.live:
+            last_told = time.monotonic()
+            told(min((live.beat for live in watch.live.values()), key=lambda beat: beat.at_s))
+    strays = procs.kill_children(STRAYS_S)
+    gone = time.monotonic()
+    watch.board.shared.close()
+    procs.unlink_shared_memory(pids)
+    swapped = procs.folder_bytes(Path(job.swap)) if job.swap else None
+    remove_folders(job)
+    return {
+        "ends": watch.ends,
+        "wall_s": gone - began,
+        "gone_s": gone - watch.first_failure_s if watch.first_failure_s else None,
+        "strays": strays,
+        "why_killed": watch.why_killed,
+        "swap_bytes": swapped,
+    }
+
+
+def remove_folders(job: RankJob) -> None:
+    """The working directory and the swap files of a job."""
+    for folder in filter(None, (job.scratch, job.swap)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fork_all(job: RankJob, workload: Workload | None) -> Watch:
+    board = Heartbeats.of(len(job.local_ranks))
+    # Bound before the fork and inherited: no other process can take the port in between.
+    store = socket.create_server((job.master_address, 0))
+    port = store.getsockname()[1]
+    parent = os.getpid()
+    now = time.monotonic()
+    watch = Watch(job, board, {})
+    for slot, rank in enumerate(job.local_ranks):
+        pid = os.fork()
+        if pid == 0:
+            _child(job, slot, board, store, port, parent, workload)
+        pidfd = os.pidfd_open(pid)
+        watch.live[pidfd] = Live(rank, slot, pid, pidfd, Beat("start", 0, now), now)
+    store.close()
+    return watch
+
+
+def _child(
+    job: RankJob, slot: int, board: Heartbeats, store: socket.socket, port: int, parent: int, workload: Workload | None
+) -> None:
+    """In the child: cut every tie to the zygote, then live the rank's life. Never returns."""
+    code = 98
+    try:
+        os.setsid()
+        procs.die_with_parent(parent)
+        keep = store.fileno() if job.local_ranks[slot] == 0 else -1
+        log = os.open(f"{job.folder}/rank{job.local_ranks[slot]}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        procs.redirect_and_close(log, keep)
+        os.chdir(job.scratch)
+        os.environ.update(environment(job, slot, port))
+        code = run_rank(job, slot, board, store if keep >= 0 else None, workload)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # no atexit, no buffers of the zygote
+
+
+def _ended(watch: Watch, pidfd: int) -> None:
+    """A rank is gone: reap it and note how."""
+    live = watch.live.pop(pidfd)
+    _, status = os.waitpid(live.pid, 0)
+    os.close(pidfd)
+    now = time.monotonic()
+    beat = watch.board.read(live.slot)
+    record = _record(watch.job, live.rank)
+    signalled = os.waitstatus_to_exitcode(status)
+    by_us = watch.killed_s is not None and signalled == -signal.SIGKILL
+    end = {
+        "rank": live.rank,
+        "exit": signalled,
+        "killed_by_us": by_us,
+        "record": record,
+        "phase": beat.phase,
+        "step": beat.step,
+        "at_s": (record or {}).get("at_s", now),
+        "log_tail": procs.tail(Path(watch.job.folder) / f"rank{live.rank}.log"),
+    }
+    watch.ends.append(end)
+    failed = signalled != 0 or record is None or not record["ok"]
+    if failed and not by_us and watch.first_failure_s is None:
+        watch.first_failure_s = now
+
+
+def _record(job: RankJob, rank: int) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads((Path(job.folder) / f"rank{rank}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record
+
+
+def _look(watch: Watch, began: float) -> None:
+    """Heartbeats, stopped ranks and limits; ends the job when one is passed."""
+    now = time.monotonic()
+    if watch.killed_s is not None:
+        if now - watch.killed_s > 0.5:  # a rank between fork and setsid may have missed it
+            _signal_all(watch, signal.SIGKILL)
+        return
+    if watch.first_failure_s is not None:
+        if now - watch.first_failure_s >= GRACE_S:
+            _kill(watch, "another rank failed")
+        return
+    for live in watch.live.values():
+        beat = watch.board.read(live.slot)
+        if beat != live.beat and beat.at_s:
+            live.beat, live.changed_s = beat, now
+        live.stopped_s = (live.stopped_s or now) if procs.is_stopped(live.pid) else None
+        if live.stopped_s is not None and now - live.stopped_s > STOPPED_S:
+            _lost(watch, live, "stopped")
+            return
+    limit = watch.job.init_s if any(x.beat.phase in _SLOW_PHASES for x in watch.live.values()) else watch.job.stall_s
+    if watch.live and all(now - live.changed_s > limit for live in watch.live.values()):
+        _lost(watch, min(watch.live.values(), key=lambda live: live.beat.at_s), "stuck")
+    elif watch.live and now - began > watch.job.wall_s:
+        _lost(watch, min(watch.live.values(), key=lambda live: live.beat.at_s), "wall limit")
+
+
+def _lost(watch: Watch, live: Live, how: str) -> None:
+    """A rank that will not end by itself: note it as the cause, ask all for their stacks, end them."""
+    watch.first_failure_s = time.monotonic()
+    _signal_all(watch, signal.SIGUSR1)
+    time.sleep(GRACE_S)  # faulthandler writes into the log
+    watch.ends.append(
+        {
+            "rank": live.rank,
+            "exit": None,
+            "lost": how,
+            "killed_by_us": False,
+            "record": None,
+            "phase": live.beat.phase,
+            "step": live.beat.step,
+            "at_s": live.beat.at_s,
+            "log_tail": procs.tail(Path(watch.job.folder) / f"rank{live.rank}.log"),
+        }
+    )
+    _kill(watch, how)
+
+
+def _kill(watch: Watch, why: str) -> None:
+    watch.killed_s, watch.why_killed = time.monotonic(), why
+    _signal_all(watch, signal.SIGKILL)
+
+
+def _signal_all(watch: Watch, number: signal.Signals) -> None:
+    for live in watch.live.values():
+        if number == signal.SIGKILL:
+            with contextlib.suppress(OSError):
+                os.killpg(live.pid, number)  # the rank is the leader of its session: its children go with it
+        with contextlib.suppress(OSError):
+            os.kill(live.pid, number)

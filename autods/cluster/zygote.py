@@ -1,0 +1,116 @@
+"""The zygote: a single-threaded process that has torch, DeepSpeed and the user's module loaded and forks the ranks.
+
+Started by the node actor as `python -m autods.cluster.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the socket:
+it says {"ready": …} once, then for each job line {"beat": …} while it runs and {"done": …} at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from ..trial.heartbeat import Beat
+from ..trial.rank import describe
+from ..trial.spec import RankJob
+from ..values import WorkloadSource
+from ..workload import Workload, load
+from . import procs
+from .supervise import supervise
+
+
+def main(argv: list[str]) -> None:
+    """Serve jobs until the owner or the driver is gone."""
+    owner = socket.socket(fileno=int(argv[0]))
+    driver_pid, source = int(argv[1]), WorkloadSource(**json.loads(argv[2]))
+    preload_workload = "--plain" not in argv
+    procs.adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it tells us by the socket
+    driver = _pidfd(driver_pid)
+    ready, workload = _prepare(source, preload_workload, argv)
+    _say(owner, {"ready": ready})
+    _serve(owner, driver, workload)
+
+
+def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) -> tuple[dict[str, Any], Workload | None]:
+    from ..trial import preload
+
+    preload.preload()
+    reason = preload.unfit_to_fork()
+    workload = None
+    if preload_workload and reason is None:
+        try:
+            workload = load(source)
+        except BaseException as error:
+            return {"error": describe(error, source.path)}, None
+        reason = preload.unfit_to_fork()
+        if reason is not None:
+            # Importing the user's module made this process unfit: begin again, and let each rank import it itself.
+            os.execv(sys.executable, [sys.executable, "-m", "autods.cluster.zygote", *argv, "--plain"])
+    preload.settle()
+    return {"pid": os.getpid(), "unfit": reason}, workload
+
+
+def _serve(owner: socket.socket, driver: int | None, workload: Workload | None) -> None:
+    poll = select.poll()
+    poll.register(owner, select.POLLIN | select.POLLHUP)
+    if driver is not None:
+        poll.register(driver, select.POLLIN)
+    pending = b""
+    while True:
+        ready = [fd for fd, _ in poll.poll()]
+        if driver in ready:
+            return
+        data = owner.recv(1 << 20)
+        if not data:
+            return
+        pending += data
+        while b"\n" in pending:
+            line, _, pending = pending.partition(b"\n")
+            if line == b"abort":  # crossed the end of the job that it meant
+                continue
+            _run(line.decode(), owner, driver, workload)
+
+
+def _run(line: str, owner: socket.socket, driver: int | None, workload: Workload | None) -> None:
+    job = RankJob.from_json(line)
+
+    def told(beat: Beat) -> None:
+        with contextlib.suppress(OSError):
+            _say(owner, {"beat": [beat.phase, beat.step]})
+
+    result = supervise(job, workload, owner=owner, driver=driver, told=told)
+    if job.job == "ops" and all(end["exit"] == 0 for end in result["ends"]):
+        _load_ops(job)
+    with contextlib.suppress(OSError):  # the owner may be gone; then the main loop ends
+        _say(owner, {"done": result})
+
+
+def _load_ops(job: RankJob) -> None:
+    """Load what was just built, so that every later rank inherits it loaded."""
+    from ..trial.ops import build
+
+    with contextlib.redirect_stdout(sys.stderr):
+        for op in job.ops:
+            build(op)
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when that process ends; None when it is on another machine."""
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except OSError:
+        return None
+
+
+def _say(owner: socket.socket, message: dict[str, Any]) -> None:
+    owner.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,122 @@
+"""Which rank is the cause, and what its end means for the walk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ..units import parse_bytes
+from ..values import Action, Failed, FailureKind, OutOfMemory
+from .evidence import Evidence
+from .signatures import Signature, first_match
+
+_WANTED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
+_FREE = re.compile(r"of which ([\d.]+ ?[KMGT]?i?B) is free", re.IGNORECASE)
+_EVIDENCE_CHARS = 400
+
+
+def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
+    """The verdict on a trial whose ranks did not all succeed: that of the first rank that failed by itself."""
+    rows = {evidence.rank: first_match(evidence) for evidence in ends}
+
+    def order(evidence: Evidence) -> tuple[bool, float]:
+        row = rows[evidence.rank]
+        return (row is not None and row.kind == "secondary" and row.tier is None, evidence.at_s)
+
+    cause = min(ends, key=order)
+    row = rows[cause.rank]
+    if row is not None and row.tier is not None:
+        return _out_of_memory(cause, row)
+    return _failed(cause, row)
+
+
+def _out_of_memory(cause: Evidence, row: Signature) -> OutOfMemory:
+    assert row.tier is not None
+    wanted, free = _WANTED.search(cause.text), _FREE.search(cause.text)
+    return OutOfMemory(
+        tier=row.tier,
+        rank=cause.rank,
+        phase=cause.phase,
+        step=cause.step,
+        evidence=_line(cause, row.pattern),
+        wanted_bytes=_size(wanted[1] or wanted[2]) if wanted else None,
+        free_bytes=_size(free[1]) if free else cause.free_bytes,
+        limit_bytes=cause.limit_bytes,
+    )
+
+
+def _failed(cause: Evidence, row: Signature | None) -> Failed:
+    kind, action, said, advice = _meaning(cause, row)
+    return Failed(
+        failure=kind,
+        rank=cause.rank,
+        phase=cause.phase,
+        step=cause.step,
+        evidence=said[:_EVIDENCE_CHARS],
+        action=action,
+        advice=advice,
+    )
+
+
+def _meaning(cause: Evidence, row: Signature | None) -> tuple[FailureKind, Action, str, str]:
+    """Kind, action, evidence and advice, by the strongest evidence there is."""
+    if cause.contract:
+        return "user_code", "fix_code", cause.contract, cause.mend or ""
+    if cause.lost:
+        return _lost(cause)
+    if row is not None:
+        return row.kind, row.action, _line(cause, row.pattern), row.advice
+    if cause.signal_name:
+        return _signalled(cause, cause.signal_name)
+    if "SystemExit" in cause.types:
+        return "user_code", "fix_code", f"sys.exit({cause.message}) was called", "a workload must not leave the process"
+    if not cause.types:
+        said = f"the process left with exit code {cause.exit} and no result"
+        return "user_code", "fix_code", said, "something called os._exit or exec"
+    where = f"{cause.user_frame}: " if cause.user_frame else ""
+    if cause.phase == "init" and not cause.user_frame:
+        return "config", "fix_config", cause.headline, "DeepSpeed could not be initialised with this model and config"
+    return "user_code", "fix_code", f"{where}{cause.headline}", f"the workload raised it in {cause.phase}"
+
+
+def _lost(cause: Evidence) -> tuple[FailureKind, Action, str, str]:
+    match cause.lost:
+        case "stopped":
+            return "infrastructure", "retry", "the process was stopped (SIGSTOP) and did not go on", "see who stops it"
+        case "wall limit":
+            return "infrastructure", "retry", "the trial took longer than the wall limit", "raise limits.wall_s"
+        case _:
+            said = f"no rank moved for the stall limit; this one beat last in {cause.phase}"
+            return "communication", "retry", said, "its stack is at the end of its log"
+
+
+def _signalled(cause: Evidence, name: str) -> tuple[FailureKind, Action, str, str]:
+    if name == "SIGKILL":
+        advice = "if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'"
+        return "infrastructure", "retry", "killed by SIGKILL, by no one of ours", advice
+    if name == "SIGBUS":
+        advice = "often a full /dev/shm: df -h /dev/shm"
+        return "infrastructure", "retry", "killed by SIGBUS", advice
+    return "unknown", "retry", f"killed by {name}{_last_word(cause)}", "its stack is at the end of its log"
+
+
+def _last_word(cause: Evidence) -> str:
+    lines = [line.strip() for line in cause.text.splitlines() if line.strip()]
+    assertion = next((line for line in reversed(lines) if "ssert" in line), None)
+    return f": {assertion}" if assertion else ""
+
+
+def _line(cause: Evidence, pattern: str) -> str:
+    """The line of the text that proves it."""
+    if pattern:
+        for line in cause.text.splitlines():
+            if re.search(pattern, line, re.IGNORECASE):
+                return line.strip()[:_EVIDENCE_CHARS]
+    return cause.headline[:_EVIDENCE_CHARS]
+
+
+def _size(text: str) -> int | None:
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        return None

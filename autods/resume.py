@@ -1,0 +1,100 @@
+"""The folder of a fit and what is remembered in it: no finished trial is ever run again."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import InputError
+from .journal import Journal, Past, key_of
+from .values import Failed, Listener, Record, Trial, TrialFinished, TrialStarted
+
+JOURNAL = "journal.jsonl"
+STUDY = "study.jsonl"
+
+# A trial under which the driver died this often is not tried again: it may be what kills it.
+_MOST_STARTS = 3
+
+
+@contextlib.contextmanager
+def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
+    """The output folder, made and held: two fits in one folder would write over each other.
+
+    fresh: what an earlier fit left there is removed first. Raises InputError when the folder cannot be used.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}", where=str(out), mend="give another folder with --out"
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                "another fit is running in this folder", where=str(out), mend="wait for it, or give another --out"
+            ) from None
+        if fresh:
+            _clear(out)
+        yield out
+
+
+def _clear(out: Path) -> None:
+    for name in (JOURNAL, STUDY, "report.json", "report.html", "ds_config.json"):
+        (out / name).unlink(missing_ok=True)
+    for path in out.glob(f"{STUDY}*"):
+        path.unlink()
+    shutil.rmtree(out / "logs", ignore_errors=True)
+
+
+@dataclass(slots=True)
+class Memory:
+    """Answers from the journal what it knows, runs the rest, and writes down what it learns."""
+
+    journal: Journal
+    past: Past
+    execute: Callable[[Trial, int], Record]
+    listen: Listener
+    records: list[Record] = field(default_factory=list)
+
+    def run(self, trial: Trial) -> Record:
+        """`values.Run`: the record of a trial, from the past or by running it."""
+        key = key_of(trial)
+        known = self.past.records.get(key)
+        record = known or self._run(trial, key)
+        self.records.append(record)
+        self.listen(TrialFinished(record=record, replayed=known is not None))
+        return record
+
+    def _run(self, trial: Trial, key: str) -> Record:
+        id = 1 + max((record.id for record in (*self.past.records.values(), *self.records)), default=0)
+        if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
+            return self._given_up(trial, id)
+        self.journal.started(trial)
+        self.listen(TrialStarted(id=id, trial=trial))
+        try:
+            record = self.execute(trial, id)
+        except KeyboardInterrupt:
+            self.journal.interrupted(trial)
+            raise
+        self.journal.finished(record)
+        return record
+
+    def _given_up(self, trial: Trial, id: int) -> Record:
+        outcome = Failed(
+            failure="infrastructure",
+            rank=-1,
+            phase="start",
+            evidence=f"autods itself died {_MOST_STARTS} times while this trial ran",
+            action="nothing",
+            advice="look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
+        )
+        record = Record(id=id, trial=trial, outcome=outcome, seconds=0.0)
+        self.journal.finished(record)
+        return record

@@ -1,0 +1,133 @@
+"""The training step, written once: build the workload, initialise the engine, run whole optimizer steps.
+
+An observer is told each phase. On real ranks it is the heartbeat and the meter.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..values import Phase, Steps
+from ..workload import Workload, WorkloadError
+from .batch import check_batch, place
+
+Observe = Callable[[Phase, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acted:
+    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up."""
+
+    step_s: tuple[float, ...]
+    steps_s: float
+    losses: tuple[float, ...]
+
+
+def act(
+    workload: Workload,
+    *,
+    ds_config: Mapping[str, Any],
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: bool,
+    steps: Steps,
+    observe: Observe,
+    synchronize: Callable[[], None],
+    agree: Callable[[bool], bool],
+) -> Acted:
+    """Train for a few optimizer steps. `agree` takes rank 0's word to all ranks.
+
+    What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
+    """
+    import deepspeed
+
+    observe("build", 0)
+    model = workload.build_model()
+    if checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    batch = check_batch(workload.build_batch(micro_batch), micro_batch)
+    observe("init", 0)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = workload.build_optimizer(parameters) if workload.build_optimizer else None
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, optimizer=optimizer, config=dict(ds_config)
+    )
+    batch = place(batch, engine)
+    began = time.perf_counter()
+    times: list[float] = []
+    losses: list[float] = []
+    while True:
+        index = len(losses)
+        synchronize()
+        start = time.perf_counter()
+        loss = _optimizer_step(workload, engine, batch, accumulation, index, observe)
+        synchronize()
+        if index >= steps.warmup:
+            times.append(time.perf_counter() - start)
+        losses.append(_finite(loss, index))
+        # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
+        if len(times) >= steps.timed and (
+            len(times) >= steps.most_timed or agree(enough(times, steps, time.perf_counter() - began))
+        ):
+            break
+    observe("done", len(losses))
+    return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """Relative standard error of the median, (1.2533 σ/√n) / median; 0 for a single time."""
+    if len(times) < 2:
+        return 0.0
+    return 1.2533 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
+
+
+def enough(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
+    """Whether the median is known well enough, or the time for knowing it better is spent."""
+    return spread_of(times) <= steps.spread or elapsed_s >= steps.budget_s
+
+
+def _optimizer_step(
+    workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe
+) -> Any:
+    for _ in range(accumulation):
+        observe("forward", index)
+        loss = _loss(workload, engine, batch)
+        observe("backward", index)
+        engine.backward(loss)
+        observe("step", index)
+        engine.step()
+    return loss
+
+
+def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
+    import torch
+
+    if workload.loss is not None:
+        loss = workload.loss(engine, batch)
+    else:
+        out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    if not isinstance(loss, torch.Tensor):
+        raise WorkloadError(
+            f"the model returned {type(loss).__name__}, no loss",
+            mend="let forward return a scalar loss or an object with .loss, or define loss(model, batch)",
+        )
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"the loss is not a scalar: its shape is {tuple(loss.shape)}", mend="reduce it, with .mean() say"
+        )
+    return loss
+
+
+def _finite(loss: Any, index: int) -> float:
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise WorkloadError(
+            f"the loss is {value} at step {index + 1}", mend="check the data, the learning rate and the initialisation"
+        )
+    return value

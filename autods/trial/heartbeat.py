@@ -1,0 +1,46 @@
+"""What each rank is doing, in memory shared with the process that watches it.
+
+64 bytes a rank in an anonymous shared mapping: it survives SIGKILL of the rank and leaves no file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+
+from ..values import PHASES, Phase
+
+_BEAT = struct.Struct("IId")
+_STRIDE = 64  # a cache line each
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The last sign of life of one rank; `at_s` on the monotonic clock."""
+
+    phase: Phase
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeats:
+    """The board of one trial: ranks write their own slot, the watcher reads all."""
+
+    shared: mmap.mmap
+
+    @classmethod
+    def of(cls, slots: int) -> Heartbeats:
+        """A board for `slots` ranks; make it before the fork."""
+        return cls(mmap.mmap(-1, _STRIDE * slots))
+
+    def beat(self, slot: int, phase: Phase, step: int) -> None:
+        """Written by the rank at every change of phase."""
+        _BEAT.pack_into(self.shared, _STRIDE * slot, PHASES.index(phase), step, time.monotonic())
+
+    def read(self, slot: int) -> Beat:
+        """Read by the watcher."""
+        phase, step, at_s = _BEAT.unpack_from(self.shared, _STRIDE * slot)
+        return Beat(PHASES[phase], step, at_s)

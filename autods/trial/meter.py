@@ -1,0 +1,144 @@
+"""Peak bytes of one rank, measured by us: DeepSpeed's own CPU `memory_allocated` is the process's RSS.
+
+CUDA: the allocator's statistics. CPU ranks: what the process added to its private memory since the trial began, which
+is also what the budget (RLIMIT_DATA) counts.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Meter(Protocol):
+    """`sample` is called at every change of phase; `peaks` and `free_bytes` at any time after `start`."""
+
+    def start(self) -> None:
+        """Count from here."""
+
+    def sample(self) -> None:
+        """Look once; cheap."""
+
+    def peaks(self) -> dict[str, int | None]:
+        """Peak bytes by tier, and what else is worth keeping."""
+
+    def free_bytes(self) -> int | None:
+        """What is left of the limit now."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was told, so that clocks mean something."""
+
+
+def status_bytes(*names: str) -> dict[str, int]:
+    """Fields of /proc/self/status that are given in kB, as bytes."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            found[name] = int(value.split()[0]) * 1024
+    return found
+
+
+@dataclass(slots=True)
+class CpuMeter:
+    """A CPU rank: `limit_bytes` becomes a hard limit of the process's private memory."""
+
+    limit_bytes: int | None
+    _data_at_start: int = 0
+    _anon_at_start: int = 0
+    _peak_data: int = 0
+
+    def start(self) -> None:
+        """Reset the kernel's high-water mark and set the budget."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+        except OSError:
+            pass  # an older kernel: the mark then includes what the zygote once held
+        now = status_bytes("VmData", "RssAnon")
+        self._data_at_start, self._anon_at_start = now["VmData"], now["RssAnon"]
+        if self.limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (now["VmData"] + self.limit_bytes, resource.RLIM_INFINITY))
+
+    def lift(self) -> None:
+        """Take the budget away, so that a rank that ran out can still write its result."""
+        if self.limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def sample(self) -> None:
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            pages = int(statm.read().split()[5])  # data + stack
+        self._peak_data = max(self._peak_data, pages * _PAGE - self._data_at_start)
+
+    def peaks(self) -> dict[str, int | None]:
+        self.sample()
+        now = status_bytes("VmHWM", "RssFile", "RssShmem")
+        touched = now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start
+        peak = max(self._peak_data, touched)
+        return {"device": peak, "host": peak, "pinned": 0}
+
+    def free_bytes(self) -> int | None:
+        if self.limit_bytes is None:
+            return None
+        return max(0, self.limit_bytes - (status_bytes("VmData")["VmData"] - self._data_at_start))
+
+    def synchronize(self) -> None:
+        """CPU operators are done when they return."""
+
+
+@dataclass(slots=True)
+class CudaMeter:
+    """A CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit."""
+
+    limit_bytes: int | None
+    local_rank: int
+    _anon_at_start: int = 0
+    _total: int = 0
+
+    def start(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self.local_rank)
+        self._total = int(torch.cuda.get_device_properties(self.local_rank).total_memory)
+        if self.limit_bytes is not None and self.limit_bytes < self._total:
+            torch.cuda.set_per_process_memory_fraction(self.limit_bytes / self._total, self.local_rank)
+        torch.cuda.reset_peak_memory_stats(self.local_rank)
+        self._anon_at_start = status_bytes("RssAnon")["RssAnon"]
+
+    def lift(self) -> None:
+        """Nothing to lift: results are written from host memory."""
+
+    def sample(self) -> None:
+        """The allocator keeps its own peak."""
+
+    def peaks(self) -> dict[str, int | None]:
+        import torch
+
+        now = status_bytes("VmHWM", "RssFile", "RssShmem")
+        pinned: Any = getattr(torch.cuda, "host_memory_stats", dict)()
+        statistics = torch.cuda.memory_stats(self.local_rank)
+        return {
+            # Reserved, not allocated: what the card must hold.
+            "device": int(torch.cuda.max_memory_reserved(self.local_rank)),
+            "device_allocated": int(torch.cuda.max_memory_allocated(self.local_rank)),
+            "host": now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start,
+            "pinned": pinned.get("allocated_bytes.peak"),
+            "alloc_retries": int(statistics.get("num_alloc_retries", 0)),
+        }
+
+    def free_bytes(self) -> int | None:
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self.local_rank)
+        if self.limit_bytes is None:
+            return int(free)
+        return min(int(free), max(0, self.limit_bytes - int(torch.cuda.memory_reserved(self.local_rank))))
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self.local_rank)

@@ -1,0 +1,67 @@
+"""DeepSpeed's compiled ops: what stands in the way of building one, building it once, loading it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
+
+# Seconds on two cores with a cold cache, for the note that announces the wait.
+USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
+
+
+def cache_folder() -> Path:
+    """Where ops are built and kept. Our own, because the lock that torch leaves when a build is killed has no owner."""
+    root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
+    made_with = "-".join(f"{name}{metadata.version(name)}" for name in ("torch", "deepspeed"))
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return Path(root).expanduser() / "torch_extensions" / f"{python}-{made_with}"
+
+
+def builder_of(op: str) -> Any:
+    """DeepSpeed's builder of that op for the current accelerator."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().create_op_builder(BUILDERS[op])
+
+
+def problem(op: str) -> str | None:
+    """Why this op can neither be loaded nor built here, with the command that mends it; None when it can."""
+    builder = builder_of(op)
+    if builder is None:
+        return f"DeepSpeed has no {op} for this accelerator"
+    if is_cached(op):
+        return None
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"{op} cannot be built: {compiler} is not installed (apt-get install g++)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return f"{op} cannot be built: Python.h is missing (apt-get install python3-dev)"
+    if not builder.is_compatible(verbose=False):
+        hint = " (apt-get install libaio-dev)" if op == "async_io" else ""
+        return f"{op} cannot be built on this machine{hint}"
+    return None
+
+
+def is_cached(op: str) -> bool:
+    """Whether the cache holds a finished build (torch writes the library last). Loads neither torch nor DeepSpeed."""
+    return any((cache_folder() / op).glob("*.so"))
+
+
+def build(op: str) -> None:
+    """Build if it is not cached, and load. One build at a time on this machine; a killed build's lock is cleared."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{op}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        builder = builder_of(op)
+        for stale in (folder / builder.name).glob("lock"):
+            stale.unlink()  # torch would wait for it for ever; we hold the only right to build here
+        builder.load(verbose=False)

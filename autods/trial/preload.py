@@ -1,0 +1,69 @@
+"""What the zygote imports once, so that no rank pays for it: a new process costs 10 s, a fork 0.02 s."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+
+# Imported by DeepSpeed at the first initialize or step; each costs tenths of a second in every rank otherwise.
+_LATE = (
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper",
+    "torch.distributed.fsdp",
+    "torch.utils.checkpoint",
+    "transformers.integrations.deepspeed",
+)
+
+
+def preload() -> None:
+    """Import torch and DeepSpeed and everything that they import late."""
+    import torch
+
+    torch.set_num_threads(1)  # a parent that ran a parallel OpenMP region makes children with threads hang
+    with contextlib.suppress(ImportError):
+        import cpuinfo
+
+        info = cpuinfo.get_cpu_info()  # 1.1 s, and DeepSpeed asks twice a trial
+        cpuinfo.get_cpu_info = lambda: info
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # The ranks stand in for GPUs and speak gloo; the shared-memory op would cost a build of 20 s and leave files.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # another version of DeepSpeed may lack it
+            importlib.import_module(name)
+
+
+def settle() -> None:
+    """After the last import: what lives now is shared by all ranks and never collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def unfit_to_fork() -> str | None:
+    """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork."""
+    import torch
+
+    if torch.cuda.is_initialized() or _holds_nvidia_device():
+        return "CUDA was initialised while importing"
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"{threads - 1} threads were started while importing"
+    return None
+
+
+def _holds_nvidia_device() -> bool:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+                return True
+    return False

@@ -1,0 +1,178 @@
+"""The life of one rank, from the fork to its result file. The only place that catches what a trial throws."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..values import Phase
+from ..workload import Workload, load
+from .heartbeat import Heartbeats
+from .meter import CpuMeter, CudaMeter, Meter
+from .spec import RankJob, write_json
+
+_TRACEBACK_CHARS = 6000
+
+
+@dataclass(slots=True)
+class Observer:
+    """Told each phase by the act: beats the heart and lets the meter look."""
+
+    board: Heartbeats
+    slot: int
+    meter: Meter
+    phase: Phase = "start"
+    step: int = 0
+    build_began_s: float = 0.0
+    build_s: float = 0.0
+    init_began_s: float = 0.0
+    init_s: float = 0.0
+
+    def __call__(self, phase: Phase, step: int) -> None:
+        now = time.perf_counter()
+        if phase == "build":
+            self.build_began_s = now
+        elif phase == "init":
+            self.build_s, self.init_began_s = now - self.build_began_s, now
+        elif self.phase == "init":
+            self.init_s = now - self.init_began_s
+        self.phase, self.step = phase, step
+        self.meter.sample()
+        self.board.beat(self.slot, phase, step)
+
+
+def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
+    """Do the job, write `rank<N>.json`, return the exit code. `workload`: already loaded by the zygote, if it could be."""
+    rank = job.local_ranks[slot]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watcher asks a stuck rank where it is
+    board.beat(slot, "start", 0)
+    meter = _meter(job, slot)
+    observer = Observer(board, slot, meter)
+    try:
+        result = _JOBS[job.job](job, slot, observer, store, workload)
+        record = {"ok": True, "result": result}
+    except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
+        record = {"ok": False, "error": describe(error, job.source.path), "free_bytes": _free(meter)}
+    if isinstance(meter, CpuMeter):
+        meter.lift()
+    record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
+    write_json(Path(job.folder) / f"rank{rank}.json", record)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0 if record["ok"] else 1
+
+
+def describe(error: BaseException, user_file: str) -> dict[str, Any]:
+    """An exception as plain values: its types, message, traceback, and the last frame of the user's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if frame.filename == user_file]
+    contract = getattr(error, "what", None) if type(error).__name__ == "WorkloadError" else None
+    return {
+        "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
+        "module": type(error).__module__,
+        "message": str(error)[:_TRACEBACK_CHARS],
+        "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
+        "functions": [frame.name for frame in frames],
+        "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
+        "contract": contract,
+        "mend": getattr(error, "mend", None) if contract else None,
+    }
+
+
+def _meter(job: RankJob, slot: int) -> Meter:
+    return CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
+
+
+def _free(meter: Meter) -> int | None:
+    try:
+        return meter.free_bytes()
+    except Exception:  # the device may be beyond answering; the number is only evidence
+        return None
+
+
+def _survey(job: RankJob, slot: int, observer: Observer, store: Any, workload: Workload | None) -> Any:
+    from .ops import problem
+    from .survey import survey
+
+    observer("build", 0)
+    facts = survey(workload or load(job.source))
+    return {"facts": facts, "op_problems": {op: text for op in job.ops if (text := problem(op))}}
+
+
+def _ops(job: RankJob, slot: int, observer: Observer, store: Any, workload: Workload | None) -> Any:
+    from .ops import build
+
+    observer("build", 0)
+    for op in job.ops:
+        build(op)
+    return {}
+
+
+def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None) -> Any:
+    from .act import act
+    from .rendezvous import agreement, join
+
+    rank = job.local_ranks[slot]
+    _seed(job.seed + rank)
+    observer.meter.start()
+    observer("rendezvous", 0)
+    join(job, slot, store)
+    acted = act(
+        workload or load(job.source),
+        ds_config=job.ds_config,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        checkpointing=job.checkpointing,
+        steps=job.steps,
+        observe=observer,
+        synchronize=observer.meter.synchronize,
+        agree=agreement(),
+    )
+    return {
+        "step_s": acted.step_s,
+        "steps_s": acted.steps_s,
+        "losses": acted.losses,
+        "build_s": observer.build_s,
+        "init_s": observer.init_s,
+        "peaks": observer.meter.peaks(),
+    }
+
+
+def _seed(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+_JOBS: dict[str, Callable[[RankJob, int, Observer, socket.socket | None, Workload | None], Any]] = {
+    "train": _train,
+    "survey": _survey,
+    "ops": _ops,
+}
+
+
+def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    said = {
+        "RANK": str(job.local_ranks[slot]),
+        "LOCAL_RANK": str(slot),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
+        "MASTER_ADDR": job.master_address,
+        "MASTER_PORT": str(port),
+    }
+    if job.master_address == "127.0.0.1":
+        said["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**os.environ, **said}

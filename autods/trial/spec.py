@@ -1,0 +1,61 @@
+"""What a rank is told and what it writes: plain JSON, because it crosses processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..values import Device, Steps, WorkloadSource
+
+Job = Literal["train", "survey", "ops"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """One job for all ranks of a trial. `folder` takes logs and results, `scratch` is the working directory."""
+
+    job: Job
+    source: WorkloadSource
+    device: Device
+    folder: str
+    scratch: str
+    swap: str | None = None  # where this trial's NVMe rung swaps; removed with everything in it afterwards
+    world_size: int = 1
+    local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
+    master_address: str = "127.0.0.1"
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = False
+    steps: Steps = field(default_factory=Steps)
+    limit_bytes: int | None = None  # of the device; None: not limited
+    ops: tuple[str, ...] = ()
+    seed: int = 0
+    stall_s: float = 120.0
+    init_s: float = 900.0
+    wall_s: float = 1800.0
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> RankJob:
+        """The inverse of `to_json`."""
+        data = json.loads(line)
+        data["source"] = WorkloadSource(**data["source"])
+        data["steps"] = Steps(**data["steps"])
+        for key in ("local_ranks", "ops"):
+            data[key] = tuple(data[key])
+        return cls(**data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: a temporary file, then a rename."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)

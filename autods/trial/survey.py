@@ -1,0 +1,47 @@
+"""A look at the workload before any trial: how large it is, what it can do. No training, no budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..workload import Workload
+from .batch import check_batch, tokens_per_sample
+
+
+def survey(workload: Workload) -> dict[str, Any]:
+    """`ModelFacts` as a dict. What the user's code raises is passed on.
+
+    The model is built on the meta device, so that its size costs nothing; code that cannot do that is built for real.
+    """
+    batch = check_batch(workload.build_batch(1), 1)
+    model = _build(workload)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return {
+        "parameters": sum(sizes),
+        "largest_parameter": max(sizes, default=0),
+        "checkpointing": _can_checkpoint(model),
+        "tokens_per_sample": tokens_per_sample(batch),
+        "has_optimizer": workload.build_optimizer is not None,
+    }
+
+
+def _build(workload: Workload) -> Any:
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = workload.build_model()
+    except Exception:  # whatever it is: if it is the user's mistake, the real build says so in the user's terms
+        model = workload.build_model()
+    if not isinstance(model, torch.nn.Module):
+        from ..workload import WorkloadError
+
+        raise WorkloadError(f"build_model returned {type(model).__name__}", mend="return a torch.nn.Module")
+    return model
+
+
+def _can_checkpoint(model: Any) -> bool:
+    """Hugging Face's protocol: the method, and the model's word that it works."""
+    return hasattr(model, "gradient_checkpointing_enable") and bool(
+        getattr(model, "supports_gradient_checkpointing", True)
+    )

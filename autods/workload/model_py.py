@@ -1,0 +1,81 @@
+"""A `model.py`: checked without running it, so that a typo is found before Ray, torch or a GPU is touched."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+from ..errors import InputError
+from .workload import Workload, WorkloadError
+
+NEEDED = ("build_model", "build_batch")
+
+
+def check_file(path: Path) -> None:
+    """Raises InputError when the file is missing, no Python, or does not define what a workload needs."""
+    try:
+        text = path.read_text()
+    except IsADirectoryError:
+        raise InputError("is a folder", where=str(path), mend="give the path of a model.py") from None
+    except UnicodeDecodeError:
+        raise InputError("is not a Python file", where=str(path), mend="give the path of a model.py") from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend="check the path") from None
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{path}:{line}" if line else str(path)
+        source = (getattr(error, "text", None) or "").strip()
+        message = getattr(error, "msg", str(error))
+        raise InputError(f"syntax error: {message}", where=where, mend=source or None) from None
+    names = _top_level_names(tree)
+    for name in NEEDED:
+        if name not in names and "*" not in names:
+            form = (
+                "build_model() -> nn.Module"
+                if name == "build_model"
+                else "build_batch(micro_batch_size) -> dict | tuple"
+            )
+            raise InputError(f"defines no {name}", where=str(path), mend=f"add: def {form}")
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    """Names that importing the module binds, as far as can be seen without running it."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((item.asname or item.name).split(".")[0] for item in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def load_file(path: Path) -> Workload:
+    """Import the file as a module and take its functions. What the user's code raises is passed on."""
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path.stem not in sys.modules else f"autods_workload_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    for needed in NEEDED:
+        if not callable(getattr(module, needed, None)):
+            raise WorkloadError(
+                f"defines no function {needed}", where=str(path), mend="see the README for the contract"
+            )
+    return Workload(
+        build_model=module.build_model,
+        build_batch=module.build_batch,
+        build_optimizer=getattr(module, "build_optimizer", None),
+        loss=getattr(module, "loss", None),
+        deepspeed_config=getattr(module, "DEEPSPEED_CONFIG", None),
+    )
