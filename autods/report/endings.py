@@ -1,0 +1,106 @@
+"""How a command ends: the result on standard output, or an error in a line or two on standard error; the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from .files import to_dict
+from .result import Report
+from .terminal import show
+
+_MOST = 400  # characters of one line
+
+
+def show_result(report: Report, *, as_json: bool) -> None:
+    """Print the report, as tables or as JSON, to standard output."""
+    try:
+        if as_json:
+            print(json.dumps(to_dict(report), indent=2))
+        else:
+            show(report, Console())
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def lines_of(error: AutodsError) -> list[str]:
+    """One or two lines: what is wrong and where, how to mend it."""
+    if isinstance(error, InputError):
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        parts = [what, error.mend or ""]
+    else:
+        first, _, rest = str(error).strip().partition("\n")
+        parts = [first, rest]
+    flat = [" ".join(part.split()) for part in parts]
+    return [part if len(part) <= _MOST else part[: _MOST - 1] + "…" for part in flat if part]
+
+
+def as_json(error: BaseException) -> dict[str, Any]:
+    """What `--json` prints instead of a report."""
+    lines = lines_of(error) if isinstance(error, AutodsError) else [f"{type(error).__name__}: {error}"]
+    kinds = {InputError: "input", EnvironmentBroken: "environment", Interrupted: "interrupted"}
+    kind = next((name for cls, name in kinds.items() if isinstance(error, cls)), "internal")
+    if isinstance(error, KeyboardInterrupt):
+        kind, lines = "interrupted", ["interrupted"]
+    return {"status": "error", "error": {"kind": kind, "exit_code": exit_code(error), "message": "\n".join(lines)}}
+
+
+def exit_code(error: BaseException) -> int:
+    """1 nothing fits, 2 input, 3 environment and whatever is our own fault, 130 interrupted."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.exit_code
+    return error.exit_code if isinstance(error, AutodsError) else EnvironmentBroken.exit_code
+
+
+def tell(error: BaseException, *, out: Path | None, argv: Sequence[str]) -> None:
+    """Say on standard error what ended the command. `out` is the fit's folder, where it is known already."""
+    match error:
+        case KeyboardInterrupt() | Interrupted():
+            gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
+            kept = out is not None and (out / "journal.jsonl").exists()
+            state = f"finished trials are kept in {out}" if kept else "nothing had been tried yet"
+            _say(f"interrupted: {gone}{state}", f"go on with: {resuming_command(argv)}")
+        case AutodsError():
+            first, *rest = lines_of(error) or ["unknown"]
+            _say(f"error: {first}", *rest)
+        case _:
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
+            _say(f"internal error: {cause}", f"the traceback is in {keep_traceback(error, out)}; please report it")
+
+
+def resuming_command(argv: Sequence[str]) -> str:
+    """The command that was typed, without `--fresh`, which would throw the journal away."""
+    program, *rest = argv or ["autods"]
+    name = ["python", "-m", "autods"] if Path(program).name == "__main__.py" else [Path(program).name]
+    return shlex.join([*name, *(part for part in rest if part != "--fresh")])
+
+
+def keep_traceback(error: BaseException, out: Path | None) -> Path:
+    """Write the traceback into the fit's logs, or into the temporary folder when that cannot be."""
+    text = "".join(traceback.format_exception(error))
+    for folder in (out / "logs" if out else None, Path(tempfile.gettempdir())):
+        if folder is None:
+            continue
+        path = folder / "internal-error.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError:
+            continue
+        return path
+    return Path("(nowhere: no folder could be written)")
+
+
+def _say(first: str, *rest: str) -> None:
+    print("\n  ".join((first, *rest)), file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""A report as JSON, and its two files: `ds_config.json` and `report.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..journal import read_record
+from ..typed import read_as
+from ..values import TIERS, Knobs, Record, Skipped, TierUse
+from .result import Report, Throughput
+
+REPORT = "report.json"
+DS_CONFIG = "ds_config.json"
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """Plain JSON values by the contract of report.json: every key is there, what is unknown is null."""
+    row = {item.name: getattr(report, item.name) for item in fields(Report)}
+    row["knobs"] = asdict(report.knobs) if report.knobs else None
+    row["throughput"] = asdict(report.throughput) if report.throughput else None
+    row["memory"] = {tier: asdict(use) if (use := report.memory.get(tier)) else None for tier in TIERS}
+    row["trials"] = [_trial_row(record) for record in report.trials]
+    row["skipped"] = [asdict(item) for item in report.skipped]
+    plain: dict[str, Any] = _plain(row)
+    return plain
+
+
+def from_dict(data: Mapping[str, Any]) -> Report:
+    """The inverse of `to_dict`. Raises InputError when `data` is not a report; keys it does not know are dropped."""
+    try:
+        row = {item.name: data[item.name] for item in fields(Report) if item.name in data}
+        if data["status"] not in ("fit", "nothing_fits"):
+            raise ValueError(f"status is {data['status']!r}")
+        row["knobs"] = read_as(Knobs, data["knobs"]) if data["knobs"] else None
+        row["throughput"] = read_as(Throughput, data["throughput"]) if data["throughput"] else None
+        row["memory"] = {tier: read_as(TierUse, use) for tier, use in data["memory"].items() if use}
+        row["forecast"] = tuple(data.get("forecast", ()))
+        row["trials"] = tuple(_record(trial) for trial in data["trials"])
+        row["skipped"] = tuple(read_as(Skipped, item) for item in data.get("skipped", ()))
+        return Report(**row)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"is not the report of a fit: {error!r}", mend="start over with --fresh") from None
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write `report.json` and, when something fits, `ds_config.json`; each is whole or not there at all.
+
+    Raises InputError naming the file when the folder cannot be written or the disk is full.
+    """
+    if report.status == "fit":
+        _replace(folder / DS_CONFIG, report.ds_config)
+    else:
+        _remove(folder / DS_CONFIG)  # one of an earlier fit would pass for this one's
+    _replace(folder / REPORT, to_dict(report))  # last: where it stands, the fit is finished
+
+
+def read(folder: Path) -> Report:
+    """The finished fit in this folder. Raises InputError when its report is missing or damaged."""
+    path = folder / REPORT
+    try:
+        return from_dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except (ValueError, InputError):
+        raise InputError("is not the report of a fit", where=str(path), mend="start over with --fresh") from None
+
+
+def _trial_row(record: Record) -> dict[str, Any]:
+    """The contract calls a trial's purpose its phase; the rest of the trial is there so that it can be read back."""
+    row = asdict(record.trial)
+    return {
+        "id": record.id,
+        "rung": row.pop("rung"),
+        "knobs": row.pop("knobs"),
+        "phase": row.pop("purpose"),
+        "outcome": asdict(record.outcome),
+        "seconds": record.seconds,
+        **row,
+    }
+
+
+def _record(row: Mapping[str, Any]) -> Record:
+    shown = ("id", "phase", "outcome", "seconds")
+    trial = {"purpose": row["phase"]} | {key: value for key, value in row.items() if key not in shown}
+    outcome = dict(row["outcome"])
+    if outcome["kind"] == "fit":  # JSON has no NaN: it was written as null
+        outcome["losses"] = [math.nan if loss is None else loss for loss in outcome["losses"]]
+        outcome["spread"] = math.nan if outcome["spread"] is None else outcome["spread"]
+    return read_record({"id": row["id"], "seconds": row["seconds"], "trial": trial, "outcome": outcome})
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no tuple, no path and no NaN."""
+    match value:
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            return str(value)
+
+
+def _replace(path: Path, data: Any) -> None:
+    """Write beside, then rename: a reader sees the old file or the new one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "w") as file:
+            file.write(json.dumps(_plain(data), indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        _remove(beside)
+        raise InputError(
+            f"cannot be written: {error.strerror}", where=str(path), mend="free some space, or give another --out"
+        ) from None
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return

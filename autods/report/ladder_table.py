@@ -1,0 +1,109 @@
+"""What became of each rung: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..units import show_bytes
+from ..values import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
+from . import words
+from .progress import mark_of
+from .result import Report
+
+
+def rows_of(report: Report) -> dict[str, Record | str]:
+    """Rung → the trial that stands for it, or why it was skipped; in the ladder's order where the question names it."""
+    rows: dict[str, Record | str] = {}
+    for record in report.trials:
+        if record.trial.limited:  # one without a limit only asks how much would have been enough
+            rows[record.trial.rung] = _telling(report, rows.get(record.trial.rung), record)
+    for skipped in report.skipped:
+        rows.setdefault(skipped.rung, skipped.reason)
+    order = {rung: place for place, rung in enumerate(report.question.get("ladder", ()))}
+    return dict(sorted(rows.items(), key=lambda row: order.get(row[0], len(order))))
+
+
+def untried(report: Report) -> dict[str, list[str]]:
+    """Why rungs of the ladder were neither tried nor skipped → those rungs."""
+    known, groups = rows_of(report), dict[str, list[str]]()
+    for rung in report.question.get("ladder", ()):
+        if rung not in known and rung in report.reasons:
+            groups.setdefault(report.reasons[rung], []).append(rung)
+    return groups
+
+
+def _telling(report: Report, before: Record | str | None, record: Record) -> Record:
+    """Which of two trials of one rung stands for it: the one with the winning knobs, else a fit with the rung's own
+    optimizer, else the later one."""
+    if not isinstance(before, Record):
+        return record
+    if before.trial.rung == report.rung and before.trial.knobs == report.knobs:
+        return before
+    fits = isinstance(before.outcome, Fit) and before.trial.native_optimizer
+    return before if fits and record.trial.knobs != report.knobs else record
+
+
+def ladder_table(report: Report, *, wide: bool) -> Table:
+    """rung, outcome, peak / limit, samples/s and, where there is room, why."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=wide)
+    table.add_column("rung", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("peak / limit", no_wrap=True)
+    table.add_column("samples/s", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("why", ratio=1)
+    reasons = dict(reasons_of(report))
+    for rung, row in rows_of(report).items():
+        winner = report.status == "fit" and rung == report.rung
+        cells: list[RenderableType] = [Text(rung, style="bold" if winner else "")]
+        cells += [_verdict(row), _memory(report, row, winner), _rate(report, row, winner)]
+        table.add_row(*cells, *([Text(reasons.get(rung, ""))] if wide else []))
+    return table
+
+
+def _verdict(row: Record | str) -> Text:
+    if isinstance(row, str):
+        return Text("– skipped", style="dim")
+    mark, style = mark_of(row.outcome)
+    said = {"fit": "fits", "out_of_memory": "out of memory", "failed": "failed"}[row.outcome.kind]
+    return Text(f"{mark} {said}", style=style)
+
+
+def _memory(report: Report, row: Record | str, winner: bool) -> Text:
+    """One line a tier. A rung that ran out shows the least it would have needed."""
+    if isinstance(row, str):
+        return Text()
+    match row.outcome:
+        case Fit():
+            memory = report.memory if winner and report.memory else row.outcome.memory
+            return Text("\n").join(_use(tier, memory[tier]) for tier in TIERS if tier in memory)
+        case OutOfMemory(limit_bytes=int(limit), missing_bytes=int(missing)):
+            return _use(row.outcome.tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), at_least=True)
+        case OutOfMemory(limit_bytes=int(limit)):
+            return Text.assemble((f"{row.outcome.tier:<8}", "dim"), f"full: {show_bytes(limit)}")
+        case _:
+            return Text()
+
+
+def _use(tier: Tier, use: TierUse, *, at_least: bool = False) -> Text:
+    return Text.assemble((f"{tier:<7}", "dim"), "≥" if at_least else " ", words.of_use(use))
+
+
+def _rate(report: Report, row: Record | str, winner: bool) -> Text:
+    if winner and report.throughput:
+        return Text(words.of_rate(report.throughput.samples_per_second), style="bold")
+    if isinstance(row, str) or not isinstance(row.outcome, Fit):
+        return Text()
+    return Text(words.of_rate(row.outcome.samples_per_second))
+
+
+def reasons_of(report: Report) -> Iterator[tuple[str, str]]:
+    """Each rung's reason: the search's own words, else what its trial said."""
+    for rung, row in rows_of(report).items():
+        said = row if isinstance(row, str) else words.of_outcome(row.outcome)
+        yield rung, report.reasons.get(rung, said)

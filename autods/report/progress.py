@@ -1,0 +1,155 @@
+"""Progress while a fit works: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from ..values import (
+    Event,
+    Failed,
+    Fit,
+    Note,
+    Outcome,
+    OutOfMemory,
+    Phase,
+    Skipped,
+    Trial,
+    TrialFinished,
+    TrialMoved,
+    TrialStarted,
+)
+from . import words
+
+
+def mark_of(outcome: Outcome) -> tuple[str, str]:
+    """A one-letter mark and its style."""
+    match outcome:
+        case Fit():
+            return "✓", "green"
+        case OutOfMemory():
+            return "✗", "yellow"
+        case Failed():
+            return "!", "red"
+
+
+@dataclass(slots=True)
+class _Running:
+    """The trial that runs now."""
+
+    id: int
+    trial: Trial
+    since: float
+    phase: Phase = "start"
+    step: int = 0
+
+
+class Progress:
+    """A `values.Listener` and a context manager; it writes to `console` only, which should be standard error's.
+
+    On a terminal: finished trials as lines and the running one below them, with its phase and seconds. Elsewhere: one
+    plain line for each finished trial, skipped rung and note. Events may come from any thread.
+    """
+
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._running: _Running | None = None
+        self._doing = Note(text="")
+        self._since = clock()
+        self._spinner = Spinner("dots", style="cyan")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                console=self._console, get_renderable=self._now, refresh_per_second=8, transient=True, screen=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Note():
+                self._doing, self._since = event, self._clock()
+                self._print(Text(event.text, style="dim"), event.text)
+            case Skipped():
+                line = f"skipped {event.rung}: {event.reason}"
+                self._print(
+                    _row("–", "dim", event.rung, "", f"skipped: {event.reason}", "", "dim", wide=self._wide), line
+                )
+            case TrialStarted():
+                self._running = _Running(event.id, event.trial, self._clock())
+            case TrialMoved():
+                if (now := self._running) is not None and now.id == event.id:
+                    now.phase, now.step = event.phase, event.step
+            case TrialFinished():
+                self._running, self._doing = None, Note(text="")
+                self._print(_finished(event, wide=self._wide), words.of_record(event.record, replayed=event.replayed))
+
+    def _print(self, pretty: RenderableType, plain: str) -> None:
+        if self._live is not None:
+            self._console.print(pretty)
+        else:
+            self._console.print(plain, markup=False, highlight=False, soft_wrap=True, style=None)
+
+    @property
+    def _wide(self) -> bool:
+        return self._console.width >= 110
+
+    def _now(self) -> RenderableType:
+        """What is redrawn: the running trial, or the last note while nothing runs."""
+        now = self._running
+        if now is None:
+            elapsed = words.of_seconds(self._clock() - self._since)
+            self._spinner.update(text=Text(f"{self._doing.text or 'deciding'}  {elapsed}", style="dim"))
+            return self._spinner
+        place, elapsed = words.of_phase(now.phase, now.step), words.of_seconds(self._clock() - now.since)
+        text = Text.assemble(
+            (now.trial.rung, "bold"), f"  {_asked(now.trial)}  ", (place, "cyan"), (f"  {elapsed}", "dim")
+        )
+        self._spinner.update(text=text)
+        return self._spinner
+
+
+def _finished(event: TrialFinished, *, wide: bool) -> RenderableType:
+    record = event.record
+    mark, style = mark_of(record.outcome)
+    end = "journal" if event.replayed else words.of_seconds(record.seconds)
+    said = words.of_outcome(record.outcome)
+    return _row(
+        mark, style, record.trial.rung, _asked(record.trial), said, end, "dim" if event.replayed else "", wide=wide
+    )
+
+
+def _asked(trial: Trial) -> str:
+    """'tune 4×2': why, and micro batch × accumulation."""
+    limit = "" if trial.limited else ", no limit"
+    return f"{trial.purpose} {trial.knobs.micro_batch}×{trial.knobs.accumulation}{limit}"
+
+
+def _row(mark: str, mark_style: str, rung: str, asked: str, said: str, end: str, style: str, *, wide: bool) -> Table:
+    """One line with its columns at fixed places, so that lines printed one by one stand under each other."""
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(width=1, style=mark_style)
+    table.add_column(width=19 if wide else 13, overflow="fold", style="bold")
+    table.add_column(width=12 if wide else 9)
+    table.add_column(ratio=1)
+    table.add_column(width=7, justify="right", style="dim")
+    table.add_row(mark, Text(rung), Text(asked), Text(said), end, style=style)
+    return table

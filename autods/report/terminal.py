@@ -1,0 +1,117 @@
+"""A finished fit on the terminal: what became of each rung, then the winner, or what is missing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..units import show_bytes, show_count
+from . import words
+from .advice import remedies, shortage
+from .files import DS_CONFIG, REPORT
+from .ladder_table import ladder_table, reasons_of, untried
+from .result import Report
+
+_WIDE = 116  # columns from which the reasons stand in the table instead of under it
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report. Reads nothing but the report, so a finished fit can be shown again."""
+    wide = console.width >= _WIDE
+    console.print(Text.assemble("\n", (_question(report), "bold")))
+    console.print(ladder_table(report, wide=wide))
+    for reason, rungs in untried(report).items():
+        console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
+    if not wide:
+        console.print(_pairs((rung, Text(reason)) for rung, reason in reasons_of(report)))
+        console.print()
+    if report.status == "nothing_fits":
+        console.print(_nothing(report))
+        return
+    console.print(_winner(report))
+    for line in _next(report):
+        console.print(line, soft_wrap=True)
+
+
+def _question(report: Report) -> str:
+    """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; what the question does not say is left out."""
+    asked = report.question
+    size = f", {show_count(asked['parameters'])} parameters," if asked.get("parameters") else ""
+    memory = f" × {show_bytes(asked['device_bytes'])}" if asked.get("device_bytes") else ""
+    return (
+        f"{asked.get('workload', 'workload')}{size} on {asked.get('gpus', 1)} {asked.get('device', '')} ranks{memory}"
+    )
+
+
+def _winner(report: Report) -> RenderableType:
+    assert report.knobs is not None
+    head = Text.assemble(
+        (f"{report.rung}", "bold green"), (" fits, the first rung of the ladder that does", "bold"), _spent(report)
+    )
+    return Group(head, _pairs(_facts(report)), Text("\nNext", style="bold"))
+
+
+def _spent(report: Report) -> Text:
+    return Text(f"  ({len(report.trials)} trials, {words.of_seconds(report.seconds)})", style="dim")
+
+
+def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
+    """The winner, fact by fact."""
+    assert report.knobs is not None
+    yield "batch", Text(words.of_batch(report.knobs, int(report.question.get("gpus", 1))))
+    if report.throughput:
+        tokens = report.throughput.tokens_per_second
+        rate = f"{words.of_rate(report.throughput.samples_per_second)} samples/s"
+        yield "throughput", Text(rate + (f", {words.of_rate(tokens)} tokens/s" if tokens is not None else ""))
+    if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
+        yield "largest", Text(f"micro batch {report.largest_micro_batch} also fits")
+    recomputes = report.knobs.checkpointing
+    yield "recompute", Text("gradient checkpointing on" if recomputes else "gradient checkpointing off")
+    settings = (f"{key.rpartition('.')[2]} {_show(value)}" for key, value in report.knobs.settings.items())
+    if tuned := ", ".join(settings):
+        yield "settings", Text(tuned)
+    for act in ("grow", "tune"):
+        if reason := report.reasons.get(act):
+            yield act, Text(reason, style="dim")
+
+
+def _next(report: Report) -> Iterator[Text]:
+    """What to type now: whole lines, so that they can be copied."""
+    assert report.knobs is not None
+    folder, ranks = Path(report.out), report.question.get("gpus", 1)
+    config = str(folder / DS_CONFIG)
+    if report.knobs.checkpointing:
+        yield _line("model", "model.gradient_checkpointing_enable()  # as it was measured")
+    yield _line("code", f"deepspeed.initialize(model=model, config={config!r})")
+    launch = f"deepspeed --num_gpus {ranks} train.py --deepspeed_config {shlex.quote(config)}"
+    yield _line("or", launch)
+    yield _line("files", f"{DS_CONFIG} and {REPORT} in {folder}")
+
+
+def _line(name: str, said: str) -> Text:
+    return Text.assemble((f"  {name:<10}  ", "cyan"), said)
+
+
+def _nothing(report: Report) -> RenderableType:
+    head = Text.assemble(("nothing fits: ", "bold red"), (shortage(report), "bold"), _spent(report))
+    return Group(head, _pairs((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
+
+
+def _pairs(pairs: Iterator[tuple[str, RenderableType]]) -> RenderableType:
+    """Names and what is said of them; long text wraps in its own column."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, said in pairs:
+        table.add_row(name, said)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
