@@ -1,1 +1,53 @@
-"""Find the fastest DeepSpeed configuration that fits."""
+"""Find the fastest DeepSpeed configuration that fits.
+
+`import autods` is quick: what it names is loaded at first use, and torch, DeepSpeed, Ray and Optuna only by a fit.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import find_best_config as find_best_config
+    from .errors import AutodsError as AutodsError
+    from .errors import EnvironmentBroken as EnvironmentBroken
+    from .errors import InputError as InputError
+    from .errors import Interrupted as Interrupted
+    from .report import Report as Report
+    from .workload import Workload as Workload
+
+_HOMES = {
+    "find_best_config": "api",
+    "Report": "report",
+    "Workload": "workload",
+    "AutodsError": "errors",
+    "InputError": "errors",
+    "EnvironmentBroken": "errors",
+    "Interrupted": "errors",
+}
+
+__all__ = [
+    "AutodsError",
+    "EnvironmentBroken",
+    "InputError",
+    "Interrupted",
+    "Report",
+    "Workload",
+    "__version__",
+    "find_best_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("autods")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autods' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

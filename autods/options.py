@@ -1,0 +1,36 @@
+"""Every option of the command line, once. What a value means is checked by `settings.resolve`, not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+Workload = Annotated[str, Argument(metavar="WORKLOAD", help="A model.py with build_model and build_batch.")]
+Gpus = Annotated[int | None, Option(metavar="N", help="Ranks.", show_default="all visible cards")]
+Device = Annotated[str, Option(metavar="cuda|cpu", help="cpu: CPU ranks stand in for GPUs.")]
+GpuMemory = Annotated[
+    str | None,
+    Option(metavar="SIZE", help="Memory of a rank, such as 416MiB; less than the card has emulates a smaller one."),
+]
+GlobalBatch = Annotated[int | None, Option(metavar="N", help="Keep micro batch × accumulation × ranks at N.")]
+Precision = Annotated[str, Option(metavar="NAME", help="auto (the base config's, else bf16), bf16, fp16 or fp32.")]
+BaseConfig = Annotated[
+    str | None,
+    Option(
+        "--base-config",
+        "--deepspeed-config",
+        metavar="FILE",
+        help="Your DeepSpeed JSON; what is not tuned stays. Also: --deepspeed-config.",
+    ),
+]
+Config = Annotated[str, Option(metavar="NAME", help="How hard to try: quick, default, thorough or a FILE.toml.")]
+Ladder = Annotated[str | None, Option(metavar="A,B,C", help="Try these rungs only.")]
+Strategies = Annotated[list[Path] | None, Option(metavar="DIR", help="A folder of your own rungs; may be repeated.")]
+NvmePath = Annotated[str | None, Option(metavar="DIR", help="A folder on NVMe; opens zero3-nvme.")]
+Out = Annotated[str | None, Option(metavar="DIR", help="Where the results go.", show_default="autods-out/NAME")]
+Fresh = Annotated[bool, Option("--fresh", metavar="", help="Forget the finished trials of an earlier run.")]
+Seed = Annotated[int, Option(metavar="N", help="Seed of weights and search.")]
+Json = Annotated[bool, Option("--json", metavar="", help="Print report.json instead of a table.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", metavar="", help="No progress, only the result.")]
