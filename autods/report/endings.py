@@ -87,19 +87,19 @@ def resuming_command(argv: Sequence[str]) -> str:
 
 
 def keep_traceback(error: BaseException, out: Path | None) -> Path:
-    """Write the traceback into the fit's logs, or into the temporary folder when that cannot be."""
+    """Write the traceback into the fit's logs, or into a new temporary file when that cannot be."""
     text = "".join(traceback.format_exception(error))
-    for folder in (out / "logs" if out else None, Path(tempfile.gettempdir())):
-        if folder is None:
-            continue
-        path = folder / "internal-error.txt"
+    if out is not None:
+        path = out / "logs" / "internal-error.txt"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+            return path
         except OSError:
-            continue
-        return path
-    return Path("(nowhere: no folder could be written)")
+            pass
+    with tempfile.NamedTemporaryFile("w", prefix="autods-error-", suffix=".txt", delete=False) as file:
+        file.write(text)
+    return Path(file.name)
 
 
 def _say(first: str, *rest: str) -> None:

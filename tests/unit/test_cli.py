@@ -178,6 +178,13 @@ def test_a_bug_of_ours_exits_3_and_leaves_its_traceback_in_the_logs(capsys: pyte
     assert "in run_fit" in log.read_text()
 
 
+def test_a_traceback_finds_a_place_even_where_the_folder_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = endings.keep_traceback(RuntimeError("bug"), tmp_path / "file")
+    assert kept.read_text() == "RuntimeError: bug\n"
+    kept.unlink()
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
