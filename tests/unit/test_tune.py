@@ -1,0 +1,286 @@
+"""Tuning: what is proposed, what is run, what survives a kill, and when the start stays."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
+from autods.errors import InputError
+from autods.journal import key_of
+from autods.ladder import all_rungs
+from autods.search.confirm import confirm
+from autods.search.space import Choice, Range, space_of
+from autods.search.tune import Tuned, tune
+from autods.settings import TuneLimits
+from autods.values import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
+
+RUNG = all_rungs()["zero2"]
+BUCKET = "zero_optimization.reduce_bucket_size"
+OVERLAP = "zero_optimization.overlap_comm"
+LIMIT = 1_000_000_000
+TIMED = Steps(warmup=2, timed=3, most_timed=12)
+KNOBS = Knobs(micro_batch=4, settings={BUCKET: 10_000_000, "zero_optimization.allgather_bucket_size": 10_000_000})
+START = Trial(rung="zero2", knobs=KNOBS, purpose="grow", steps=TIMED)
+
+
+def bucket_of(trial: Trial) -> int:
+    size = trial.knobs.settings[BUCKET]
+    assert isinstance(size, int)
+    return size
+
+
+def hill(trial: Trial) -> Outcome:
+    """Fastest at a bucket of 40M elements with overlap_comm, and each element of the bucket costs 8 bytes."""
+    peak = 500_000_000 + 8 * bucket_of(trial)
+    if peak > LIMIT:
+        return out_of_memory(missing_bytes=peak - LIMIT)
+    speed = 100 * math.exp(-0.1 * math.log(bucket_of(trial) / 40e6) ** 2)
+    return fit(peak_bytes=peak, samples_per_second=speed * (1.1 if trial.knobs.settings.get(OVERLAP) else 1.0))
+
+
+@dataclass
+class Journaled:
+    """A runner that answers a known question from its journal, and can be killed at a trial."""
+
+    answer: Callable[[Trial], Outcome]
+    records: dict[str, Record] = field(default_factory=dict)
+    ran: list[Trial] = field(default_factory=list)
+    kill_at: int | None = None
+
+    def __call__(self, trial: Trial) -> Record:
+        key = key_of(trial)
+        if key not in self.records:
+            if len(self.ran) == self.kill_at:
+                self.kill_at = None
+                raise KeyboardInterrupt
+            self.ran.append(trial)
+            self.records[key] = Record(id=len(self.ran), trial=trial, outcome=self.answer(trial), seconds=1.0)
+        return self.records[key]
+
+    @property
+    def tuned(self) -> list[Trial]:
+        return [trial for trial in self.ran if trial.purpose == "tune"]
+
+
+def tuning(
+    run: Journaled, path: Path, *, trials: int = 8, headroom: float = 0.05, start: Trial = START, seed: int = 0
+) -> Tuned:
+    return tune(
+        run(start),
+        run,
+        rung=RUNG,
+        limits=TuneLimits(trials=trials, gain=1.03),
+        steps=TIMED,
+        limit_bytes=LIMIT,
+        headroom=headroom,
+        seed=seed,
+        study_path=path,
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "study.jsonl"
+
+
+def test_tuning_finds_a_faster_setting_and_confirms_it_in_turn(path: Path) -> None:
+    run = Journaled(hill)
+    tuned = tuning(run, path)
+    assert tuned.best.trial.knobs.settings[OVERLAP] is True
+    assert isinstance(tuned.best.outcome, Fit)
+    assert tuned.best.outcome.samples_per_second > 1.1 * 82.5  # of the start
+    verified = [trial for trial in run.ran if trial.purpose == "verify"]
+    assert [trial.repeat for trial in verified] == [1, 1, 2, 2]
+    assert [trial.knobs == START.knobs for trial in verified] == [True, False, True, False]
+    assert "measured again in turn" in tuned.reason
+
+
+def test_the_start_is_told_without_being_run_again(path: Path) -> None:
+    run = Journaled(hill)
+    tuned = tuning(run, path, trials=4)
+    assert run.ran[0] == START
+    assert len(run.tuned) <= 4
+    for trial in run.tuned:
+        assert (bucket_of(trial), trial.knobs.settings[OVERLAP]) != (10_000_000, False) or trial.knobs.settings[
+            "zero_optimization.contiguous_gradients"
+        ] is False
+    assert {record.trial.purpose for record in tuned.records} <= {"tune", "verify"}
+
+
+def test_proposals_stay_in_the_rungs_space_and_leave_other_settings_alone(path: Path) -> None:
+    run = Journaled(hill)
+    tuning(run, path, trials=10)
+    for trial in run.tuned:
+        assert 1_000_000 <= bucket_of(trial) <= 100_000_000
+        assert bucket_of(trial) % 2 == 0
+        assert trial.knobs.settings["zero_optimization.allgather_bucket_size"] == 10_000_000
+        assert set(trial.knobs.settings) == {*KNOBS.settings, *RUNG.tune}
+        assert (trial.knobs.micro_batch, trial.steps, trial.repeat) == (4, TIMED, 0)
+
+
+def test_the_best_leaves_the_headroom(path: Path) -> None:
+    run = Journaled(hill)
+    tuned = tuning(run, path, trials=10, headroom=0.35)  # 650 MB are usable: buckets to 18.75M
+    assert bucket_of(tuned.best.trial) <= 18_750_000
+    assert bucket_of(tuned.best.trial) > 10_000_000 or tuned.best.trial.knobs.settings.get(OVERLAP)
+
+
+def test_the_search_learns_where_memory_ends(path: Path) -> None:
+    run = Journaled(hill)
+    tuned = tuning(run, path, trials=14)
+    ooms = [record for record in tuned.records if isinstance(record.outcome, OutOfMemory)]
+    assert len(ooms) <= 4
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 4, 6, 8])
+def test_a_killed_search_goes_on_to_the_same_answer_without_running_anything_twice(
+    tmp_path: Path, path: Path, kill_at: int
+) -> None:
+    whole = Journaled(hill)
+    expected = tuning(whole, tmp_path / "whole.jsonl", trials=7)
+    run = Journaled(hill, kill_at=kill_at)
+    with pytest.raises(KeyboardInterrupt):
+        tuning(run, path, trials=7)
+    resumed = tuning(run, path, trials=7)
+    assert run.ran == whole.ran
+    assert resumed == expected
+
+
+def test_a_search_killed_twice_in_the_same_trial_goes_on(tmp_path: Path, path: Path) -> None:
+    whole = Journaled(hill)
+    tuning(whole, tmp_path / "whole.jsonl", trials=5)
+    run = Journaled(hill, kill_at=3)
+    for _ in range(2):
+        run.kill_at = 3
+        with pytest.raises(KeyboardInterrupt):
+            tuning(run, path, trials=5)
+    tuning(run, path, trials=5)
+    assert run.ran == whole.ran
+
+
+def test_a_finished_search_runs_nothing_more(path: Path) -> None:
+    run = Journaled(hill)
+    first = tuning(run, path, trials=5)
+    before = len(run.ran)
+    assert tuning(run, path, trials=5) == first
+    assert len(run.ran) == before
+
+
+def test_what_a_kill_leaves_in_the_study_file_does_not_matter(path: Path) -> None:
+    run = Journaled(hill, kill_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        tuning(run, path, trials=5)
+    path.with_name(path.name + ".lock").touch()  # a dead driver's
+    with open(path, "ab") as file:
+        file.write(b'{"op_code": 4, "tr')
+    tuning(run, path, trials=5)
+    assert len(run.tuned) == 5
+
+
+def test_a_damaged_study_is_named_with_the_way_out(path: Path) -> None:
+    path.write_text("no journal\n")
+    with pytest.raises(InputError, match="--fresh"):
+        tuning(Journaled(hill), path)
+
+
+def test_other_seeds_propose_other_settings(tmp_path: Path) -> None:
+    first, second = Journaled(hill), Journaled(hill)
+    tuning(first, tmp_path / "0", trials=2, seed=0)
+    tuning(second, tmp_path / "1", trials=2, seed=100)
+    assert first.tuned != second.tuned
+
+
+def test_the_search_ends_although_everything_runs_out_or_fails(path: Path, tmp_path: Path) -> None:
+    for number, outcome in enumerate((out_of_memory(), out_of_memory(tier="host"), failed())):
+        run = Journaled(lambda trial, outcome=outcome: hill(trial) if trial == START else outcome)  # type: ignore[misc]
+        tuned = tuning(run, tmp_path / f"{number}.jsonl", trials=5)
+        assert tuned.best.trial == START
+        assert tuned.reason == "5 other settings of zero2 were tried, none was faster"
+        assert tuned.importances == {}
+
+
+def test_the_same_proposal_is_run_once_and_still_counts(path: Path) -> None:
+    knobs = replace(KNOBS, settings={})  # only the two switches are left: four points
+    run = Journaled(lambda trial: fit(peak_bytes=1, samples_per_second=1.0))
+    tuning(run, path, trials=8, start=replace(START, knobs=knobs))
+    assert len(run.tuned) <= 3
+    assert len({key_of(trial) for trial in run.tuned}) == len(run.tuned)
+
+
+def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
+    start = ScriptedRunner(hill).run(replace(START, rung="ddp"))
+    tuned = tune(
+        start,
+        lambda trial: pytest.fail("nothing is to be run"),
+        rung=all_rungs()["ddp"],
+        limits=TuneLimits(trials=8, gain=1.03),
+        steps=TIMED,
+        limit_bytes=LIMIT,
+        headroom=0.05,
+        seed=0,
+        study_path=path,
+    )
+    assert tuned == Tuned(best=start, records=(), importances={}, reason="ddp has nothing to tune")
+    assert not path.exists()
+
+
+def noisy(speeds: Iterator[float]) -> Callable[[Trial], Outcome]:
+    return lambda trial: fit(peak_bytes=1, samples_per_second=next(speeds))
+
+
+def measured(speed: float, settings: dict[str, Scalar]) -> Record:
+    trial = replace(START, knobs=replace(KNOBS, settings=settings))
+    return Record(id=1, trial=trial, outcome=fit(peak_bytes=1, samples_per_second=speed), seconds=1.0)
+
+
+def test_the_start_is_kept_when_the_gain_is_noise() -> None:
+    start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
+    runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
+    confirmed = confirm(start, leader, runner.run, gain=1.03, usable_bytes=10)
+    assert confirmed.best is start
+    assert len(confirmed.records) == 4
+    assert "1.01 times as fast" in confirmed.reason
+
+
+def test_a_gain_below_what_counts_is_not_measured_again() -> None:
+    start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
+    confirmed = confirm(start, leader, ScriptedRunner(hill).run, gain=1.03, usable_bytes=10)
+    assert confirmed.best is start
+    assert confirmed.records == ()
+
+
+def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> None:
+    start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
+    runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
+    confirmed = confirm(start, leader, runner.run, gain=1.03, usable_bytes=10)
+    assert confirmed.best.trial.knobs == leader.trial.knobs
+    assert isinstance(confirmed.best.outcome, Fit)
+    assert confirmed.best.outcome.samples_per_second == 110.0
+
+
+def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
+    start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
+    runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == leader.trial.knobs else start.outcome)
+    assert confirm(start, leader, runner.run, gain=1.03, usable_bytes=10).best is start
+
+
+def test_the_space_starts_where_the_config_stands() -> None:
+    space = space_of(RUNG, KNOBS.settings, {OVERLAP: True})
+    assert space.dimensions[BUCKET] == Range(low=1_000_000, high=100_000_000)
+    assert space.dimensions[OVERLAP] == Choice(options=(True, False))
+    assert space.start[OVERLAP] is True
+    assert space_of(RUNG, {BUCKET: 400_000_000}, {}).dimensions[BUCKET] == Range(low=40_000_000, high=500_000_000)
+    assert BUCKET not in space_of(RUNG, {}, {}).dimensions
+
+
+def test_reading_the_search_loads_neither_optuna_nor_torch() -> None:
+    code = "import sys, autods.search.tune, autods.search.walk, autods.search.grow; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"optuna", "torch", "ray", "deepspeed"} & set(loaded)
