@@ -14,53 +14,16 @@ from .base_config import check_base_config, read_base_config
 from .ds_config import get
 from .errors import InputError
 from .hardware import Hardware
-from .ladder import Rung, all_rungs, choose, data_folder, read_toml
-from .typed import read_as
+from .ladder import Rung, all_rungs, choose
+from .profile import GrowLimits as GrowLimits
+from .profile import Profile as Profile
+from .profile import TimeLimits as TimeLimits
+from .profile import TuneLimits as TuneLimits
+from .profile import read_profile as read_profile
 from .units import parse_bytes, show_bytes
-from .values import Device, Steps, WorkloadSource
+from .values import Device, WorkloadSource
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowLimits:
-    """When growing the micro batch stops."""
-
-    most_trials: int
-    most_micro_batch: int
-    gain: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneLimits:
-    """How long Optuna may search, and by how much its answer has to win."""
-
-    trials: int
-    gain: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLimits:
-    """Seconds before a trial counts as stuck. `init_s` holds while building and initialising."""
-
-    stall_s: float
-    init_s: float
-    wall_s: float
-    build_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """How hard a fit tries, see `configs/*.toml`."""
-
-    name: str
-    ladder: tuple[str, ...]
-    headroom: float
-    walk: Steps
-    timed: Steps
-    grow: GrowLimits
-    tune: TuneLimits
-    limits: TimeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,72 +58,6 @@ class Settings:
             "seed": self.seed,
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def read_profile(name: str) -> Profile:
-    """A shipped profile by name, or any TOML file by path."""
-    folder = data_folder("configs")
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
-        raise InputError(f"there is no config {name!r}", mend=f"give one of {known}, or the path of a .toml file")
-    try:
-        file = read_as(_File, read_toml(path))
-        _check(file)
-    except ValueError as error:
-        what = str(error).replace("_File", "config")
-        raise InputError(
-            f"is not a config: {what}", where=str(path), mend="compare with configs/default.toml"
-        ) from None
-    return Profile(
-        name=file.name,
-        ladder=file.ladder,
-        headroom=file.memory.headroom,
-        walk=file.walk,
-        timed=file.timed,
-        grow=file.grow,
-        tune=file.tune,
-        limits=file.limits,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
-    headroom: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A profile as its TOML file has it."""
-
-    name: str
-    title: str = ""
-    ladder: tuple[str, ...]
-    memory: _Memory
-    walk: Steps
-    timed: Steps
-    grow: GrowLimits
-    tune: TuneLimits
-    limits: TimeLimits
-
-
-def _check(file: _File) -> None:
-    """Raises ValueError for numbers that make no sense."""
-    limits = file.limits
-    senses = {
-        "memory.headroom must be at least 0 and below 1": 0 <= file.memory.headroom < 1,
-        "warmup must be at least 0, timed at least 1, most_timed no less than timed": all(
-            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed for steps in (file.walk, file.timed)
-        ),
-        "grow.most_trials must be at least 0, grow.most_micro_batch at least 1": (
-            file.grow.most_trials >= 0 and file.grow.most_micro_batch >= 1
-        ),
-        "tune.trials must be at least 0": file.tune.trials >= 0,
-        "limits must be above 0 s": min(limits.stall_s, limits.init_s, limits.wall_s, limits.build_s) > 0,
-    }
-    for sense, holds in senses.items():
-        if not holds:
-            raise ValueError(sense)
 
 
 def resolve(
