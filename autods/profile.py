@@ -1,4 +1,4 @@
-"""How hard a fit tries: profiles read from TOML. A profile only picks combinations; what a rung is stands in the ladder."""
+"""How hard a fit tries: profiles read from TOML. A profile only picks combinations; a rung says what it is itself."""
 
 from __future__ import annotations
 
