@@ -8,8 +8,6 @@ from statistics import median
 from ..values import Record, Run
 from .ask import fits_within, samples_per_second
 
-_TURNS = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmed:
@@ -20,8 +18,8 @@ class Confirmed:
     reason: str
 
 
-def confirm(start: Record, leader: Record, run: Run, *, gain: float, usable_bytes: float) -> Confirmed:
-    """Take the leader only when it beats the start by `gain`, side by side (start, leader, start, leader).
+def confirm(start: Record, leader: Record, run: Run, *, gain: float, turns: int, usable_bytes: float) -> Confirmed:
+    """Take the leader only when it beats the start by `gain`, side by side `turns` times (start, leader, start, …).
 
     What drifts (clocks, heat, neighbours) falls on both of a turn alike, and the measurement that made the leader lead
     does not count: it was chosen for being high.
@@ -30,16 +28,16 @@ def confirm(start: Record, leader: Record, run: Run, *, gain: float, usable_byte
     if claimed < gain:
         said = f"the fastest of them was {claimed:.2f} times as fast as the start, less than the {gain:g} that counts"
         return Confirmed(best=start, records=(), reason=said)
-    turns = [
+    measured = [
         tuple(run(replace(one.trial, purpose="verify", repeat=turn)) for one in (start, leader))
-        for turn in range(1, _TURNS + 1)
+        for turn in range(1, turns + 1)
     ]
-    records = tuple(record for turn in turns for record in turn)
-    again = [theirs for _, theirs in turns]
+    records = tuple(record for turn in measured for record in turn)
+    again = [theirs for _, theirs in measured]
     if not all(fits_within(record, usable_bytes) for record in again):
         return Confirmed(best=start, records=records, reason="the fastest of them did not fit when it was run again")
     gains = [
-        samples_per_second(theirs) / samples_per_second(ours) for ours, theirs in turns if samples_per_second(ours)
+        samples_per_second(theirs) / samples_per_second(ours) for ours, theirs in measured if samples_per_second(ours)
     ]
     held = median(gains) if gains else 0.0
     if held < gain:

@@ -36,9 +36,9 @@ class Space:
         return {key: self._rounded(key, proposal[key]) for key in self.dimensions}
 
     def _rounded(self, key: str, value: Scalar) -> Scalar:
-        if isinstance(self.dimensions[key], Range) and value != self.start[key]:
-            return max(2, int(value) // 2 * 2)
-        return value
+        if isinstance(self.dimensions[key], Choice):
+            return value
+        return self.start[key] if value == self.start[key] else max(2, int(value) // 2 * 2)
 
 
 def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, Scalar]) -> Space:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +110,7 @@ def tune(
     if not faster:
         return Tuned(best=start, records=records, importances=importances, reason=f"{said}, none was faster")
     leader = max(faster, key=samples_per_second)
-    final = confirm(start, leader, run, gain=limits.gain, usable_bytes=judge.usable_bytes)
+    final = confirm(start, leader, run, gain=limits.gain, turns=limits.turns, usable_bytes=judge.usable_bytes)
     reason = f"{said}; {final.reason}"
     return Tuned(best=final.best, records=records + final.records, importances=importances, reason=reason)
 
@@ -204,12 +205,13 @@ def _told(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 
 def _distributions(space: Space) -> dict[str, Any]:
-    from optuna.distributions import CategoricalDistribution, IntDistribution
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
 
+    # Floats, although elements are whole: the GP sampler lists every value of an integer range, gigabytes for 5e8.
     return {
         key: CategoricalDistribution(one.options)
         if isinstance(one, Choice)
-        else IntDistribution(one.low, one.high, log=True)
+        else FloatDistribution(one.low, one.high, log=True)
         for key, one in space.dimensions.items()
     }
 
@@ -227,7 +229,10 @@ def _importances(study: optuna.Study) -> dict[str, float]:
         return {}
     measured = optuna.create_study(direction="maximize")
     measured.add_trials(fitted)
-    return {key: float(share) for key, share in optuna.importance.get_param_importances(measured).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a search in which nothing mattered: equal shares say so
+        shares = optuna.importance.get_param_importances(measured)
+    return {key: float(share) for key, share in shares.items()}
 
 
 def _key(settings: Mapping[str, Scalar]) -> str:

@@ -76,7 +76,7 @@ def tuning(
         run(start),
         run,
         rung=RUNG,
-        limits=TuneLimits(trials=trials, gain=1.03),
+        limits=TuneLimits(trials=trials, gain=1.03, turns=2),
         steps=TIMED,
         limit_bytes=LIMIT,
         headroom=headroom,
@@ -116,7 +116,7 @@ def test_the_start_is_told_without_being_run_again(path: Path) -> None:
 
 def test_proposals_stay_in_the_rungs_space_and_leave_other_settings_alone(path: Path) -> None:
     run = Journaled(hill)
-    tuning(run, path, trials=10)
+    tuning(run, path, trials=6)
     for trial in run.tuned:
         assert 1_000_000 <= bucket_of(trial) <= 100_000_000
         assert bucket_of(trial) % 2 == 0
@@ -127,61 +127,54 @@ def test_proposals_stay_in_the_rungs_space_and_leave_other_settings_alone(path: 
 
 def test_the_best_leaves_the_headroom(path: Path) -> None:
     run = Journaled(hill)
-    tuned = tuning(run, path, trials=10, headroom=0.35)  # 650 MB are usable: buckets to 18.75M
+    tuned = tuning(run, path, headroom=0.35)  # 650 MB are usable: buckets to 18.75M
     assert bucket_of(tuned.best.trial) <= 18_750_000
     assert bucket_of(tuned.best.trial) > 10_000_000 or tuned.best.trial.knobs.settings.get(OVERLAP)
 
 
 def test_the_search_learns_where_memory_ends(path: Path) -> None:
     run = Journaled(hill)
-    tuned = tuning(run, path, trials=14)
+    tuned = tuning(run, path, trials=12)
     ooms = [record for record in tuned.records if isinstance(record.outcome, OutOfMemory)]
     assert len(ooms) <= 4
 
 
-@pytest.mark.parametrize("kill_at", [1, 2, 4, 6, 8])
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, list[Trial]]:
+    """A search that nobody killed, and all that it ran."""
+    whole = Journaled(hill)
+    return tuning(whole, tmp_path_factory.mktemp("whole") / "study.jsonl", trials=5), whole.ran
+
+
+@pytest.mark.parametrize("kill_at", [1, 3, 5, 7])  # the first proposal, the GP's first, its last, the confirmation
 def test_a_killed_search_goes_on_to_the_same_answer_without_running_anything_twice(
-    tmp_path: Path, path: Path, kill_at: int
+    undisturbed: tuple[Tuned, list[Trial]], path: Path, kill_at: int
 ) -> None:
-    whole = Journaled(hill)
-    expected = tuning(whole, tmp_path / "whole.jsonl", trials=7)
-    run = Journaled(hill, kill_at=kill_at)
-    with pytest.raises(KeyboardInterrupt):
-        tuning(run, path, trials=7)
-    resumed = tuning(run, path, trials=7)
-    assert run.ran == whole.ran
-    assert resumed == expected
-
-
-def test_a_search_killed_twice_in_the_same_trial_goes_on(tmp_path: Path, path: Path) -> None:
-    whole = Journaled(hill)
-    tuning(whole, tmp_path / "whole.jsonl", trials=5)
-    run = Journaled(hill, kill_at=3)
-    for _ in range(2):
-        run.kill_at = 3
+    run = Journaled(hill)
+    for _ in range(2):  # killed again as soon as it has gone on
+        run.kill_at = kill_at
         with pytest.raises(KeyboardInterrupt):
             tuning(run, path, trials=5)
-    tuning(run, path, trials=5)
-    assert run.ran == whole.ran
+    assert (tuning(run, path, trials=5), run.ran) == undisturbed
 
 
 def test_a_finished_search_runs_nothing_more(path: Path) -> None:
     run = Journaled(hill)
-    first = tuning(run, path, trials=5)
+    first = tuning(run, path, trials=3)
     before = len(run.ran)
-    assert tuning(run, path, trials=5) == first
+    assert tuning(run, path, trials=3) == first
     assert len(run.ran) == before
 
 
 def test_what_a_kill_leaves_in_the_study_file_does_not_matter(path: Path) -> None:
-    run = Journaled(hill, kill_at=3)
+    run = Journaled(hill, kill_at=2)
     with pytest.raises(KeyboardInterrupt):
-        tuning(run, path, trials=5)
+        tuning(run, path, trials=3)
     path.with_name(path.name + ".lock").touch()  # a dead driver's
     with open(path, "ab") as file:
         file.write(b'{"op_code": 4, "tr')
-    tuning(run, path, trials=5)
-    assert len(run.tuned) == 5
+    tuning(run, path, trials=3)
+    assert len(run.tuned) == 3
 
 
 def test_a_damaged_study_is_named_with_the_way_out(path: Path) -> None:
@@ -220,7 +213,7 @@ def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
         start,
         lambda trial: pytest.fail("nothing is to be run"),
         rung=all_rungs()["ddp"],
-        limits=TuneLimits(trials=8, gain=1.03),
+        limits=TuneLimits(trials=8, gain=1.03, turns=2),
         steps=TIMED,
         limit_bytes=LIMIT,
         headroom=0.05,
