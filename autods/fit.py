@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from . import report as reports
 from .conclude import nothing_fits, result_of
+from .ds_config import get
 from .errors import EnvironmentBroken, InputError, Interrupted
 from .hardware import look, versions
 from .journal import Journal
@@ -28,7 +29,7 @@ class Runner(Protocol):
 
     def survey(self) -> tuple[ModelFacts, Mapping[str, str]]: ...
 
-    def run(self, trial: Trial, id: int) -> Record: ...
+    def run(self, trial: Trial, *, id: int) -> Record: ...
 
     def final_config(self, trial: Trial) -> dict[str, Any]: ...
 
@@ -78,7 +79,7 @@ def _search(
         _check_failures(walked)
         return lambda seconds: nothing_fits(settings, facts, walked, closest, memory.records, _machine(), seconds)
     grown = _grow(walked.winner, memory, settings)
-    tuned = _tune(grown, memory, settings, out / STUDY)
+    tuned = _tune(grown, memory, settings, out / STUDY, runner.final_config(grown.best.trial))
     config = runner.final_config(tuned.best.trial)
     return lambda seconds: result_of(settings, facts, walked, grown, tuned, config, memory.records, _machine(), seconds)
 
@@ -96,7 +97,7 @@ def _grow(winner: Record, memory: Memory, settings: Settings) -> Grown:
     )
 
 
-def _tune(grown: Grown, memory: Memory, settings: Settings, study: Path) -> Tuned:
+def _tune(grown: Grown, memory: Memory, settings: Settings, study: Path, config: Mapping[str, Any]) -> Tuned:
     rung = next(rung for rung in settings.ladder if rung.name == grown.best.trial.rung)
     return tune(
         grown.best,
@@ -108,6 +109,7 @@ def _tune(grown: Grown, memory: Memory, settings: Settings, study: Path) -> Tune
         headroom=settings.profile.headroom,
         seed=settings.seed,
         study_path=study,
+        current={key: value for key in rung.tune if (value := get(config, key)) is not None},
     )
 
 

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ def session(*, cpus: int) -> Iterator[Any]:
     _sweep()
     # Short: Ray puts sockets below it, and a socket's path may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
+    main = threading.current_thread() is threading.main_thread()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
@@ -39,6 +43,8 @@ def session(*, cpus: int) -> Iterator[Any]:
             configure_logging=False,
             namespace="autods",
         )
+        if main:
+            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts sys.exit there
         yield ray
     finally:
         ray.shutdown()
@@ -48,6 +54,9 @@ def session(*, cpus: int) -> Iterator[Any]:
 def _import_ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as the user set it
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(
+        "RAY_AUTH_MODE", "token"
+    )  # its default for a local cluster, said aloud so that it prints nothing
     os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # our ranks' memory is ours to judge
     import ray

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..ladder import Rung
 from ..settings import Settings
 from ..trial.ops import USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
-from ..values import Event, Failed, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
+from ..values import Event, Failed, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
 from .node import Node
 from .ray_session import session
 from .result import failure_from, outcome_from
@@ -25,7 +25,7 @@ _POLL_S = 0.25
 
 
 class RayRunner:
-    """A context manager: Ray and the node's zygote live inside it. `run` answers one trial, ids count up from `first_id`."""
+    """A context manager: Ray and the node's zygote live inside it. `run` answers one trial."""
 
     def __init__(self, settings: Settings, listen: Callable[[Event], None], *, host_bytes: int | None = None) -> None:
         self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
@@ -91,7 +91,7 @@ class RayRunner:
             seed=self.settings.seed,
             swap=str(self._swap()) if "async_io" in ops_of(config) else None,
         )
-        outcome = self._build(ops_of(config)) or self._train(job, id)
+        outcome = self._prepare(job) or self._train(job, id)
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
@@ -111,17 +111,24 @@ class RayRunner:
             host_bytes=self.host_bytes,
         )
 
-    def _build(self, ops: tuple[str, ...]) -> Failed | None:
-        """Build and load the ops that are not yet; before any watchdog's clock starts."""
+    def _prepare(self, job: RankJob) -> Outcome | None:
+        """Build and load the ops that this job needs, before any watchdog's clock starts; why it cannot run, if so.
+
+        A build takes minutes: one that is not cached waits until the model alone is seen to fit.
+        """
+        ops = [op for op in ops_of(job.ds_config) if op not in self.built]
+        if not all(is_cached(op) for op in ops):
+            look = replace(job, only_build=True)
+            failure = failure_from([self._execute(look)], look)
+            if failure is not None:
+                return failure
+        return self._build(ops)
+
+    def _build(self, ops: list[str]) -> Failed | None:
         for op in ops:
-            if op in self.built:
-                continue
             if not is_cached(op):
-                self.listen(
-                    Note(
-                        text=f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine"
-                    )
-                )
+                usual = f"about {USUAL_BUILD_S[op]} s on two cores, once on this machine"
+                self.listen(Note(text=f"building DeepSpeed's {op}: {usual}"))
             limit = self.settings.profile.limits.build_s
             job = self._job("ops", f"build-{op}", ops=(op,), init_s=limit, wall_s=limit)
             report = self._execute(job)
@@ -203,8 +210,6 @@ class RayRunner:
         )
 
     def _native_config(self, rung: Rung) -> dict[str, Any]:
-        from ..values import Knobs
-
         return compose(
             rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
         )

@@ -35,6 +35,7 @@ def act(
     micro_batch: int,
     accumulation: int,
     checkpointing: bool,
+    only_build: bool,
     steps: Steps,
     observe: Observe,
     synchronize: Callable[[], None],
@@ -51,6 +52,8 @@ def act(
     if checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     batch = check_batch(workload.build_batch(micro_batch), micro_batch)
+    if only_build:
+        return Acted(step_s=(), steps_s=0.0, losses=())
     observe("init", 0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = workload.build_optimizer(parameters) if workload.build_optimizer else None

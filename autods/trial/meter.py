@@ -6,6 +6,7 @@ is also what the budget (RLIMIT_DATA) counts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from dataclasses import dataclass
@@ -55,10 +56,8 @@ class CpuMeter:
 
     def start(self) -> None:
         """Reset the kernel's high-water mark and set the budget."""
-        try:
+        with contextlib.suppress(OSError):  # an older kernel: the mark then includes what the zygote once held
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
-        except OSError:
-            pass  # an older kernel: the mark then includes what the zygote once held
         now = status_bytes("VmData", "RssAnon")
         self._data_at_start, self._anon_at_start = now["VmData"], now["RssAnon"]
         if self.limit_bytes is not None:
@@ -84,7 +83,9 @@ class CpuMeter:
     def free_bytes(self) -> int | None:
         if self.limit_bytes is None:
             return None
-        return max(0, self.limit_bytes - (status_bytes("VmData")["VmData"] - self._data_at_start))
+        now = status_bytes("VmData")["VmData"] - self._data_at_start
+        # An exception frees what was being built before it can be caught: the high-water mark remembers it.
+        return max(0, self.limit_bytes - max(now, self.peaks()["device"] or 0))
 
     def synchronize(self) -> None:
         """CPU operators are done when they return."""

@@ -53,7 +53,7 @@ def unfit_to_fork() -> str | None:
     """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork."""
     import torch
 
-    if torch.cuda.is_initialized() or _holds_nvidia_device():
+    if torch.cuda.is_initialized() or _holds_nvidia_device():  # type: ignore[no-untyped-call]
         return "CUDA was initialised while importing"
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:

@@ -52,7 +52,7 @@ class Observer:
 
 
 def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
-    """Do the job, write `rank<N>.json`, return the exit code. `workload`: already loaded by the zygote, if it could be."""
+    """Do the job, write `rank<N>.json`, return the exit code. workload: as the zygote loaded it, if it could."""
     rank = job.local_ranks[slot]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watcher asks a stuck rank where it is
@@ -134,6 +134,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,
         checkpointing=job.checkpointing,
+        only_build=job.only_build,
         steps=job.steps,
         observe=observer,
         synchronize=observer.meter.synchronize,

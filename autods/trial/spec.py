@@ -32,6 +32,7 @@ class RankJob:
     accumulation: int = 1
     checkpointing: bool = False
     steps: Steps = field(default_factory=Steps)
+    only_build: bool = False  # end before the engine is initialised
     limit_bytes: int | None = None  # of the device; None: not limited
     ops: tuple[str, ...] = ()
     seed: int = 0

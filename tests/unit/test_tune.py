@@ -236,7 +236,7 @@ def measured(speed: float, settings: dict[str, Scalar]) -> Record:
 def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
-    confirmed = confirm(start, leader, runner.run, gain=1.03, usable_bytes=10)
+    confirmed = confirm(start, leader, runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best is start
     assert len(confirmed.records) == 4
     assert "1.01 times as fast" in confirmed.reason
@@ -244,7 +244,7 @@ def test_the_start_is_kept_when_the_gain_is_noise() -> None:
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
-    confirmed = confirm(start, leader, ScriptedRunner(hill).run, gain=1.03, usable_bytes=10)
+    confirmed = confirm(start, leader, ScriptedRunner(hill).run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best is start
     assert confirmed.records == ()
 
@@ -252,7 +252,7 @@ def test_a_gain_below_what_counts_is_not_measured_again() -> None:
 def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
-    confirmed = confirm(start, leader, runner.run, gain=1.03, usable_bytes=10)
+    confirmed = confirm(start, leader, runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best.trial.knobs == leader.trial.knobs
     assert isinstance(confirmed.best.outcome, Fit)
     assert confirmed.best.outcome.samples_per_second == 110.0
@@ -261,7 +261,7 @@ def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> Non
 def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == leader.trial.knobs else start.outcome)
-    assert confirm(start, leader, runner.run, gain=1.03, usable_bytes=10).best is start
+    assert confirm(start, leader, runner.run, gain=1.03, turns=2, usable_bytes=10).best is start
 
 
 def test_the_space_starts_where_the_config_stands() -> None:

@@ -1,0 +1,64 @@
+"""One Ray for all integration tests, and runners whose zygote is shared by the tests of a workload."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.cluster.ray_session import session
+from autods.cluster.runner import RayRunner
+from autods.hardware import look
+from autods.settings import Settings, resolve
+from autods.values import Event
+from autods.workload import Workload, source_of
+
+HERE = Path(__file__).parent
+
+Runners = Callable[..., RayRunner]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[object]:
+    """A Ray on loopback that every runner of this run joins."""
+    with session(cpus=8) as module:
+        yield module
+
+
+@pytest.fixture(scope="session")
+def runners(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runners]:
+    """A started and surveyed runner per workload and question, kept until the end of the run."""
+    started: dict[tuple[object, ...], RayRunner] = {}
+    with contextlib.ExitStack() as stack:
+
+        def runner(workload: str | Workload = "tiny.py", **asked: object) -> RayRunner:
+            key = (workload, *sorted(asked.items()))
+            if key not in started:
+                settings = question(workload, tmp_path_factory.mktemp("fit"), **asked)
+                started[key] = stack.enter_context(RayRunner(settings, ignore))
+                started[key].survey()
+            return started[key]
+
+        yield runner
+
+
+def question(workload: str | Workload, folder: Path, **asked: object) -> Settings:
+    """Settings for 2 CPU ranks; a workload's name is a file beside this one. Short limits: nothing here is slow."""
+    source = source_of(HERE / "workloads" / workload if isinstance(workload, str) else workload, folder=folder)
+    said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder, **asked}
+    settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
+    limits = replace(settings.profile.limits, stall_s=6.0, init_s=30.0)
+    return replace(settings, profile=replace(settings.profile, limits=limits))
+
+
+def ignore(event: Event) -> None:
+    """A listener that does not care."""

@@ -1,0 +1,59 @@
+"""Real trials on CPU ranks: what a rung that fits reports, and that a trial leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from autods.values import Fit, Knobs, Steps, Trial
+
+
+def a_trial(rung: str, **knobs: object) -> Trial:
+    return Trial(rung=rung, knobs=Knobs(checkpointing=False, **knobs), purpose="walk", native_optimizer=False)
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param"])
+def test_a_tiny_model_fits_on_every_rung_that_needs_no_op(runners, rung):
+    record = runners().run(a_trial(rung), id=1)
+    assert isinstance(record.outcome, Fit), record.outcome
+    assert record.outcome.samples_per_second > 0
+    assert 0 < record.outcome.device_peak_bytes < 2**30
+
+
+def test_the_loss_falls_over_the_steps_of_a_trial(runners):
+    steps = Steps(warmup=1, timed=6, most_timed=6)
+    record = runners().run(Trial(rung="zero1", knobs=Knobs(checkpointing=False), purpose="grow", steps=steps), id=2)
+    assert isinstance(record.outcome, Fit), record.outcome
+    assert len(record.outcome.losses) == 7
+    assert record.outcome.losses[-1] < record.outcome.losses[0]
+
+
+def test_samples_count_micro_batch_accumulation_and_ranks(runners):
+    record = runners().run(a_trial("zero1", micro_batch=4, accumulation=3), id=3)
+    assert isinstance(record.outcome, Fit), record.outcome
+    step_s = record.outcome.step_s[0]
+    assert record.outcome.samples_per_second == pytest.approx(4 * 3 * 2 / step_s)
+
+
+def test_a_trial_leaves_no_rank_no_file_in_shared_memory_and_no_scratch_folder(runners):
+    runner = runners()
+    before = set(os.listdir("/dev/shm"))
+    runner.run(a_trial("zero3"), id=4)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert not list((runner.settings.out / "logs").glob("*/scratch"))
+    assert ranks_of(runner) == []
+
+
+def ranks_of(runner) -> list[int]:
+    """Pids of what the runner's zygotes forked."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = open(f"/proc/{pid}/cmdline").read()
+            children = open(f"/proc/{pid}/task/{pid}/children").read().split()
+        except OSError:
+            continue
+        if "autods.cluster.zygote" in command and runner.settings.source.path in command:
+            found += children
+    return found
