@@ -80,6 +80,7 @@ def resolve(
     """Check what was asked against what the machine has. Raises InputError, never adjusts silently."""
     profile = read_profile(config)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
+    base_config = source.base_config if base_config is None else base_config
     where = str(base_config) if isinstance(base_config, (str, Path)) else "base config"
     base = read_base_config(Path(base_config)) if isinstance(base_config, (str, Path)) else _plain(base_config, where)
     kind = _device(device, hardware)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
@@ -185,6 +185,7 @@ class WorkloadSource:
     path: str  # absolute
     name: str  # for people and for the default output folder
     digest: str  # of the content: a changed workload is another fit
+    base_config: Mapping[str, Any] | str | None = None  # the DeepSpeed config it brings: an object, or a JSON file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

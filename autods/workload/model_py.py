@@ -6,15 +6,17 @@ import ast
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 from .workload import Workload, WorkloadError
 
 NEEDED = ("build_model", "build_batch")
+_CONFIG = "DEEPSPEED_CONFIG"
 
 
-def check_file(path: Path) -> None:
-    """Raises InputError when the file is missing, no Python, or does not define what a workload needs."""
+def check_file(path: Path) -> ast.Module:
+    """The parsed file. Raises InputError when it is missing, no Python, or does not define what a workload needs."""
     try:
         text = path.read_text()
     except IsADirectoryError:
@@ -40,6 +42,28 @@ def check_file(path: Path) -> None:
                 else "build_batch(micro_batch_size) -> dict | tuple"
             )
             raise InputError(f"defines no {name}", where=str(path), mend=f"add: def {form}")
+    return tree
+
+
+def base_config_of(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
+    """What the file says of DEEPSPEED_CONFIG: an object, or a JSON file beside it. Raises InputError if it cannot be
+    seen without running the file."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _CONFIG for t in node.targets):
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                value = None
+            if isinstance(value, str):
+                return str(path.parent / value)
+            if isinstance(value, dict):
+                return value
+            raise InputError(
+                f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
+                where=f"{path}:{node.lineno}",
+                mend="write it as one, or give the config with --base-config",
+            )
+    return None
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:
@@ -77,5 +101,4 @@ def load_file(path: Path) -> Workload:
         build_batch=module.build_batch,
         build_optimizer=getattr(module, "build_optimizer", None),
         loss=getattr(module, "loss", None),
-        deepspeed_config=getattr(module, "DEEPSPEED_CONFIG", None),
     )

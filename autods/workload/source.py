@@ -9,7 +9,7 @@ import cloudpickle
 
 from ..errors import InputError
 from ..values import WorkloadSource
-from .model_py import check_file, load_file
+from .model_py import base_config_of, check_file, load_file
 from .workload import Workload, WorkloadError
 
 
@@ -22,8 +22,14 @@ def source_of(workload: Path | Workload, *, folder: Path | None = None) -> Workl
     if isinstance(workload, Workload):
         return _pickled(workload, folder or Path())
     path = workload.expanduser().absolute()
-    check_file(path)
-    return WorkloadSource(kind="file", path=str(path), name=path.stem, digest=_digest(path.read_bytes()))
+    tree = check_file(path)
+    return WorkloadSource(
+        kind="file",
+        path=str(path),
+        name=path.stem,
+        digest=_digest(path.read_bytes()),
+        base_config=base_config_of(tree, path),
+    )
 
 
 def load(source: WorkloadSource) -> Workload:
@@ -52,7 +58,8 @@ def _pickled(workload: Workload, folder: Path) -> WorkloadSource:
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
     name = getattr(workload.build_model, "__name__", "workload")
-    return WorkloadSource(kind="pickle", path=str(path), name=name, digest=digest)
+    base = dict(workload.deepspeed_config) if workload.deepspeed_config is not None else None
+    return WorkloadSource(kind="pickle", path=str(path), name=name, digest=digest, base_config=base)
 
 
 def _digest(data: bytes) -> str:

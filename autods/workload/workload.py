@@ -27,7 +27,7 @@ class Workload:
         shape, the first dimension of each being micro_batch_size.
     build_optimizer(parameters) -> torch.optim.Optimizer, if the DeepSpeed config shall not name one.
     loss(model, batch) -> scalar tensor, if forward does not return it.
-    deepspeed_config: the base config that the workload brings; `--base-config` wins.
+    deepspeed_config: the base config that the workload brings, read by the driver; `--base-config` wins.
     """
 
     build_model: Callable[[], torch.nn.Module]
