@@ -10,6 +10,8 @@ from typing import Any
 from .ds_config import BATCH_KEYS, get
 from .errors import InputError
 
+_AUTO_PLACES = ("optimizer.params", "scheduler.params", "bf16", "fp16")
+
 
 def read_base_config(path: Path) -> dict[str, Any]:
     """A DeepSpeed JSON file as a dict. Raises InputError naming file, line and column."""
@@ -59,6 +61,19 @@ def check_base_config(config: Mapping[str, Any], *, world_size: int, where: str 
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
         raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
     _check_batch(config, world_size, where)
+    _check_auto(config, where)
+
+
+def _check_auto(config: Mapping[str, Any], where: str) -> None:
+    """DeepSpeed itself takes "auto" in some sections; elsewhere the HF Trainer fills it in, and nothing else does."""
+    inside = [f"{place}.{name}" for place in _AUTO_PLACES for name in get(config, place) or ()]
+    for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
+        if get(config, key) == "auto":
+            raise InputError(
+                f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
+                where=where,
+                mend="give the value that is to be trained with, or leave the key out",
+            )
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool:

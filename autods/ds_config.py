@@ -17,6 +17,8 @@ _RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu
 
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
 
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+
 _NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
 
 
@@ -83,6 +85,11 @@ def compose(
         "train_micro_batch_size_per_gpu": knobs.micro_batch,
         "gradient_accumulation_steps": knobs.accumulation,
     }
+
+
+def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """For a trial: nothing is logged to the user's dashboards, and their packages need not be installed here."""
+    return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
 def ops_of(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 from . import report as reports
 from .conclude import nothing_fits, result_of
 from .ds_config import get
-from .errors import EnvironmentBroken, InputError, Interrupted
+from .errors import EnvironmentBroken, Interrupted
+from .failures import input_error
 from .hardware import look, versions
 from .journal import Journal
 from .report import Report
-from .resume import JOURNAL, STUDY, Memory, workspace
+from .resume import JOURNAL, STUDY, Memory, check_room, workspace
 from .search.grow import Grown, grow
 from .search.tune import Tuned, tune
 from .search.walk import Walked, candidates, shortfall, walk
@@ -58,6 +59,9 @@ def fit(settings: Settings, *, listen: Listener, fresh: bool = False, start: Sta
                 found = _search(settings, runner, memory, listen, out)
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
+        except OSError:
+            check_room(out)
+            raise
         earlier_s = sum(record.seconds for record in past.records.values())
         report = found(time.monotonic() - began + earlier_s)
         reports.write(report, out)
@@ -119,13 +123,8 @@ def _check(walked: Walked, settings: Settings) -> None:
         return
     outcome = walked.stopped.outcome
     assert isinstance(outcome, Failed)
-    where = settings.source.path if outcome.action == "fix_code" else "DeepSpeed config"
-    log = settings.out / "logs" / f"{walked.stopped.id:03d}-{walked.stopped.trial.rung}" / f"rank{outcome.rank}.log"
-    said = outcome.evidence.removeprefix(f"{where}:")
-    line, _, rest = said.partition(": ")
-    if line.isdigit():
-        where, said = f"{where}:{line}", rest
-    raise InputError(said, where=where, mend=f"{outcome.advice} (rank {outcome.rank}, {outcome.phase}; log: {log})")
+    folder = settings.out / "logs" / f"{walked.stopped.id:03d}-{walked.stopped.trial.rung}"
+    raise input_error(outcome, settings.source.path, folder / f"rank{outcome.rank}.log")
 
 
 def _check_failures(walked: Walked) -> None:

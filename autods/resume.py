@@ -11,13 +11,16 @@ from pathlib import Path
 
 from .errors import InputError
 from .journal import Journal, Past, key_of
-from .values import Failed, Listener, Record, Trial, TrialFinished, TrialStarted
+from .units import show_bytes
+from .values import Failed, Fit, Listener, Record, Trial, TrialFinished, TrialStarted
 
 JOURNAL = "journal.jsonl"
 STUDY = "study.jsonl"
 
 # A trial under which the driver died this often is not tried again: it may be what kills it.
 _MOST_STARTS = 3
+
+_LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
 
 
 @contextlib.contextmanager
@@ -42,7 +45,17 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
             ) from None
         if fresh:
             _clear(out)
+        check_room(out)
         yield out
+
+
+def check_room(out: Path) -> None:
+    """Raises InputError when the disk is full: ranks would die of it in ways that look like something else."""
+    free = shutil.disk_usage(out).free
+    if free < _LEAST_FREE_BYTES:
+        raise InputError(
+            f"the disk is full: {show_bytes(free)} are free", where=str(out), mend="free some, or give another --out"
+        )
 
 
 def _clear(out: Path) -> None:
@@ -76,6 +89,7 @@ class Memory:
         id = 1 + max((record.id for record in (*self.past.records.values(), *self.records)), default=0)
         if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
             return self._given_up(trial, id)
+        check_room(self.journal.path.parent)
         self.journal.started(trial)
         self.listen(TrialStarted(id=id, trial=trial))
         try:
@@ -83,6 +97,8 @@ class Memory:
         except KeyboardInterrupt:
             self.journal.interrupted(trial)
             raise
+        if not isinstance(record.outcome, Fit):
+            check_room(self.journal.path.parent)
         self.journal.finished(record)
         return record
 

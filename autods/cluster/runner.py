@@ -10,8 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..ds_config import compose, ops_of
+from ..ds_config import compose, ops_of, without_monitors
 from ..errors import EnvironmentBroken, InputError
+from ..failures import input_error
 from ..ladder import Rung
 from ..settings import Settings
 from ..trial.ops import USUAL_BUILD_S, is_cached
@@ -67,7 +68,7 @@ class RayRunner:
         report = self._execute(job)
         failure = failure_from([report], job)
         if failure is not None:
-            raise input_error(failure, job.source.path)
+            raise _unusable(failure, job.source.path, Path(job.folder) / "rank0.log")
         result = report["ends"][0]["record"]["result"]
         self.facts = ModelFacts(**result["facts"])
         return self.facts, result["op_problems"]
@@ -76,7 +77,7 @@ class RayRunner:
         """Run the trial for real; building first what it needs."""
         assert self.facts is not None, "survey first"
         began = time.monotonic()
-        config = self._config(trial)
+        config = without_monitors(self._config(trial))
         job = self._job(
             "train",
             f"{id:03d}-{trial.rung}",
@@ -165,7 +166,7 @@ class RayRunner:
             job = self._job("survey", "survey")
             failure = failure_from([ready], job)
             assert failure is not None
-            raise input_error(failure, job.source.path)
+            raise _unusable(failure, job.source.path, self.settings.out / "logs" / "zygote.log")
         if "died" in ready:
             raise EnvironmentBroken(
                 f"torch and DeepSpeed could not be loaded ({ready['died']})\n  see {self.settings.out}/logs/zygote.log"
@@ -215,11 +216,8 @@ class RayRunner:
         )
 
 
-def input_error(failure: Outcome, where: str) -> InputError:
-    """The user's code is at fault: the error that ends the fit."""
-    match failure:
-        case Failed(evidence=evidence, advice=advice):
-            said = evidence.removeprefix(f"{where}:") if evidence.startswith(f"{where}:") else evidence
-            return InputError(said, where=where, mend=advice or None)
-        case _:
-            return InputError("the workload does not fit into this machine's memory", where=where)
+def _unusable(failure: Outcome, where: str, log: Path) -> InputError:
+    """The workload cannot even be looked at: the error that ends the fit."""
+    if isinstance(failure, Failed):
+        return input_error(failure, where, log)
+    return InputError("the workload does not fit into this machine's memory", where=where)

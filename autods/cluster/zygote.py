@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from typing import Any
 
 from ..trial.heartbeat import Beat
@@ -47,6 +48,7 @@ def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) ->
         try:
             workload = load(source)
         except BaseException as error:
+            traceback.print_exc()  # into our log, where a person is sent
             return {"error": describe(error, source.path)}, None
         reason = preload.unfit_to_fork()
         if reason is not None:

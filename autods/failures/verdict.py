@@ -12,7 +12,9 @@ from .signatures import Signature, first_match
 
 _WANTED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
 _FREE = re.compile(r"of which ([\d.]+ ?[KMGT]?i?B) is free", re.IGNORECASE)
+_INVALID = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
 _EVIDENCE_CHARS = 400
+_UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `cluster.supervise`
 
 
 def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
@@ -69,14 +71,22 @@ def _meaning(cause: Evidence, row: Signature | None) -> tuple[FailureKind, Actio
     if cause.signal_name:
         return _signalled(cause, cause.signal_name)
     if "SystemExit" in cause.types:
-        return "user_code", "fix_code", f"sys.exit({cause.message}) was called", "a workload must not leave the process"
+        said = f"{_where(cause)}sys.exit({cause.message}) was called"
+        return "user_code", "fix_code", said, "a workload must not leave the process"
     if not cause.types:
+        if cause.exit == _UNWRITTEN:
+            said = "the rank could not write its result"
+            return "infrastructure", "fix_environment", said, "look for space left in --out: df -h"
         said = f"the process left with exit code {cause.exit} and no result"
         return "user_code", "fix_code", said, "something called os._exit or exec"
-    where = f"{cause.user_frame}: " if cause.user_frame else ""
-    if cause.phase == "init" and not cause.user_frame:
-        return "config", "fix_config", cause.headline, "DeepSpeed could not be initialised with this model and config"
-    return "user_code", "fix_code", f"{where}{cause.headline}", f"the workload raised it in {cause.phase}"
+    # The workload's own code runs while building, in forward and in backward; the rest is DeepSpeed with its config.
+    if cause.phase in ("init", "step") and not cause.user_frame:
+        return "config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config"
+    return "user_code", "fix_code", f"{_where(cause)}{cause.headline}", f"the workload raised it in {cause.phase}"
+
+
+def _where(cause: Evidence) -> str:
+    return f"{cause.user_frame}: " if cause.user_frame else ""
 
 
 def _lost(cause: Evidence) -> tuple[FailureKind, Action, str, str]:
@@ -108,6 +118,8 @@ def _last_word(cause: Evidence) -> str:
 
 def _line(cause: Evidence, pattern: str) -> str:
     """The line of the text that proves it."""
+    if "ValidationError" in cause.types and (said := _INVALID.search(cause.message)):
+        return f"{said[1]}: {said[2]}"  # pydantic's first line only counts the errors
     if pattern:
         for line in cause.text.splitlines():
             if re.search(pattern, line, re.IGNORECASE):

@@ -124,6 +124,11 @@ def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
         raise WorkloadError(
             f"the loss is not a scalar: its shape is {tuple(loss.shape)}", mend="reduce it, with .mean() say"
         )
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "the loss has no gradient: it depends on no parameter that is trained",
+            mend="look for .detach(), .item() or torch.no_grad() on the way to it",
+        )
     return loss
 
 

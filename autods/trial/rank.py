@@ -66,6 +66,8 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
         record = {"ok": False, "error": describe(error, job.source.path), "free_bytes": _free(meter)}
     if isinstance(meter, CpuMeter):
         meter.lift()
+    if not record["ok"]:
+        print(record["error"]["traceback"], file=sys.stderr)  # the log is where a person is sent
     record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
     write_json(Path(job.folder) / f"rank{rank}.json", record)
     sys.stdout.flush()

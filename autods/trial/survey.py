@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..workload import Workload
+from ..workload import Workload, WorkloadError
 from .batch import check_batch, tokens_per_sample
 
 
@@ -34,9 +34,9 @@ def _build(workload: Workload) -> Any:
     except Exception:  # whatever it is: if it is the user's mistake, the real build says so in the user's terms
         model = workload.build_model()
     if not isinstance(model, torch.nn.Module):
-        from ..workload import WorkloadError
-
         raise WorkloadError(f"build_model returned {type(model).__name__}", mend="return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError("build_model returned a model without a parameter to train", mend="check requires_grad")
     return model
 
 
