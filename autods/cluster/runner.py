@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_config import compose, ops_of, without_monitors
-from ..errors import EnvironmentBroken, InputError
+from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..failures import input_error
 from ..ladder import Rung
 from ..settings import Settings
@@ -216,8 +216,10 @@ class RayRunner:
         )
 
 
-def _unusable(failure: Outcome, where: str, log: Path) -> InputError:
+def _unusable(failure: Outcome, where: str, log: Path) -> AutodsError:
     """The workload cannot even be looked at: the error that ends the fit."""
     if isinstance(failure, Failed):
-        return input_error(failure, where, log)
+        if failure.action in ("fix_code", "fix_config"):
+            return input_error(failure, where, log)
+        return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")
     return InputError("the workload does not fit into this machine's memory", where=where)
