@@ -42,7 +42,7 @@ def result_of(
         largest_micro_batch=grown.largest_micro_batch,
         reasons={
             **_why_left(walked),
-            tuned.best.trial.rung: "the fastest rung of the ladder that fits",
+            tuned.best.trial.rung: "the first rung of the ladder that fits",
             **_not_needed(settings, walked),
             "grow": grown.reason,
             "tune": tuned.reason,
@@ -80,7 +80,7 @@ def _why_left(walked: Walked) -> dict[str, str]:
 
 def _not_needed(settings: Settings, walked: Walked) -> dict[str, str]:
     known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
-    return {rung.name: "not needed: a faster rung fits" for rung in settings.ladder if rung.name not in known}
+    return {rung.name: "not tried: a rung above it fits" for rung in settings.ladder if rung.name not in known}
 
 
 def _common(

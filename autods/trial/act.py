@@ -15,6 +15,7 @@ from typing import Any
 from ..values import Phase, Steps
 from ..workload import Workload, WorkloadError
 from .batch import check_batch, place
+from .checkpointing import checkpoint
 
 Observe = Callable[[Phase, int], None]
 
@@ -50,7 +51,7 @@ def act(
     observe("build", 0)
     model = workload.build_model()
     if checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        checkpoint(model)
     batch = check_batch(workload.build_batch(micro_batch), micro_batch)
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())

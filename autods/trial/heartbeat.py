@@ -1,11 +1,13 @@
 """What each rank is doing, in memory shared with the process that watches it.
 
-64 bytes a rank in an anonymous shared mapping: it survives SIGKILL of the rank and leaves no file.
+64 bytes a rank in memory without a name: it survives SIGKILL of the rank, leaves no file, and can be handed by its
+descriptor to a rank that is not a fork.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from dataclasses import dataclass
@@ -30,11 +32,24 @@ class Heartbeats:
     """The board of one trial: ranks write their own slot, the watcher reads all."""
 
     shared: mmap.mmap
+    fd: int
 
     @classmethod
     def of(cls, slots: int) -> Heartbeats:
         """A board for `slots` ranks; make it before the fork."""
-        return cls(mmap.mmap(-1, _STRIDE * slots))
+        fd = os.memfd_create("autods-heartbeat")
+        os.ftruncate(fd, _STRIDE * slots)
+        return cls(mmap.mmap(fd, _STRIDE * slots), fd)
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Heartbeats:
+        """The board of another process, by a descriptor that was inherited."""
+        return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
+
+    def close(self) -> None:
+        """By the watcher, at the end of the trial."""
+        self.shared.close()
+        os.close(self.fd)
 
     def beat(self, slot: int, phase: Phase, step: int) -> None:
         """Written by the rank at every change of phase."""

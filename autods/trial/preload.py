@@ -53,6 +53,8 @@ def unfit_to_fork() -> str | None:
     """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork."""
     import torch
 
+    if os.environ.get("AUTODS_SPAWN"):
+        return "AUTODS_SPAWN is set"
     if torch.cuda.is_initialized() or _holds_nvidia_device():  # type: ignore[no-untyped-call]
         return "CUDA was initialised while importing"
     threads = len(os.listdir("/proc/self/task"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..workload import Workload, WorkloadError
 from .batch import check_batch, tokens_per_sample
+from .checkpointing import can_checkpoint
 
 
 def survey(workload: Workload) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def survey(workload: Workload) -> dict[str, Any]:
     return {
         "parameters": sum(sizes),
         "largest_parameter": max(sizes, default=0),
-        "checkpointing": _can_checkpoint(model),
+        "checkpointing": can_checkpoint(model),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
     }
@@ -38,10 +39,3 @@ def _build(workload: Workload) -> Any:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError("build_model returned a model without a parameter to train", mend="check requires_grad")
     return model
-
-
-def _can_checkpoint(model: Any) -> bool:
-    """Hugging Face's protocol: the method, and the model's word that it works."""
-    return hasattr(model, "gradient_checkpointing_enable") and bool(
-        getattr(model, "supports_gradient_checkpointing", True)
-    )
