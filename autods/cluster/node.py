@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ class Node:
         self.connection: socket.socket | None = None
         self.beat: list[Any] = ["start", 0]
         self.reading = b""
-        self.lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
         """Start the zygote and wait until it is ready: {"pid"}, or {"error"} with what the user's module raised."""
@@ -76,6 +75,7 @@ class Node:
             if "pid" not in ready:
                 return ready
         assert self.connection is not None
+        self.beat = ["start", 0]
         try:
             self.connection.sendall(line.encode() + b"\n")
             while (message := self._next()) is not None:
@@ -84,8 +84,9 @@ class Node:
                 self.beat = message["beat"]
         except OSError:
             pass
-        remove_folders(RankJob.from_json(line))
-        return {"died": self._death()}
+        died = self._death()
+        remove_folders(RankJob.from_json(line))  # not before the ranks that work in them are gone
+        return {"died": died, "phase": self.beat[0], "step": self.beat[1], "gone_at_s": time.monotonic()}
 
     def progress(self) -> list[Any]:
         """Phase and step of the slowest rank."""
@@ -93,22 +94,24 @@ class Node:
 
     def abort(self) -> None:
         """End the running job: its ranks are killed."""
-        with self.lock, contextlib.suppress(OSError):
-            if self.connection is not None:
-                self.connection.sendall(b"abort\n")
+        connection = self.connection  # `run` may find the zygote dead and drop it meanwhile
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"abort\n")
 
     def stop(self) -> None:
         """End the zygote and everything below it."""
-        zygote = self.zygote
-        if self.connection is not None:
+        zygote, connection = self.zygote, self.connection
+        if connection is not None:
             with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         if zygote is not None:
             try:
                 zygote.wait(2)
             except subprocess.TimeoutExpired:
                 zygote.kill()
                 zygote.wait()
+        procs.kill_children(2.0)
 
     def _environment(self) -> dict[str, str]:
         scripts = os.path.dirname(sys.executable)  # ninja lives there

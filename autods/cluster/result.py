@@ -56,7 +56,8 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             return Failed(
                 failure="infrastructure",
                 rank=-1,
-                phase="start",
+                phase=report.get("phase", "start"),
+                step=report.get("step", 0),
                 evidence=f"the process that forks the ranks died: {report['died']}",
                 action="retry",
                 advice="if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'",

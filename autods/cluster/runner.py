@@ -36,6 +36,7 @@ class RayRunner:
         self.exits = contextlib.ExitStack()
         self.ray: Any = None
         self.actor: Any = None
+        self.report: Mapping[str, Any] = {}  # what the node said of the last job, for who asks more than the outcome
 
     def __enter__(self) -> RayRunner:
         with contextlib.ExitStack() as stack:
@@ -153,7 +154,8 @@ class RayRunner:
             if id is not None:
                 phase, step = self.ray.get(self.actor.progress.remote())
                 self.listen(TrialMoved(id=id, phase=phase, step=step))
-        return dict(self._wait(pending))
+        self.report = dict(self._wait(pending))
+        return dict(self.report)
 
     def _wait(self, reference: Any) -> Any:
         try:

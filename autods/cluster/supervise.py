@@ -75,7 +75,8 @@ def supervise(
     driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second.
     """
     began = time.monotonic()
-    Path(job.folder).mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(job.folder, ignore_errors=True)  # what an earlier attempt left must not speak for this one
+    Path(job.folder).mkdir(parents=True)
     for folder in filter(None, (job.scratch, job.swap)):
         Path(folder).mkdir(parents=True, exist_ok=True)
     watch = _fork_all(job, workload)
@@ -110,6 +111,7 @@ def supervise(
     return {
         "ends": watch.ends,
         "wall_s": gone - began,
+        "gone_at_s": gone,
         "gone_s": gone - watch.first_failure_s if watch.first_failure_s else None,
         "strays": strays,
         "why_killed": watch.why_killed,
@@ -168,22 +170,13 @@ def _ended(watch: Watch, pidfd: int) -> None:
     _, status = os.waitpid(live.pid, 0)
     os.close(pidfd)
     now = time.monotonic()
-    beat = watch.board.read(live.slot)
     record = _record(watch.job, live.rank)
-    signalled = os.waitstatus_to_exitcode(status)
-    by_us = watch.killed_s is not None and signalled == -signal.SIGKILL
-    end = {
-        "rank": live.rank,
-        "exit": signalled,
-        "killed_by_us": by_us,
-        "record": record,
-        "phase": beat.phase,
-        "step": beat.step,
-        "at_s": (record or {}).get("at_s", now),
-        "log_tail": procs.tail(Path(watch.job.folder) / f"rank{live.rank}.log"),
-    }
+    code = os.waitstatus_to_exitcode(status)
+    by_us = watch.killed_s is not None and code == -signal.SIGKILL
+    at_s = (record or {}).get("at_s", now)
+    end = _end(watch, live, watch.board.read(live.slot), exit=code, killed_by_us=by_us, record=record, at_s=at_s)
     watch.ends.append(end)
-    failed = signalled != 0 or record is None or not record["ok"]
+    failed = code != 0 or record is None or not record["ok"]
     if failed and not by_us and watch.first_failure_s is None:
         watch.first_failure_s = now
 
@@ -213,34 +206,39 @@ def _look(watch: Watch, began: float) -> None:
             live.beat, live.changed_s = beat, now
         live.stopped_s = (live.stopped_s or now) if procs.is_stopped(live.pid) else None
         if live.stopped_s is not None and now - live.stopped_s > STOPPED_S:
-            _lost(watch, live, "stopped")
+            _lost(watch, [live], "stopped")
             return
     limit = watch.job.init_s if any(x.beat.phase in _SLOW_PHASES for x in watch.live.values()) else watch.job.stall_s
     if watch.live and all(now - live.changed_s > limit for live in watch.live.values()):
-        _lost(watch, min(watch.live.values(), key=lambda live: live.beat.at_s), "stuck")
+        _lost(watch, list(watch.live.values()), "stuck")
     elif watch.live and now - began > watch.job.wall_s:
-        _lost(watch, min(watch.live.values(), key=lambda live: live.beat.at_s), "wall limit")
+        _lost(watch, list(watch.live.values()), "wall limit")
 
 
-def _lost(watch: Watch, live: Live, how: str) -> None:
-    """A rank that will not end by itself: note it as the cause, ask all for their stacks, end them."""
+def _lost(watch: Watch, suspects: list[Live], how: str) -> None:
+    """Ranks that will not end by themselves: ask all for their stacks, note the suspects, end all.
+
+    Who of them waits and who lets the others wait is for the verdict to say.
+    """
     watch.first_failure_s = time.monotonic()
     _signal_all(watch, signal.SIGUSR1)
     time.sleep(GRACE_S)  # faulthandler writes into the log
-    watch.ends.append(
-        {
-            "rank": live.rank,
-            "exit": None,
-            "lost": how,
-            "killed_by_us": False,
-            "record": None,
-            "phase": live.beat.phase,
-            "step": live.beat.step,
-            "at_s": live.beat.at_s,
-            "log_tail": procs.tail(Path(watch.job.folder) / f"rank{live.rank}.log"),
-        }
-    )
+    watch.ends += [_end(watch, live, live.beat, exit=None, lost=how) for live in suspects]
     _kill(watch, how)
+
+
+def _end(watch: Watch, live: Live, beat: Beat, **said: Any) -> dict[str, Any]:
+    """What is reported of a rank."""
+    return {
+        "rank": live.rank,
+        "killed_by_us": False,
+        "record": None,
+        "phase": beat.phase,
+        "step": beat.step,
+        "at_s": beat.at_s,
+        "log_tail": procs.tail(Path(watch.job.folder) / f"rank{live.rank}.log"),
+        **said,
+    }
 
 
 def _kill(watch: Watch, why: str) -> None:

@@ -12,6 +12,11 @@ from ..values import Device, Phase
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
+# faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.
+_AWAITING = re.compile(
+    r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
@@ -47,7 +52,14 @@ class Evidence:
         """All that can be matched: the exception, or what a process that died by a signal left in its log."""
         if self.types:
             return f"{self.types[0]}: {self.message}\n{self.traceback}"
+        if self.exit == -signal.SIGKILL:  # it could not say anything: what stands in the log is about something else
+            return ""
         return _ANSI.sub("", self.log_tail)
+
+    @property
+    def waits(self) -> bool:
+        """A lost rank whose stack shows that it waits for the others."""
+        return self.lost is not None and _AWAITING.search(self.log_tail) is not None
 
     @property
     def headline(self) -> str:

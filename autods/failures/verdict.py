@@ -23,7 +23,8 @@ def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
 
     def order(evidence: Evidence) -> tuple[bool, float]:
         row = rows[evidence.rank]
-        return (row is not None and row.kind == "secondary" and row.tier is None, evidence.at_s)
+        secondary = row is not None and row.kind == "secondary" and row.tier is None
+        return (secondary or evidence.waits, evidence.at_s)
 
     cause = min(ends, key=order)
     row = rows[cause.rank]

@@ -1,0 +1,60 @@
+"""Of several ranks that ended badly, which one is the cause."""
+
+from __future__ import annotations
+
+import signal
+
+from autods.failures import Evidence, outcome_of
+from autods.values import Failed, OutOfMemory
+
+
+def evidence(rank: int, at_s: float, **said: object) -> Evidence:
+    return Evidence(**{"rank": rank, "at_s": at_s, "phase": "backward", "step": 0, "device": "cpu", **said})
+
+
+def closed_by_peer(rank: int, at_s: float) -> Evidence:
+    return evidence(rank, at_s, exit=1, types=("RuntimeError",), message="Connection closed by peer [127.0.0.1]:36")
+
+
+def out_of_memory(rank: int, at_s: float) -> Evidence:
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1024 bytes."
+    return evidence(rank, at_s, exit=1, types=("RuntimeError",), message=message)
+
+
+def stuck(rank: int, at_s: float, innermost: str) -> Evidence:
+    stack = f'a warning\nCurrent thread 0x00007f (most recent call first):\n  File "{innermost}", line 3 in f\n'
+    return evidence(rank, at_s, lost="stuck", log_tail=stack)
+
+
+def test_closed_by_peer_never_wins_over_a_rank_that_ran_out_even_if_it_was_written_first():
+    outcome = outcome_of([closed_by_peer(0, 1.0), out_of_memory(1, 1.1), closed_by_peer(2, 0.9)])
+    assert isinstance(outcome, OutOfMemory)
+    assert (outcome.rank, outcome.wanted_bytes) == (1, 1024)
+
+
+def test_of_two_ranks_that_ran_out_the_first_is_the_cause():
+    outcome = outcome_of([out_of_memory(0, 2.0), out_of_memory(1, 1.0)])
+    assert isinstance(outcome, OutOfMemory)
+    assert outcome.rank == 1
+
+
+def test_a_killed_rank_is_not_judged_by_what_its_log_says():
+    log = "warning: Connection reset by peer, retrying\nout of memory is near: std::bad_alloc"
+    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.rank) == ("infrastructure", 1)
+
+
+def test_a_rank_that_waits_in_a_collective_is_not_the_one_that_hangs_though_it_beat_first():
+    waiting = stuck(0, 1.0, "/lib/torch/distributed/distributed_c10d.py")
+    hanging = stuck(1, 2.0, "/home/me/model.py")
+    also_waiting = stuck(2, 1.5, "/lib/deepspeed/runtime/zero/partition_parameters.py")
+    outcome = outcome_of([waiting, hanging, also_waiting])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.rank) == ("communication", 1)
+
+
+def test_when_all_wait_the_oldest_beat_is_named():
+    outcome = outcome_of([stuck(0, 2.0, "/x/torch/distributed/c.py"), stuck(1, 1.0, "/x/torch/distributed/c.py")])
+    assert isinstance(outcome, Failed)
+    assert outcome.rank == 1
