@@ -1,0 +1,159 @@
+"""Ranks that die, stop, hang or fork: the right one is named, all are gone at once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ignore, question
+from watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
+
+from autods.cluster.runner import RayRunner
+from autods.errors import EnvironmentBroken
+from autods.values import Failed, Fit, OutOfMemory
+
+# Fault: what is reported of it, and words of the evidence.
+REPORTED = {
+    "SIGKILL": ("infrastructure", "killed by SIGKILL"),
+    "SIGSEGV": ("unknown", "killed by SIGSEGV"),
+    "SIGABRT": ("unknown", "killed by SIGABRT"),
+    "os._exit(0)": ("user_code", "exit code 0 and no result"),
+    "exception": ("user_code", "RuntimeError: made to fail"),
+    "strays": ("user_code", "RuntimeError: made to fail"),
+}
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Scene:
+    return Scene.at(tmp_path_factory.mktemp("faulty"))
+
+
+@pytest.fixture(scope="module")
+def runner(ray, scene):
+    with a_runner(scene) as runner:
+        runner.survey()
+        yield runner
+
+
+def a_runner(scene: Scene) -> RayRunner:
+    return RayRunner(question(str(scene.path), scene.out), ignore)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", REPORTED)
+def test_the_rank_that_dies_is_named_with_its_phase_and_nothing_is_left(runner, scene, fault, phase):
+    seen = meet(runner, scene, fault, phase)
+    kind, words = REPORTED[fault]
+    assert isinstance(seen.outcome, Failed), seen.outcome
+    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == (kind, 1, phase)
+    assert words in seen.outcome.evidence
+    assert seen.gone_ms < 1000
+    assert seen.left == []
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_running_out_of_memory_on_one_rank_is_the_cause_whatever_the_others_say(runner, scene, phase, rung):
+    seen = meet(runner, scene, "out of memory", phase, rung=rung)
+    assert isinstance(seen.outcome, OutOfMemory), seen.outcome
+    assert (seen.outcome.tier, seen.outcome.rank, seen.outcome.phase) == ("device", 1, phase)
+    assert seen.outcome.wanted_bytes == 64 * 2**30
+    assert seen.gone_ms < 1000
+    assert seen.left == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_rank_0_which_serves_the_rendezvous_may_be_the_one_that_dies(runner, scene, phase):
+    seen = meet(runner, scene, "SIGKILL", phase, rung="zero3", rank=0)
+    assert isinstance(seen.outcome, Failed), seen.outcome
+    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("infrastructure", 0, phase)
+    assert seen.left == []
+
+
+@pytest.mark.parametrize("phase", ["build", "backward"])
+def test_a_stopped_rank_is_given_a_second_and_then_named(runner, scene, phase):
+    seen = meet(runner, scene, "SIGSTOP", phase)
+    assert isinstance(seen.outcome, Failed), seen.outcome
+    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("infrastructure", 1, phase)
+    assert "SIGSTOP" in seen.outcome.evidence
+    assert 1000 < seen.gone_ms < 2000 + 1000
+    assert seen.left == []
+
+
+@pytest.mark.parametrize(("phase", "rung"), [("forward", "zero1"), ("step", "zero3")])
+def test_of_ranks_that_hang_the_one_is_named_that_lets_the_others_wait(runner, scene, phase, rung):
+    seen = meet(runner, scene, "hang", phase, rung=rung)
+    assert isinstance(seen.outcome, Failed), seen.outcome
+    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("communication", 1, phase)
+    assert "stall limit" in seen.outcome.evidence
+    log = Path(runner.settings.out / "logs" / f"001-{rung}" / "rank1.log").read_text()
+    assert "in hang" in log  # its stack
+    assert seen.left == []
+
+
+def test_after_all_faults_the_same_zygote_still_runs_trials(runner, scene):
+    (scene.out / "fault.json").unlink()
+    assert isinstance(runner.run(a_trial(), id=2).outcome, Fit)
+
+
+def test_a_zygote_that_is_killed_takes_its_ranks_along_and_the_next_trial_has_another(runner, scene):
+    seen, _ = kill_during(runner, scene, "backward", lambda zygote: zygote)
+    assert isinstance(seen.outcome, Failed), seen.outcome
+    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("infrastructure", -1, "backward")
+    assert "SIGKILL" in seen.outcome.evidence
+    assert seen.gone_ms < 1000
+    assert seen.left == []
+    (scene.out / "fault.json").unlink()
+    assert isinstance(runner.run(a_trial(), id=2).outcome, Fit)
+
+
+def test_a_node_actor_that_is_killed_takes_everything_along_and_the_fit_says_so(ray, tmp_path):
+    scene = Scene.at(tmp_path)
+    with a_runner(scene) as runner:
+        runner.survey()
+        seen, error = kill_during(runner, scene, "forward", lambda zygote: zygote.parent())
+        assert isinstance(error, EnvironmentBroken)
+        assert seen.gone_ms < 1000
+        wait_for(lambda: not scene.left(zygote=False), 5)
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the_next_start(tmp_path):
+    scene = Scene.at(tmp_path)
+    before = set(Path("/tmp").glob("autods-ray-*"))
+    code, seen = end_fit(scene, "backward", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert seen.gone_ms < 1000
+    assert seen.left == []
+    folders = set(Path("/tmp").glob("autods-ray-*")) - before
+    start = "from autods.cluster.ray_session import session\nwith session(cpus=1): pass"
+    subprocess.run([sys.executable, "-c", start], check=True, timeout=60)
+    dead = [folder for folder in folders if not os.path.exists(f"/proc/{folder.name.split('-')[2]}")]
+    assert not [folder for folder in dead if folder.exists()]
+
+
+def test_a_driver_that_is_killed_while_the_zygote_still_loads_leaves_nothing(tmp_path):
+    scene = Scene.at(tmp_path)
+    driver = start_fit(scene)
+    try:
+        wait_for(scene.family, 60)
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_for(lambda: not scene.left(zygote=False), 10)
+
+
+@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_an_interrupted_fit_ends_its_ranks_keeps_the_journal_and_says_how_to_go_on(tmp_path, number, group):
+    scene = Scene.at(tmp_path)
+    code, seen = end_fit(scene, "forward", number, group=group)
+    said = (scene.out / "said.txt").read_text()
+    assert code == 130, said
+    assert seen.gone_ms < 2000
+    assert seen.left == []
+    assert "go on with: python -m autods fit" in said
+    assert "Traceback" not in said
+    assert (scene.out / "journal.jsonl").read_text().count("\n") >= 2

@@ -1,0 +1,133 @@
+"""A small model whose last rank meets a fault, chosen anew for each trial by `fault.json` in the fit's folder.
+
+{"fault": one of FAULTS, "phase": build | init | forward | backward | step, "rank": the last one unless said}. The rank
+notes the moment, its pid and those of the children it made in `struck.json` beside that file.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_FOLDER = Path("../../..")  # a rank works in <fit>/logs/<trial>/scratch
+
+
+class Model(torch.nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 1)
+        self.fault = fault
+
+    def _apply(self, *args, **kwargs):  # deepspeed.initialize casts and moves the model
+        self.fault.strike_at("init")
+        return super()._apply(*args, **kwargs)
+
+    def forward(self, x):
+        self.fault.strike_at("forward")
+        loss = self.layer(x).square().mean()
+        loss.register_hook(lambda gradient: self.fault.strike_at("backward"))
+        self.fault.trained = True
+        return loss
+
+
+def build_model():
+    fault = Fault.chosen()
+    fault.strike_at("build")
+    register_optimizer_step_pre_hook(lambda *_: fault.strike_at_step())
+    return Model(fault)
+
+
+def build_batch(micro_batch_size):
+    return {"x": torch.ones(micro_batch_size, 16)}
+
+
+class Fault:
+    """What this rank shall meet, if anything."""
+
+    def __init__(self, name, phase):
+        self.name, self.phase = name, phase
+        self.trained = False
+
+    @classmethod
+    def chosen(cls):
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        try:
+            said = json.loads((_FOLDER / "fault.json").read_text())
+        except OSError:
+            return cls(None, None)
+        mine = world > 1 and rank == said.get("rank", world - 1)
+        return cls(said["fault"], said["phase"]) if mine else cls(None, None)
+
+    def strike_at_step(self):
+        if self.trained:  # DeepSpeed steps once in initialize, to make the optimizer's state: that is not meant
+            self.strike_at("step")
+
+    def strike_at(self, phase):
+        if phase == self.phase:
+            self.phase = None
+            children = strays() if self.name == "strays" else []
+            note = {"at_s": time.monotonic(), "pid": os.getpid(), "children": children}
+            Path("struck.tmp").write_text(json.dumps(note))
+            os.replace("struck.tmp", _FOLDER / "struck.json")
+            FAULTS[self.name]()
+
+
+def strays():
+    """Three children: in our process group; in a session of its own; a daemon that will not hear SIGTERM."""
+    reader, writer = os.pipe()
+
+    def child(then):
+        if os.fork() == 0:
+            then()
+            os._exit(0)
+
+    def linger():
+        os.write(writer, b"%d\n" % os.getpid())
+        while True:
+            time.sleep(1)
+
+    def session():
+        os.setsid()
+        linger()
+
+    def daemon():
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child(linger)
+
+    for then in (linger, session, daemon):
+        child(then)
+    said = b""
+    while said.count(b"\n") < 3:
+        said += os.read(reader, 100)
+    return [int(pid) for pid in said.split()]
+
+
+def signal_self(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def throw():
+    raise RuntimeError("made to fail")
+
+
+def hang():
+    while True:
+        time.sleep(1)
+
+
+FAULTS = {
+    "SIGKILL": signal_self(signal.SIGKILL),
+    "SIGSEGV": signal_self(signal.SIGSEGV),
+    "SIGABRT": signal_self(signal.SIGABRT),
+    "SIGSTOP": signal_self(signal.SIGSTOP),
+    "os._exit(0)": lambda: os._exit(0),
+    "exception": throw,
+    "strays": throw,
+    "out of memory": lambda: torch.zeros(64 * 2**30, dtype=torch.uint8),
+    "hang": hang,
+}
