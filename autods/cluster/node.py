@@ -37,9 +37,11 @@ _ZYGOTE_ENVIRONMENT = {
 class Node:
     """`start` once, then `run` jobs one at a time; `progress` and `abort` may be called from another thread."""
 
-    def __init__(self, source: dict[str, Any], device: Device, driver_pid: int, log: str) -> None:
+    def __init__(
+        self, source: dict[str, Any], device: Device, driver_pid: int, log: str, environment: dict[str, str]
+    ) -> None:
         self.source = WorkloadSource(**source)
-        self.device, self.driver_pid, self.log = device, driver_pid, log
+        self.device, self.driver_pid, self.log, self.environment = device, driver_pid, log, environment
         self.zygote: subprocess.Popen[bytes] | None = None
         self.connection: socket.socket | None = None
         self.beat: list[Any] = ["start", 0]
@@ -116,13 +118,17 @@ class Node:
     def _environment(self) -> dict[str, str]:
         scripts = os.path.dirname(sys.executable)  # ninja lives there
         said = {
-            **os.environ,
+            **self.environment,  # the user's own, which a cluster that already ran does not know
             **_ZYGOTE_ENVIRONMENT,
-            "PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")]),
+            "PATH": os.pathsep.join([scripts, self.environment.get("PATH", "")]),
             "TORCH_EXTENSIONS_DIR": str(cache_folder()),
         }
         if self.device == "cpu":
             said |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        else:
+            said |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() must not initialise CUDA before the fork
+        if "CUDA_VISIBLE_DEVICES" in os.environ and self.device == "cuda":
+            said["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
         return said
 
     def _next(self) -> dict[str, Any] | None:

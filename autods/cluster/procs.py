@@ -29,13 +29,13 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def redirect_and_close(log: int, keep: int) -> None:
+def redirect_and_close(log: int, keep: set[int]) -> None:
     """stdin from /dev/null, stdout and stderr to `log`; every other descriptor but `keep` closed."""
     null = os.open("/dev/null", os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (0, 1, 2, keep):
+        if int(name) not in {0, 1, 2} | keep:
             with contextlib.suppress(OSError):
                 os.close(int(name))
 

@@ -46,7 +46,9 @@ class RayRunner:
             # Two threads: `progress` and `abort` must get through while `run` waits for the ranks.
             actor = self.ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=3)(Node)
             log = str(self.settings.out / "logs" / "zygote.log")
-            self.actor = actor.remote(asdict(self.settings.source), self.settings.device, os.getpid(), log)
+            self.actor = actor.remote(
+                asdict(self.settings.source), self.settings.device, os.getpid(), log, dict(os.environ)
+            )
             stack.callback(self._stop)
             self._check_ready(self._wait(self.actor.start.remote()))
             self.exits = stack.pop_all()
@@ -174,7 +176,8 @@ class RayRunner:
                 f"torch and DeepSpeed could not be loaded ({ready['died']})\n  see {self.settings.out}/logs/zygote.log"
             )
         if ready.get("unfit"):
-            raise EnvironmentBroken(f"ranks cannot be forked: {ready['unfit']}")
+            # Never a silent fall-back: each trial now pays for its own imports.
+            self.listen(Note(text=f"ranks start as new processes, some 10 s slower a trial: {ready['unfit']}"))
 
     def _stop(self) -> None:
         """All ranks gone, then the zygote, then the actor; Ray itself is the session's."""

@@ -12,23 +12,21 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..trial.heartbeat import Beat, Heartbeats
-from ..trial.rank import environment, run_rank
 from ..trial.spec import RankJob
 from ..workload import Workload
 from . import procs
+from .ranks import start_ranks
 
 TICK_S = 0.02
 GRACE_S = 0.05  # after the first failure: time for the others to say what they saw
-STOPPED_S = 1.0  # a rank that stays stopped (SIGSTOP) this long is lost
+STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 STRAYS_S = 2.0
 
 # Phases that may build ops, load weights or read a data set: the longer limit holds.
@@ -68,19 +66,31 @@ def supervise(
     owner: socket.socket,
     driver: int | None,
     told: Callable[[Beat], None],
+    spawn: bool = False,
 ) -> dict[str, Any]:
     """Run the job to its end: every rank gone, every stray gone.
 
     owner: the connection to the node actor; its end of file, or a word on it, ends the job. driver: a pidfd of the
-    driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second.
+    driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second. spawn: start
+    ranks as new processes, because this one must not be forked.
     """
     began = time.monotonic()
     shutil.rmtree(job.folder, ignore_errors=True)  # what an earlier attempt left must not speak for this one
     Path(job.folder).mkdir(parents=True)
     for folder in filter(None, (job.scratch, job.swap)):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    watch = _fork_all(job, workload)
-    pids = [live.pid for live in watch.live.values()]
+    board = Heartbeats.of(len(job.local_ranks))
+    now = time.monotonic()
+    started = start_ranks(job, board, workload, spawn=spawn)
+    watch = Watch(
+        job,
+        board,
+        {
+            pidfd: Live(job.local_ranks[slot], slot, pid, pidfd, Beat("start", 0, now), now)
+            for slot, (pid, pidfd) in enumerate(started)
+        },
+    )
+    pids = [pid for pid, _ in started]
     poll = select.poll()
     for pidfd in watch.live:
         poll.register(pidfd, select.POLLIN)
@@ -104,7 +114,7 @@ def supervise(
             told(min((live.beat for live in watch.live.values()), key=lambda beat: beat.at_s))
     strays = procs.kill_children(STRAYS_S)
     gone = time.monotonic()
-    watch.board.shared.close()
+    watch.board.close()
     procs.unlink_shared_memory(pids)
     swapped = procs.folder_bytes(Path(job.swap)) if job.swap else None
     remove_folders(job)
@@ -123,45 +133,6 @@ def remove_folders(job: RankJob) -> None:
     """The working directory and the swap files of a job."""
     for folder in filter(None, (job.scratch, job.swap)):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fork_all(job: RankJob, workload: Workload | None) -> Watch:
-    board = Heartbeats.of(len(job.local_ranks))
-    # Bound before the fork and inherited: no other process can take the port in between.
-    store = socket.create_server((job.master_address, 0))
-    port = store.getsockname()[1]
-    parent = os.getpid()
-    now = time.monotonic()
-    watch = Watch(job, board, {})
-    for slot, rank in enumerate(job.local_ranks):
-        pid = os.fork()
-        if pid == 0:
-            _child(job, slot, board, store, port, parent, workload)
-        pidfd = os.pidfd_open(pid)
-        watch.live[pidfd] = Live(rank, slot, pid, pidfd, Beat("start", 0, now), now)
-    store.close()
-    return watch
-
-
-def _child(
-    job: RankJob, slot: int, board: Heartbeats, store: socket.socket, port: int, parent: int, workload: Workload | None
-) -> None:
-    """In the child: cut every tie to the zygote, then live the rank's life. Never returns."""
-    code = 98
-    try:
-        os.setsid()
-        procs.die_with_parent(parent)
-        keep = store.fileno() if job.local_ranks[slot] == 0 else -1
-        log = os.open(f"{job.folder}/rank{job.local_ranks[slot]}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-        procs.redirect_and_close(log, keep)
-        os.chdir(job.scratch)
-        os.environ.update(environment(job, slot, port))
-        code = run_rank(job, slot, board, store if keep >= 0 else None, workload)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)  # no atexit, no buffers of the zygote
 
 
 def _ended(watch: Watch, pidfd: int) -> None:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     with _ends_with(owner):
         ready, workload = _prepare(source, preload_workload, argv)
     _say(owner, {"ready": ready})
-    _serve(owner, driver, workload)
+    _serve(owner, driver, workload, spawn=bool(ready.get("unfit")))
 
 
 def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) -> tuple[dict[str, Any], Workload | None]:
@@ -73,7 +73,7 @@ def _ends_with(owner: socket.socket) -> Iterator[None]:
     fcntl.fcntl(owner, fcntl.F_SETFL, flags)
 
 
-def _serve(owner: socket.socket, driver: int | None, workload: Workload | None) -> None:
+def _serve(owner: socket.socket, driver: int | None, workload: Workload | None, *, spawn: bool) -> None:
     poll = select.poll()
     poll.register(owner, select.POLLIN | select.POLLHUP)
     if driver is not None:
@@ -91,17 +91,17 @@ def _serve(owner: socket.socket, driver: int | None, workload: Workload | None) 
             line, _, pending = pending.partition(b"\n")
             if line == b"abort":  # crossed the end of the job that it meant
                 continue
-            _run(line.decode(), owner, driver, workload)
+            _run(line.decode(), owner, driver, workload, spawn)
 
 
-def _run(line: str, owner: socket.socket, driver: int | None, workload: Workload | None) -> None:
+def _run(line: str, owner: socket.socket, driver: int | None, workload: Workload | None, spawn: bool) -> None:
     job = RankJob.from_json(line)
 
     def told(beat: Beat) -> None:
         with contextlib.suppress(OSError):
             _say(owner, {"beat": [beat.phase, beat.step]})
 
-    result = supervise(job, workload, owner=owner, driver=driver, told=told)
+    result = supervise(job, workload, owner=owner, driver=driver, told=told, spawn=spawn)
     if job.job == "ops" and all(end["exit"] == 0 for end in result["ends"]):
         _load_ops(job)
     with contextlib.suppress(OSError):  # the owner may be gone; then the main loop ends

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from conftest import question
 
-from autods.values import Fit, Knobs, Steps, Trial
+from autods.cluster.runner import RayRunner
+from autods.values import Fit, Knobs, Note, Steps, Trial
 
 
 def a_trial(rung: str, **knobs: object) -> Trial:
@@ -57,3 +59,13 @@ def ranks_of(runner) -> list[int]:
         if "autods.cluster.zygote" in command and runner.settings.source.path in command:
             found += children
     return found
+
+
+def test_ranks_that_must_not_be_forked_are_processes_of_their_own_and_that_is_said(ray, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTODS_SPAWN", "1")
+    said = []
+    with RayRunner(question("tiny.py", tmp_path), said.append) as runner:
+        runner.survey()
+        fits = runner.run(a_trial("zero1"), id=1).outcome
+    assert isinstance(fits, Fit), fits
+    assert any("new processes" in note.text for note in said if isinstance(note, Note))

@@ -1,0 +1,76 @@
+"""Start the ranks of one job: by fork, or as processes of their own where a fork would not survive."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from ..trial.heartbeat import Heartbeats
+from ..trial.rank import environment, run_rank
+from ..trial.spec import RankJob
+from ..workload import Workload
+from . import procs
+
+
+def start_ranks(job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool) -> list[tuple[int, int]]:
+    """Pid and pidfd of every rank of this node, in the order of job.local_ranks. From the main thread only."""
+    # Bound before the fork and inherited: no other process can take the port in between.
+    store = socket.create_server((job.master_address, 0))
+    parent = os.getpid()
+    if spawn:
+        _job_file(job).write_text(job.to_json())
+    started = []
+    for slot in range(len(job.local_ranks)):
+        pid = os.fork()
+        if pid == 0:
+            _child(job, slot, board, store, parent, workload, spawn)
+        started.append((pid, os.pidfd_open(pid)))
+    store.close()
+    return started
+
+
+def _child(
+    job: RankJob,
+    slot: int,
+    board: Heartbeats,
+    store: socket.socket,
+    parent: int,
+    workload: Workload | None,
+    spawn: bool,
+) -> NoReturn:
+    """In the child: cut every tie to the zygote, then live the rank's life."""
+    code = 98
+    try:
+        os.setsid()
+        procs.die_with_parent(parent)
+        rank = job.local_ranks[slot]
+        os.environ.update(environment(job, slot, store.getsockname()[1]))
+        log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        serves = store.fileno() if rank == 0 else -1
+        procs.redirect_and_close(log, {serves, board.fd})
+        os.chdir(job.scratch)
+        if spawn:
+            _become(slot, board.fd, serves, job)
+        code = run_rank(job, slot, board, store if rank == 0 else None, workload)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # no atexit, no buffers of the zygote
+
+
+def _become(slot: int, heartbeat: int, store: int, job: RankJob) -> NoReturn:
+    """Give this process up for a new Python that inherits the two descriptors."""
+    for fd in (heartbeat, store):
+        if fd >= 0:
+            os.set_inheritable(fd, True)
+    words = [str(slot), str(heartbeat), str(store), str(_job_file(job))]
+    os.execv(sys.executable, [sys.executable, "-m", "autods.trial.spawned", *words])
+
+
+def _job_file(job: RankJob) -> Path:
+    return Path(job.folder) / "job.json"
