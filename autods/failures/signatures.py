@@ -81,6 +81,8 @@ ROWS: tuple[Signature, ...] = (
     ),
     Signature(pattern=_FULL_HOST, device="cpu", tier="device"),
     Signature(pattern=r"", types=("MemoryError",), device="cpu", tier="device"),
+    # A thread's stack does not fit into the budget: gloo starts some, and says only this.
+    Signature(pattern=r"Resource temporarily unavailable", types=("RuntimeError",), device="cpu", tier="device"),
     # The host under a GPU rank.
     Signature(pattern=_FULL_HOST, tier="host", action="less_host_memory"),
     Signature(pattern=r"", types=("MemoryError",), tier="host", action="less_host_memory"),

@@ -80,6 +80,8 @@ def _meaning(cause: Evidence, row: Signature | None) -> tuple[FailureKind, Actio
             return "infrastructure", "fix_environment", said, "look for space left in --out: df -h"
         said = f"the process left with exit code {cause.exit} and no result"
         return "user_code", "fix_code", said, "something called os._exit or exec"
+    if cause.phase in ("start", "rendezvous") and not cause.user_frame:
+        return "infrastructure", "retry", cause.headline, "the ranks could not find each other"
     # The workload's own code runs while building, in forward and in backward; the rest is DeepSpeed with its config.
     if cause.phase in ("init", "step") and not cause.user_frame:
         return "config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config"

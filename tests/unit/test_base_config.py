@@ -104,3 +104,16 @@ def batch(total: int, micro: int, accumulation: int) -> dict[str, int]:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
     }
+
+
+@pytest.mark.parametrize(
+    "config", [{"gradient_clipping": "auto"}, {"optimizer": {"params": {"lr": "auto"}}}, {"bf16": {"enabled": "auto"}}]
+)
+def test_auto_is_refused_where_only_the_hf_trainer_fills_it_in(config: dict[str, object]) -> None:
+    with pytest.raises(InputError, match='is "auto"'):
+        check_base_config(config, world_size=2)
+
+
+def test_auto_is_accepted_for_what_the_rungs_and_growing_decide() -> None:
+    zero = {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    check_base_config({"train_batch_size": "auto", "zero_optimization": zero}, world_size=2)

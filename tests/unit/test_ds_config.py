@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autods.base_config import check_base_config
-from autods.ds_config import compose, get, merge, ops_of, start_settings
+from autods.ds_config import compose, get, merge, ops_of, start_settings, without_monitors
 from autods.ladder import all_rungs
 from autods.values import Knobs, ModelFacts
 
@@ -196,3 +196,8 @@ def test_merging_nests_and_leaves_both_sides_alone() -> None:
     base, over = {"a": {"x": 1, "y": [1]}, "b": 1}, {"a": {"y": 2}, "b": {"c": 3}}
     assert merge(base, over) == {"a": {"x": 1, "y": 2}, "b": {"c": 3}}
     assert base == {"a": {"x": 1, "y": [1]}, "b": 1}
+
+
+def test_monitors_are_for_the_training_not_for_trials() -> None:
+    monitors = {"wandb": {"enabled": True}, "tensorboard": {}, "csv_monitor": {}, "comet": {}}
+    assert without_monitors({"steps_per_print": 5, **monitors}) == {"steps_per_print": 5}
