@@ -123,3 +123,6 @@ FILLING = GOOD.replace(
                 pass
         return self.layer""",
 )
+
+# Prints 20 KiB a step: every trial takes a part of a small disk for its logs.
+TALKING = GOOD.replace("        return self.layer", "        print(20 * 1024 * 'x')\n        return self.layer")

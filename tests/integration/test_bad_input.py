@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_workloads import FILLING, GOOD, IN_A_TRIAL, IN_THE_SURVEY, ON_SIGHT
+from bad_workloads import FILLING, GOOD, IN_A_TRIAL, IN_THE_SURVEY, ON_SIGHT, TALKING
 from conftest import ignore, question
 
 from autods.api import settle
@@ -275,5 +275,5 @@ def test_a_disk_that_fills_up_under_a_trial_is_named_and_the_fit_goes_on_with_sp
 def test_a_disk_that_fills_up_between_trials_is_named(autods, model, small_disk, free_bytes):
     stat = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(stat.f_bavail * stat.f_frsize - free_bytes))
-    assert autods(model(GOOD), small_disk / "out", "--ladder", "zero1") == 2
+    assert autods(model(TALKING), small_disk / "out", "--ladder", "zero1") == 2
     assert is_one_message(autods.said, where=f"{small_disk}/out", says="the disk is full")
