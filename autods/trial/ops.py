@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import sys
@@ -22,7 +23,9 @@ def cache_folder() -> Path:
     root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
     made_with = "-".join(f"{name}{metadata.version(name)}" for name in ("torch", "deepspeed"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return Path(root).expanduser() / "torch_extensions" / f"{python}-{made_with}"
+    # Ninja builds again when the sources lie elsewhere: each virtual environment keeps its own.
+    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    return Path(root).expanduser() / "torch_extensions" / f"{python}-{made_with}-{place}"
 
 
 def builder_of(op: str) -> Any:
