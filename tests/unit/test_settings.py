@@ -20,7 +20,7 @@ EIGHT_CARDS = Hardware(
     cards=tuple(Card(index=i, name="a card", total_bytes=16 * GIB, free_bytes=15 * GIB) for i in range(8)),
 )
 NO_CARDS = replace(EIGHT_CARDS, host_bytes=16 * GIB, host_free_bytes=10 * GIB, cards=())
-SOURCE = WorkloadSource(kind="file", path="/work/model.py", name="model", digest="abc")
+SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 
 
 def asked(**said: Any) -> Settings:
