@@ -75,6 +75,27 @@ def supervise(
     ranks as new processes, because this one must not be forked.
     """
     began = time.monotonic()
+    watch = _started(job, workload, spawn)
+    pids = [live.pid for live in watch.live.values()]
+    _until_gone(watch, began, owner, driver, told)
+    strays = procs.kill_children(STRAYS_S)
+    gone = time.monotonic()
+    watch.board.close()
+    procs.unlink_shared_memory(pids)
+    swapped = procs.folder_bytes(Path(job.swap)) if job.swap else None
+    remove_folders(job)
+    return {
+        "ends": watch.ends,
+        "wall_s": gone - began,
+        "gone_at_s": gone,
+        "strays": strays,
+        "why_killed": watch.why_killed,
+        "swap_bytes": swapped,
+    }
+
+
+def _started(job: RankJob, workload: Workload | None, spawn: bool) -> Watch:
+    """The job's folders made and its ranks running."""
     shutil.rmtree(job.folder, ignore_errors=True)  # what an earlier attempt left must not speak for this one
     Path(job.folder).mkdir(parents=True)
     for folder in filter(None, (job.scratch, job.swap)):
@@ -82,15 +103,17 @@ def supervise(
     board = Heartbeats.of(len(job.local_ranks))
     now = time.monotonic()
     started = start_ranks(job, board, workload, spawn=spawn)
-    watch = Watch(
-        job,
-        board,
-        {
-            pidfd: Live(job.local_ranks[slot], slot, pid, pidfd, Beat("start", 0, now), now)
-            for slot, (pid, pidfd) in enumerate(started)
-        },
-    )
-    pids = [pid for pid, _ in started]
+    live = {
+        pidfd: Live(job.local_ranks[slot], slot, pid, pidfd, Beat("start", 0, now), now)
+        for slot, (pid, pidfd) in enumerate(started)
+    }
+    return Watch(job, board, live)
+
+
+def _until_gone(
+    watch: Watch, began: float, owner: socket.socket, driver: int | None, told: Callable[[Beat], None]
+) -> None:
+    """Watch until the last rank is gone, by itself or by us."""
     poll = select.poll()
     for pidfd in watch.live:
         poll.register(pidfd, select.POLLIN)
@@ -112,21 +135,6 @@ def supervise(
         if time.monotonic() - last_told > 0.2 and watch.live:
             last_told = time.monotonic()
             told(min((live.beat for live in watch.live.values()), key=lambda beat: beat.at_s))
-    strays = procs.kill_children(STRAYS_S)
-    gone = time.monotonic()
-    watch.board.close()
-    procs.unlink_shared_memory(pids)
-    swapped = procs.folder_bytes(Path(job.swap)) if job.swap else None
-    remove_folders(job)
-    return {
-        "ends": watch.ends,
-        "wall_s": gone - began,
-        "gone_at_s": gone,
-        "gone_s": gone - watch.first_failure_s if watch.first_failure_s else None,
-        "strays": strays,
-        "why_killed": watch.why_killed,
-        "swap_bytes": swapped,
-    }
 
 
 def remove_folders(job: RankJob) -> None:
