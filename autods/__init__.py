@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from .errors import EnvironmentBroken as EnvironmentBroken
     from .errors import InputError as InputError
     from .errors import Interrupted as Interrupted
+    from .failures import Diagnosis as Diagnosis
+    from .failures import diagnose as diagnose
     from .report import Report as Report
     from .workload import Workload as Workload
 
 _HOMES = {
+    "Diagnosis": "failures",
+    "diagnose": "failures",
     "find_best_config": "api",
     "Report": "report",
     "Workload": "workload",
@@ -29,12 +33,14 @@ _HOMES = {
 
 __all__ = [
     "AutodsError",
+    "Diagnosis",
     "EnvironmentBroken",
     "InputError",
     "Interrupted",
     "Report",
     "Workload",
     "__version__",
+    "diagnose",
     "find_best_config",
 ]
 

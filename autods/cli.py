@@ -16,6 +16,7 @@ import typer
 from . import options
 
 if TYPE_CHECKING:
+    from .failures import Diagnosis
     from .report import Report
     from .settings import Settings
     from .values import Event, Listener
@@ -123,6 +124,62 @@ def fit_command(
         "nvme_path": nvme_path, "out": out, "seed": seed,
     }  # fmt: skip
     return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
+
+
+_DIAGNOSE_EPILOG = """
+Examples:
+
+autods diagnose train.log
+
+autods diagnose slurm-1234.out --exit-code 137
+
+autods diagnose rank_0.log rank_1.log        one file a rank; a folder of logs works too
+
+dmesg -T | cat train.log - | autods diagnose -
+
+Exit codes: 0 answered, whatever the answer; 2 wrong input.
+"""
+
+
+@app.command("diagnose", epilog=_DIAGNOSE_EPILOG)
+def diagnose_command(
+    logs: options.Logs = None, exit_code: options.ExitCode = None, as_json: options.Json = False
+) -> int:
+    """Say why a run died: from its LOGs (files, folders, - for standard input) and exit code."""
+    from .report import endings
+
+    try:
+        said = _diagnosed(logs or [], exit_code)
+    except (Exception, KeyboardInterrupt) as error:
+        endings.tell(error, out=None, argv=["autods"])
+        if as_json:
+            print(json.dumps(endings.as_json(error)))
+        return endings.exit_code(error)
+    if as_json:
+        print(json.dumps(said.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        from .report.diagnosis import show
+
+        show(said, Console(soft_wrap=True))
+    return 0
+
+
+def _diagnosed(logs: Sequence[Path], exit_code: int | None) -> Diagnosis:
+    from .errors import InputError
+    from .failures import diagnose
+
+    if not logs and exit_code is None:
+        raise InputError("there is nothing to go by", mend="give a log, or --exit-code: autods diagnose train.log")
+    if Path("-") in logs:
+        return diagnose(sys.stdin.buffer.read().decode(errors="replace"), exit_code)
+    said = diagnose(logs, exit_code)
+    if said.kind == "unknown" and said.confidence <= 0.1:
+        raise InputError(
+            "is not a text log", where=", ".join(map(str, logs)), mend="give the log itself (gzip is fine)"
+        )
+    return said
 
 
 def _fit(call: _Call, workload: str, asked: dict[str, Any], *, fresh: bool, as_json: bool, quiet: bool) -> int:

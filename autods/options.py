@@ -34,3 +34,9 @@ Fresh = Annotated[bool, Option("--fresh", metavar="", help="Forget the finished 
 Seed = Annotated[int, Option(metavar="N", help="Seed of weights and search.")]
 Json = Annotated[bool, Option("--json", metavar="", help="Print report.json instead of a table.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", metavar="", help="No progress, only the result.")]
+Logs = Annotated[
+    list[Path] | None, Argument(metavar="LOG...", help="Logs of one run, or folders of them; - reads a pipe.")
+]
+ExitCode = Annotated[
+    int | None, Option("--exit-code", metavar="N", help="Of the run: 137, or -9 as Python says it.", show_default=False)
+]

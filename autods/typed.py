@@ -39,7 +39,9 @@ def _read(hint: Any, data: Any, name: str) -> Any:
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "nothing"}
 
 
-def _is_a(kind: type, data: object) -> bool:
+def _is_a(kind: Any, data: object) -> bool:
+    if get_origin(kind) is Literal:
+        return data in get_args(kind)
     if kind in (int, float):  # True is an int to Python, and 1 is a number
         return isinstance(data, (int, kind)) and not isinstance(data, bool)
     return isinstance(data, kind)

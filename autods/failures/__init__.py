@@ -1,7 +1,9 @@
 """From evidence to a verdict. The only room that reads messages."""
 
 from .blame import input_error
+from .diagnosis import Diagnosis
 from .evidence import Evidence, from_end
+from .oracle import diagnose
 from .verdict import outcome_of
 
-__all__ = ["Evidence", "from_end", "input_error", "outcome_of"]
+__all__ = ["Diagnosis", "Evidence", "diagnose", "from_end", "input_error", "outcome_of"]

@@ -48,6 +48,11 @@ class Evidence:
         return signal.Signals(-self.exit).name
 
     @property
+    def said(self) -> str:
+        """The exception with its message, without the stack."""
+        return f"{self.types[0]}: {self.message}" if self.types else ""
+
+    @property
     def text(self) -> str:
         """All that can be matched: the exception, or what a process that died by a signal left in its log."""
         if self.types:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..units import parse_bytes
 from ..values import Action, Failed, FailureKind, OutOfMemory
 from .evidence import Evidence
+from .messages import BOILERPLATE
+from .shortage import shortage_in
 from .signatures import Signature, first_match
 
-_WANTED = re.compile(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+ ?[KMGT]?i?B)", re.IGNORECASE)
-_FREE = re.compile(r"of which ([\d.]+ ?[KMGT]?i?B) is free", re.IGNORECASE)
 _INVALID = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
 _EVIDENCE_CHARS = 400
 _UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `cluster.supervise`
@@ -19,31 +19,53 @@ _UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `clust
 
 def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     """The verdict on a trial whose ranks did not all succeed: that of the first rank that failed by itself."""
-    rows = {evidence.rank: first_match(evidence) for evidence in ends}
+    rows = {evidence.rank: row_of(evidence) for evidence in ends}
 
     def order(evidence: Evidence) -> tuple[bool, float]:
         row = rows[evidence.rank]
-        secondary = row is not None and row.kind == "secondary" and row.tier is None
-        return (secondary or evidence.waits, evidence.at_s)
+        return (row is not None and row.weight == "secondary") or evidence.waits, evidence.at_s
 
     cause = min(ends, key=order)
     row = rows[cause.rank]
-    if row is not None and row.tier is not None:
+    if row is not None and row.kind == "out_of_memory":
         return _out_of_memory(cause, row)
     return _failed(cause, row)
 
 
+def row_of(evidence: Evidence) -> Signature | None:
+    """The row that its exception matches, or the last words of a process that died by a signal."""
+    if evidence.types:
+        text = "\n".join(line for line in evidence.said.splitlines() if not BOILERPLATE.match(line))
+        row = first_match(text, type=evidence.types[0], stack=evidence.traceback)
+        if row is None or row.name == "any-exception":
+            own = (first_match(text, type=base, stack=evidence.traceback) for base in evidence.types[1:])
+            row = next((found for found in own if found is not None and found.name != "any-exception"), None)
+    else:
+        row = next(filter(None, (_last_words(line) for line in reversed(evidence.text.splitlines()[-40:]))), None)
+    full = row is not None and row.weight != "decisive" and (row.tier == "host" or row.budget)
+    if row is not None and full and evidence.device == "cpu":
+        return replace(
+            row, kind="out_of_memory", tier="device", action="leaner_rung"
+        )  # the budgeted process memory is the device
+    return row
+
+
+def _last_words(line: str) -> Signature | None:
+    row = first_match(line)
+    return row if row is not None and row.weight in ("decisive", "cause") and row.kind == "out_of_memory" else None
+
+
 def _out_of_memory(cause: Evidence, row: Signature) -> OutOfMemory:
     assert row.tier is not None
-    wanted, free = _WANTED.search(cause.text), _FREE.search(cause.text)
+    shortage = shortage_in(cause.text)
     return OutOfMemory(
         tier=row.tier,
         rank=cause.rank,
         phase=cause.phase,
         step=cause.step,
-        evidence=_line(cause, row.pattern),
-        wanted_bytes=_size(wanted[1] or wanted[2]) if wanted else None,
-        free_bytes=_size(free[1]) if free else cause.free_bytes,
+        evidence=_line(cause, row),
+        wanted_bytes=shortage.wanted_bytes,
+        free_bytes=shortage.free_bytes if shortage.free_bytes is not None else cause.free_bytes,
         limit_bytes=cause.limit_bytes,
     )
 
@@ -68,7 +90,9 @@ def _meaning(cause: Evidence, row: Signature | None) -> tuple[FailureKind, Actio
     if cause.lost:
         return _lost(cause)
     if row is not None:
-        return row.kind, row.action, _line(cause, row.pattern), row.advice
+        assert row.kind != "out_of_memory"
+        assert row.kind != "none"
+        return row.kind, row.action, _line(cause, row), row.advice
     if cause.signal_name:
         return _signalled(cause, cause.signal_name)
     if "SystemExit" in cause.types:
@@ -106,10 +130,7 @@ def _lost(cause: Evidence) -> tuple[FailureKind, Action, str, str]:
 def _signalled(cause: Evidence, name: str) -> tuple[FailureKind, Action, str, str]:
     if name == "SIGKILL":
         advice = "if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'"
-        return "infrastructure", "retry", "killed by SIGKILL, by no one of ours", advice
-    if name == "SIGBUS":
-        advice = "often a full /dev/shm: df -h /dev/shm"
-        return "infrastructure", "retry", "killed by SIGBUS", advice
+        return "unknown", "retry", "killed by SIGKILL, by no one of ours", advice
     return "unknown", "retry", f"killed by {name}{_last_word(cause)}", "its stack is at the end of its log"
 
 
@@ -119,19 +140,14 @@ def _last_word(cause: Evidence) -> str:
     return f": {assertion}" if assertion else ""
 
 
-def _line(cause: Evidence, pattern: str) -> str:
+def _line(cause: Evidence, row: Signature) -> str:
     """The line of the text that proves it."""
     if "ValidationError" in cause.types and (said := _INVALID.search(cause.message)):
         return f"{said[1]}: {said[2]}"  # pydantic's first line only counts the errors
-    if pattern:
-        for line in cause.text.splitlines():
-            if re.search(pattern, line, re.IGNORECASE):
-                return line.strip()[:_EVIDENCE_CHARS]
+    for line in cause.text.splitlines():
+        low = line.lower()
+        if any(words in low for words in row.says) or (
+            not row.says and row.pattern and re.search(row.pattern, line, re.IGNORECASE)
+        ):
+            return line.strip()[:_EVIDENCE_CHARS]
     return cause.headline[:_EVIDENCE_CHARS]
-
-
-def _size(text: str) -> int | None:
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        return None

@@ -18,7 +18,7 @@ from autods.values import Failed, Fit, OutOfMemory
 
 # Fault: what is reported of it, and words of the evidence.
 REPORTED = {
-    "SIGKILL": ("infrastructure", "killed by SIGKILL"),
+    "SIGKILL": ("unknown", "killed by SIGKILL"),
     "SIGSEGV": ("unknown", "killed by SIGSEGV"),
     "SIGABRT": ("unknown", "killed by SIGABRT"),
     "os._exit(0)": ("user_code", "exit code 0 and no result"),
@@ -70,7 +70,7 @@ def test_running_out_of_memory_on_one_rank_is_the_cause_whatever_the_others_say(
 def test_rank_0_which_serves_the_rendezvous_may_be_the_one_that_dies(runner, scene, phase):
     seen = meet(runner, scene, "SIGKILL", phase, rung="zero3", rank=0)
     assert isinstance(seen.outcome, Failed), seen.outcome
-    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("infrastructure", 0, phase)
+    assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("unknown", 0, phase)
     assert seen.left == []
 
 

@@ -42,7 +42,7 @@ def test_a_killed_rank_is_not_judged_by_what_its_log_says():
     log = "warning: Connection reset by peer, retrying\nout of memory is near: std::bad_alloc"
     outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, Failed)
-    assert (outcome.failure, outcome.rank) == ("infrastructure", 1)
+    assert (outcome.failure, outcome.rank) == ("unknown", 1)  # nothing corroborates who sent it
 
 
 def test_a_rank_that_waits_in_a_collective_is_not_the_one_that_hangs_though_it_beat_first():

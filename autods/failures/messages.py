@@ -1,0 +1,268 @@
+"""Lines → messages: a traceback with its exception is one message, so is an exception's text over several lines.
+
+Source code that a traceback quotes is stack, never text: `except torch.cuda.OutOfMemoryError:` is no evidence.
+"""
+
+# ruff: noqa: E501  (tables of patterns)
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from .lines import PROGRESS, Line
+from .prefix import Prefix
+
+# raised: the end of a traceback. stated: a line that says so itself. mentioned: in passing, below level ERROR.
+# quoted: data, arguments, generated text.
+Manner = Literal["raised", "stated", "mentioned", "quoted"]
+
+_FRAMES = 120
+_BODY_LINES = 25
+_OPEN_LINES = 600  # a traceback that has not ended after so many lines is not one
+
+_TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
+_FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
+_CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
+_IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
+_SUFFIX = (
+    r"(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Abort|Abandoned|Unsupported|NotFound|Mismatch|OutOfMemory"
+    r"|OutOfResources|ErrorCode|Denied|Warning)"
+)
+# "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
+_EXCEPTION = re.compile(
+    r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*" + _SUFFIX
+    + r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
+)  # fmt: skip
+_ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")
+_NATIVE = re.compile(r"terminate called|(?:\s+)?what\(\):|Fatal Python error|\*\*\* Process received signal")
+_CODE = re.compile(
+    r"(?:>+ *\d* *)?(?:raise\b[^:]*\(|raise \w+$|except\b.*:\s*(?:#.*)?$|from [\w.]+ import |import [\w.]+(?: as \w+)?$|def \w+\(|class \w+.*:$"
+    r"|return\b.*\)$|(?:el)?if .*:$|assert .*[,=]|self\.\w+|with .*:$|for .* in .*:$|while .*:$|try:$|#|\^+$|~+\^)"
+)
+_BOX = "│╭╰┌└├|❱"
+_NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
+SAYS_SO = re.compile(
+    r"\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b", re.I
+)
+_QUOTED = re.compile(
+    r"\b(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
+    r"|generated|q|a|namespace|arguments|target|label|doc(?:ument)?|user|assistant|human|gpt|args?|config|usage|help|pattern)s?['\"]?\s?[:=(]|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
+    re.IGNORECASE,
+)
+
+
+@dataclass(slots=True)
+class Message:
+    """What a process said at one place. text: the exception and its message, or the line."""
+
+    file: str
+    number: int
+    text: str
+    prefix: Prefix
+    manner: Manner
+    type: str = ""  # the exception's name without its module
+    module: str = ""
+    frames: tuple[str, ...] = ()  # outermost first: 'File "…", line 3, in forward', and the code under it
+    progress: int = 0
+    order: int = 0
+    ignored: bool = False  # Python itself says that nobody sees this exception
+
+    @property
+    def head(self) -> str:
+        """The first line."""
+        return self.text.partition("\n")[0].strip()
+
+    @property
+    def stack(self) -> str:
+        """The frames as one text."""
+        return "\n".join(self.frames)
+
+
+@dataclass(slots=True)
+class _Open:
+    """What one stream is in the middle of."""
+
+    frames: list[str] = field(default_factory=list)
+    lines: int = 0
+    message: Message | None = None
+    body: list[str] = field(default_factory=list)
+    ignored: bool = False
+    indent: int = 0  # of the first frame
+    rank: int | None = None  # that the line before named
+
+
+class Assembler:
+    """Takes lines, gives messages. Streams are kept apart, so that interleaved ranks do not mix."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], _Open] = {}
+        self._order = 0
+        self._spawned: dict[tuple[str, str], int] = {}
+        self._ignore: set[tuple[str, str]] = set()
+
+    @property
+    def waiting(self) -> bool:
+        """Some stream is in the middle of something."""
+        return bool(self._open)
+
+    def feed(self, line: Line) -> Iterator[Message]:
+        """The messages that this line completes."""
+        key = (line.file, line.prefix.stream)
+        text = line.text
+        if _TRACEBACK.search(text):
+            yield from self._close(key)
+            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None))
+            self._ignore.discard(key)
+            return
+        if found := _SPAWNED.search(text):
+            self._spawned[key] = int(found[1])
+        if _IGNORED.search(text):
+            self._ignore.add(key)
+        if _CHAINED.search(text):
+            yield from self._close(key)
+            return
+        opened = self._open.get(key)
+        if opened is not None and opened.message is None:
+            yield from self._in_frames(key, opened, line)
+        elif opened is None and _FRAME.match(text):  # the beginning of the traceback was not pasted
+            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text))
+        elif opened is not None and self._goes_on(opened, line):
+            if _NATIVE_FRAME.match(text):
+                assert opened.message is not None
+                opened.message.frames += (text.strip(),)
+            elif not _is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback inside the message
+                opened.body.append(text.rstrip())
+        else:
+            yield from self._close(key)
+            yield from self._fresh(key, line)
+
+    def finish(self) -> Iterator[Message]:
+        """What is still open at the end."""
+        for key in list(self._open):
+            yield from self._close(key)
+
+    def _in_frames(self, key: tuple[str, str], opened: _Open, line: Line) -> Iterator[Message]:
+        text = line.text.rstrip()
+        opened.lines += 1
+        if opened.lines > _OPEN_LINES:
+            del self._open[key]
+        elif opened.frames and _indent(text) < opened.indent and (found := _EXCEPTION.match(text.strip())):
+            opened.message = self._message(line, "raised", found, tuple(opened.frames))
+            opened.body = [text.strip()]
+        elif not text.strip() or text[0] in " \t" + _BOX:
+            if not opened.frames:
+                opened.indent = _indent(text)
+            if len(opened.frames) > _FRAMES:
+                del opened.frames[_FRAMES // 3]
+            if text.strip():
+                opened.frames.append(text.strip())
+        elif opened.frames and (found := _EXCEPTION.match(text) or _ENDS_TRACEBACK.match(text)):
+            opened.message = self._message(line, "raised", found, tuple(opened.frames))
+            opened.message.ignored = opened.ignored
+            opened.body = [text]
+        elif found := _EXCEPTION.match(text):
+            opened.message = self._message(line, "raised", found, ())
+            opened.body = [text]
+        else:
+            yield from self._plain(key, line)  # another process wrote in between
+
+    def _goes_on(self, opened: _Open, line: Line) -> bool:
+        """Whether the line belongs to the message that is open: an exception's text may have several lines."""
+        text = line.text
+        if len(opened.body) >= _BODY_LINES or line.prefix.level or line.prefix.time:
+            return False
+        if not text.strip():
+            return len(opened.body) < 3 and bool(opened.frames)
+        return not (_EXCEPTION.match(text) or _STARTS_ANEW.match(text) or PROGRESS.search(text))
+
+    def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
+        found = _EXCEPTION.match(line.text)
+        if found and not found["type"].endswith("Warning") and not _is_code(line.text):
+            opened = _Open()
+            opened.message = self._message(line, "stated", found, ())
+            opened.body = [line.text.rstrip()]
+            self._open[key] = opened
+        elif _NATIVE.match(line.text):
+            opened = _Open()
+            opened.message = self._message(line, "stated", None, ())
+            opened.body = [line.text.rstrip()]
+            self._open[key] = opened
+        else:
+            yield from self._plain(key, line)
+
+    def _plain(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
+        text = line.text.strip()
+        if text and not _is_code(text):
+            yield self._message(line, manner_of(line), None, ())
+
+    def _close(self, key: tuple[str, str]) -> Iterator[Message]:
+        opened = self._open.pop(key, None)
+        if opened is None or opened.message is None:
+            return
+        message = opened.message
+        message.text = "\n".join(opened.body)
+        if opened.rank is not None and message.prefix.rank is None:
+            message.prefix = replace(message.prefix, rank=opened.rank)
+        yield message
+
+    def _message(self, line: Line, manner: Manner, found: re.Match[str] | None, frames: tuple[str, ...]) -> Message:
+        self._order += 1
+        full = found["type"] if found else ""
+        module, _, name = full.replace("::", ".").rpartition(".")
+        return Message(
+            file=line.file,
+            number=line.number,
+            text=line.text.strip(),
+            prefix=line.prefix,
+            manner=manner,
+            type=name,
+            module=module,
+            frames=frames,
+            progress=line.progress,
+            order=self._order,
+        )
+
+
+# What torch adds to every CUDA error: advice that names things that did not happen.
+BOILERPLATE = re.compile(
+    r"\s*(?:Compile with `TORCH_USE|For debugging consider|CUDA kernel errors might|HIP kernel errors might|Device-side assert"
+    r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
+    r"nformation)"
+)
+_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
+_STARTS_ANEW = re.compile(
+    r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
+    r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"
+    r"node\S*:\d+:\d+ |\S+:\d+:\d+ \[\d+\] NCCL|\s*\d+%\|"
+)
+
+
+def exception_type(text: str) -> str:
+    """'OutOfMemoryError' for "torch.OutOfMemoryError: CUDA …"; empty when the text does not begin with an exception."""
+    found = _EXCEPTION.match(text)
+    return found["type"].replace("::", ".").rpartition(".")[2] if found else ""
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _is_code(text: str) -> bool:
+    text = text.strip()
+    return bool(_CODE.match(text)) or text[:1] in _BOX or bool(_NATIVE_FRAME.match(text)) or text.startswith('File "')
+
+
+def manner_of(line: Line) -> Manner:
+    """Whether a plain line says itself that something failed, or only has the words in it."""
+    if _QUOTED.search(line.text) and line.prefix.level != "error" and not SAYS_SO.match(line.text):
+        return "quoted"
+    match line.prefix.level:
+        case "error":
+            return "stated"
+        case "debug" | "info" | "warning":
+            return "mentioned"
+        case _:
+            return "stated"

@@ -1,0 +1,30 @@
+"""Signatures are rows of data: each row's example is that row's, and no row takes another's."""
+
+from __future__ import annotations
+
+import pytest
+
+from autods.failures.lines import WORDS
+from autods.failures.messages import exception_type
+from autods.failures.signatures import ERROR_LINE, Signature, first_match, rows
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
+def test_the_example_of_a_row_is_taken_by_that_row(row: Signature) -> None:
+    type = exception_type(row.example) or (ERROR_LINE if ERROR_LINE in row.types else "")
+    assert first_match(row.example, type=type, stack=row.example_stack) is row
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
+def test_no_example_is_lost_before_it_is_matched(row: Signature) -> None:
+    assert any(word in row.example.lower().encode() for word in WORDS)
+
+
+def test_names_are_unique_and_every_row_names_its_source() -> None:
+    assert len({(row.file, row.name) for row in rows()}) == len(rows())
+    assert all(row.source and row.example for row in rows())
+
+
+def test_memory_rows_have_a_tier_and_others_have_none() -> None:
+    for row in rows():
+        assert (row.tier is not None) == (row.kind in ("out_of_memory", "memory_pressure")), row.name
