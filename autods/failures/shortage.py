@@ -51,7 +51,9 @@ def shortage_in(text: str) -> Shortage:
     allocated, reserved = _bytes(_ALLOCATED, text), _bytes(_RESERVED, text)
     if idle is None and allocated is not None and reserved is not None:
         idle = max(0, reserved - allocated)
-    others = [size for found in _OTHERS.finditer(text) if (size := _size(found[1])) is not None]
+    # Without "this process has" a lone "Process 4121 has" may be this one, seen from inside a container.
+    told_apart = "this process has" in text.lower()
+    others = [size for found in _OTHERS.finditer(text) if told_apart and (size := _size(found[1])) is not None]
     return Shortage(
         wanted_bytes=_bytes(_WANTED, text), free_bytes=_bytes(_FREE, text), idle_bytes=idle,
         others_bytes=sum(others) if others else None,

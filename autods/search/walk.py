@@ -53,9 +53,11 @@ def walk(
     speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say)."""
     records: list[Record] = []
     skipped: list[Skipped] = []
+    host_full: list[Rung] = []
     for candidate in candidates:
-        if candidate.skip is not None:
-            skipped.append(Skipped(rung=candidate.rung.name, reason=candidate.skip))
+        reason = candidate.skip or _too_much_host(candidate.rung, host_full)
+        if reason is not None:
+            skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
             on_skip(skipped[-1])
             continue
         answers = _tried(candidate, run, steps)
@@ -63,12 +65,26 @@ def walk(
         match answers[-1].outcome:
             case Fit():
                 return Walked(winner=answers[-1], records=tuple(records), skipped=tuple(skipped), stopped=None)
+            case OutOfMemory(tier="host" | "pinned"):
+                host_full.append(candidate.rung)
             case Failed(action="fix_code" | "fix_config"):
                 # The same code and config would fail on every rung.
                 return Walked(winner=None, records=tuple(records), skipped=tuple(skipped), stopped=answers[-1])
             case OutOfMemory() | Failed():
                 pass
     return Walked(winner=None, records=tuple(records), skipped=tuple(skipped), stopped=None)
+
+
+def _too_much_host(rung: Rung, host_full: Iterable[Rung]) -> str | None:
+    """Why a rung is not tried after the host ran out under another one: it keeps the same states there, or more."""
+    for full in host_full:
+        if (held := _on_host(full)) and held <= _on_host(rung):
+            return f"it needs as much host memory as {full.name}, which ran out of it"
+    return None
+
+
+def _on_host(rung: Rung) -> set[str]:
+    return {state for state, tier in rung.places.items() if tier == "host"}
 
 
 def _tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:

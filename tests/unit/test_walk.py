@@ -13,7 +13,7 @@ from autods.ladder import all_rungs
 from autods.search.ask import accumulation_for
 from autods.search.walk import Candidate, Closest, Walked, candidates, shortfall, walk
 from autods.settings import Settings, read_profile
-from autods.values import ModelFacts, Outcome, Skipped, Steps, Trial, WorkloadSource
+from autods.values import ModelFacts, Outcome, Skipped, Steps, Tier, Trial, WorkloadSource
 
 FACTS = ModelFacts(
     parameters=32_000_000, largest_parameter=1_000_000, checkpointing=True, tokens_per_sample=64, has_optimizer=False
@@ -206,3 +206,14 @@ def test_the_shortfall_is_measured_with_the_optimizer_that_ran_out() -> None:
         (record.trial.rung, record.trial.native_optimizer) for record in records
     ]
     assert not any(trial.limited for trial in free.trials)
+
+
+@pytest.mark.parametrize("tier", ["host", "pinned"])
+def test_after_the_host_ran_out_no_rung_that_keeps_as_much_there_is_tried(tier: Tier) -> None:
+    walked, runner = climb({"zero2-offload": replace(OOM, tier=tier), "zero3-nvme": OOM})
+    tried = rungs_tried(runner)
+    assert "zero3" in tried
+    assert "zero3-offload-param" in tried  # the parameters alone are less than the optimizer
+    assert "zero3-offload" not in tried
+    reason = next(skip.reason for skip in walked.skipped if skip.rung == "zero3-offload")
+    assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
