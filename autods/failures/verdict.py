@@ -42,6 +42,8 @@ def row_of(evidence: Evidence) -> Signature | None:
             row = next((found for found in own if found is not None and found.name != "any-exception"), None)
     else:
         row = next(filter(None, (_last_words(line) for line in reversed(evidence.text.splitlines()[-40:]))), None)
+    if row is not None and row.name == "missing-package" and evidence.user_frame:
+        return None  # the workload's own import: its file and line say more
     full = row is not None and row.weight != "decisive" and (row.tier == "host" or row.budget)
     if row is not None and full and evidence.device == "cpu":
         return replace(
