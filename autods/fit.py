@@ -22,7 +22,7 @@ from .search.grow import Grown, grow
 from .search.tune import Tuned, tune
 from .search.walk import Walked, candidates, shortfall, walk
 from .settings import Settings
-from .values import Failed, Listener, ModelFacts, Note, Record, Trial
+from .values import Failed, Fit, Listener, ModelFacts, Note, Record, Trial, is_machines_fault
 
 
 class Runner(Protocol):
@@ -91,7 +91,7 @@ def _search(
 def _grow(winner: Record, memory: Memory, settings: Settings) -> Grown:
     return grow(
         winner,
-        memory.run,
+        lambda trial: _check_machine(memory.run(trial), settings),
         limits=settings.profile.grow,
         steps=settings.profile.timed,
         limit_bytes=settings.device_bytes,
@@ -105,7 +105,7 @@ def _tune(grown: Grown, memory: Memory, settings: Settings, study: Path, config:
     rung = next(rung for rung in settings.ladder if rung.name == grown.best.trial.rung)
     return tune(
         grown.best,
-        memory.run,
+        lambda trial: _check_machine(memory.run(trial), settings),
         rung=rung,
         limits=settings.profile.tune,
         steps=settings.profile.timed,
@@ -121,10 +121,24 @@ def _check(walked: Walked, settings: Settings) -> None:
     """A failure that every rung would share ends the fit: it is the user's to mend."""
     if walked.stopped is None:
         return
+    _check_machine(walked.stopped, settings)
     outcome = walked.stopped.outcome
     assert isinstance(outcome, Failed)
-    folder = settings.out / "logs" / f"{walked.stopped.id:03d}-{walked.stopped.trial.rung}"
-    raise input_error(outcome, settings.source.path, folder / f"rank{outcome.rank}.log")
+    raise input_error(outcome, settings.source.path, _log(walked.stopped, settings))
+
+
+def _check_machine(record: Record, settings: Settings) -> Record:
+    """A full disk or a lost GPU ends the fit: what comes after would fail of the same. Asked again by the next run."""
+    outcome = record.outcome
+    if isinstance(outcome, Fit) or not is_machines_fault(outcome):
+        return record
+    seen = f"{record.trial.rung}, rank {outcome.rank}, {outcome.phase}; log: {_log(record, settings)}"
+    raise EnvironmentBroken(f"{outcome.evidence}\n  {outcome.advice} ({seen})")
+
+
+def _log(record: Record, settings: Settings) -> Path:
+    assert not isinstance(record.outcome, Fit)
+    return settings.out / "logs" / f"{record.id:03d}-{record.trial.rung}" / f"rank{max(0, record.outcome.rank)}.log"
 
 
 def _check_failures(walked: Walked) -> None:

@@ -10,6 +10,8 @@ from importlib import metadata
 
 import psutil
 
+from .cgroup import memory_groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -33,13 +35,16 @@ class Hardware:
 
 
 def look() -> Hardware:
-    """Host memory by psutil, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
+    """Host memory by psutil and the cgroup's limit, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
     memory = psutil.virtual_memory()
+    groups = memory_groups()  # a container's limit is less than what the machine has
+    limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
+    free = [left for group in groups if (left := group.free_bytes()) is not None]
     return Hardware(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
-        host_bytes=memory.total,
-        host_free_bytes=memory.available,
+        host_bytes=min([memory.total, *limits]),
+        host_free_bytes=min([memory.available, *free]),
         cards=visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES")),
     )
 

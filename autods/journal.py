@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import InputError
 from .typed import read_as
-from .values import Outcome, Record, Trial
+from .values import Outcome, Record, Trial, is_machines_fault
 
 VERSION = 1
 
@@ -134,6 +134,8 @@ class Journal:
                         records[key] = read_record(record)
                     except ValueError as error:
                         raise self._damaged(number, str(error)) from None
+                    if is_machines_fault(records[key].outcome):
+                        del records[key]  # it may be mended by now: asked again
                 case _:
                     raise self._damaged(number)
         return Past(records, unfinished)

@@ -97,6 +97,7 @@ class Fit:
     spread: float  # relative standard error of the median step
     losses: tuple[float, ...]  # rank 0, one per optimizer step, warm-up included
     timing: Timing
+    alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
     kind: Literal["fit"] = "fit"
 
     @property
@@ -107,7 +108,10 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit."""
+    """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit.
+
+    Rank −1: no rank, the process that forks them. action and advice: what to do, as the failure oracle says.
+    """
 
     tier: Tier
     rank: int
@@ -117,6 +121,8 @@ class OutOfMemory:
     wanted_bytes: int | None = None
     free_bytes: int | None = None
     limit_bytes: int | None = None
+    action: Action = "leaner_rung"
+    advice: str = ""
     kind: Literal["out_of_memory"] = "out_of_memory"
 
     @property
@@ -129,7 +135,10 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver."""
+    """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver.
+
+    op: the DeepSpeed op that is broken; only rungs that need it share the failure.
+    """
 
     failure: FailureKind
     rank: int
@@ -138,10 +147,16 @@ class Failed:
     action: Action
     advice: str
     step: int = 0
+    op: str | None = None
     kind: Literal["failed"] = "failed"
 
 
 Outcome = Fit | OutOfMemory | Failed
+
+
+def is_machines_fault(outcome: Outcome) -> bool:
+    """Something has to be mended on the machine (a full disk, a lost GPU, a compiler) before this can be tried."""
+    return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

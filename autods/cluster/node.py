@@ -21,6 +21,7 @@ from ..trial.ops import cache_folder
 from ..trial.spec import RankJob
 from ..values import Device, WorkloadSource
 from . import procs
+from .host_watch import HostWatch
 from .supervise import remove_folders
 
 _ZYGOTE_ENVIRONMENT = {
@@ -77,7 +78,7 @@ class Node:
             if "pid" not in ready:
                 return ready
         assert self.connection is not None
-        self.beat = ["start", 0]
+        self.beat, host = ["start", 0], HostWatch.begin()
         try:
             self.connection.sendall(line.encode() + b"\n")
             while (message := self._next()) is not None:
@@ -88,7 +89,8 @@ class Node:
             pass
         died = self._death()
         remove_folders(RankJob.from_json(line))  # not before the ranks that work in them are gone
-        return {"died": died, "phase": self.beat[0], "step": self.beat[1], "gone_at_s": time.monotonic()}
+        phase, step = self.beat
+        return {"died": died, "phase": phase, "step": step, "gone_at_s": time.monotonic(), "host": host.report()}
 
     def progress(self) -> list[Any]:
         """Phase and step of the slowest rank."""

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..failures import from_end, outcome_of
+from ..failures import HostMemory, from_end, outcome_of
 from ..trial.act import spread_of
 from ..trial.spec import RankJob
-from ..values import Failed, Fit, Outcome, Tier, TierUse, Timing
+from ..values import Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
 
 
 def outcome_from(
@@ -39,6 +39,7 @@ def outcome_from(
         step_s=step_s,
         spread=spread_of(step_s),
         losses=tuple(first["losses"]),
+        alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
         timing=Timing(
             wall_s=wall_s,
             build_s=build_s,
@@ -53,22 +54,15 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
     """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
     for report in reports:
         if "died" in report:
-            return Failed(
-                failure="infrastructure",
-                rank=-1,
-                phase=report.get("phase", "start"),
-                step=report.get("step", 0),
-                evidence=f"the process that forks the ranks died: {report['died']}",
-                action="retry",
-                advice="if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
-            )
+            return _zygote_died(report)
         if "error" in report:  # the user's module could not be imported
             end = {"rank": 0, "phase": "build", "step": 0, "at_s": 0.0, "exit": 1, "record": {"error": report["error"]}}
             return outcome_of([from_end(end, device=job.device, limit_bytes=None)])
     ends = [end for report in reports for end in report["ends"]]
     failed = [
-        from_end(end, device=job.device, limit_bytes=job.limit_bytes)
-        for end in ends
+        from_end(end, device=job.device, limit_bytes=job.limit_bytes, host=report.get("host"))
+        for report in reports
+        for end in report["ends"]
         if not end["killed_by_us"] and not ((end["record"] or {}).get("ok") and end["exit"] == 0)
     ]
     if failed:
@@ -79,6 +73,22 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
         )
     return None
+
+
+def _zygote_died(report: Mapping[str, Any]) -> Outcome:
+    """The process that forks the ranks was killed; by an OOM killer, if its node's memory says so."""
+    host = HostMemory(**report["host"]) if "host" in report else None
+    where = {"rank": -1, "phase": report.get("phase", "start"), "step": report.get("step", 0)}
+    said = f"the process that forks the ranks died: {report['died']}"
+    if host is not None and host.killed and "SIGKILL" in report["died"]:
+        return OutOfMemory(
+            tier="host", evidence=f"{said}; {host.killed}", limit_bytes=host.limit_bytes, action="less_host_memory",
+            advice="the host's memory is full: give the node or its cgroup more memory, or use fewer ranks", **where,
+        )  # fmt: skip
+    return Failed(
+        failure="infrastructure", evidence=said, action="retry",
+        advice="if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'", **where,
+    )  # fmt: skip
 
 
 def _memory(reports: Sequence[Mapping[str, Any]], job: RankJob, host_bytes: int | None) -> dict[Tier, TierUse]:

@@ -141,7 +141,7 @@ class RayRunner:
                 said = failure.evidence if not hasattr(failure, "memory") else ""
                 return Failed(
                     failure="toolchain", rank=-1, phase="init", evidence=f"{op} could not be built: {said}",
-                    action="fix_environment", advice=f"see {job.folder}/rank0.log",
+                    action="fix_environment", advice=f"see {job.folder}/rank0.log", op=op,
                 )  # fmt: skip
             self.built.add(op)
         return None

@@ -34,7 +34,12 @@ class ScriptedRunner:
 
 
 def fit(
-    *, peak_bytes: int, samples_per_second: float = 1.0, step_s: float = 0.1, limit_bytes: int | None = None
+    *,
+    peak_bytes: int,
+    samples_per_second: float = 1.0,
+    step_s: float = 0.1,
+    limit_bytes: int | None = None,
+    alloc_retries: int = 0,
 ) -> Fit:
     """A trial that ran, with this device peak and speed."""
     return Fit(
@@ -45,10 +50,13 @@ def fit(
         spread=0.0,
         losses=(1.0,),
         timing=Timing(wall_s=1.0),
+        alloc_retries=alloc_retries,
     )
 
 
-def out_of_memory(*, missing_bytes: int | None = None, tier: Tier = "device") -> OutOfMemory:
+def out_of_memory(
+    *, missing_bytes: int | None = None, tier: Tier = "device", action: Action = "leaner_rung"
+) -> OutOfMemory:
     """A trial that ran out on a tier, by what its last allocation lacked."""
     return OutOfMemory(
         tier=tier,
@@ -57,12 +65,15 @@ def out_of_memory(*, missing_bytes: int | None = None, tier: Tier = "device") ->
         evidence="RuntimeError: can't allocate memory",
         wanted_bytes=missing_bytes,
         free_bytes=0,
+        action=action,
     )
 
 
-def failed(*, failure: FailureKind = "unknown", action: Action = "retry", evidence: str = "exit code 3") -> Failed:
+def failed(
+    *, failure: FailureKind = "unknown", action: Action = "retry", evidence: str = "exit code 3", op: str | None = None
+) -> Failed:
     """A trial that died of something else; a fluke unless `failure` and `action` say otherwise."""
-    return Failed(failure=failure, rank=0, phase="step", evidence=evidence, action=action, advice="")
+    return Failed(failure=failure, rank=0, phase="step", evidence=evidence, action=action, advice="", op=op)
 
 
 def surface(

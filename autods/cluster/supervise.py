@@ -22,6 +22,7 @@ from ..trial.heartbeat import Beat, Heartbeats
 from ..trial.spec import RankJob
 from ..workload import Workload
 from . import procs
+from .host_watch import HostWatch
 from .ranks import start_ranks
 
 TICK_S = 0.02
@@ -53,6 +54,7 @@ class Watch:
     job: RankJob
     board: Heartbeats
     live: dict[int, Live]  # by pidfd
+    host: HostWatch
     ends: list[dict[str, Any]] = field(default_factory=list)
     first_failure_s: float | None = None
     killed_s: float | None = None
@@ -91,6 +93,7 @@ def supervise(
         "strays": strays,
         "why_killed": watch.why_killed,
         "swap_bytes": swapped,
+        "host": watch.host.report(),
     }
 
 
@@ -101,13 +104,14 @@ def _started(job: RankJob, workload: Workload | None, spawn: bool) -> Watch:
     for folder in filter(None, (job.scratch, job.swap)):
         Path(folder).mkdir(parents=True, exist_ok=True)
     board = Heartbeats.of(len(job.local_ranks))
+    host = HostWatch.begin()
     now = time.monotonic()
     started = start_ranks(job, board, workload, spawn=spawn)
     live = {
         pidfd: Live(job.local_ranks[slot], slot, pid, pidfd, Beat("start", 0, now), now)
         for slot, (pid, pidfd) in enumerate(started)
     }
-    return Watch(job, board, live)
+    return Watch(job, board, live, host)
 
 
 def _until_gone(
@@ -132,6 +136,7 @@ def _until_gone(
             elif watch.killed_s is None:
                 _kill(watch, "aborted")
         _look(watch, began)
+        watch.host.look((live.rank, live.pid) for live in watch.live.values())
         if time.monotonic() - last_told > 0.2 and watch.live:
             last_told = time.monotonic()
             told(min((live.beat for live in watch.live.values()), key=lambda beat: beat.at_s))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..units import show_bytes
 from ..values import Device, Phase
+
+_NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -16,6 +19,31 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _AWAITING = re.compile(
     r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The node's memory during the trial, noted by the process that watched its ranks.
+
+    group_kills, machine_kills: what OOM killers ended meanwhile, in the fit's cgroup and on the whole machine.
+    """
+
+    limit_bytes: int
+    least_free_bytes: int
+    group_kills: int = 0
+    machine_kills: int = 0
+    peak_rss_bytes: Mapping[str, int] = field(default_factory=dict)  # by rank
+
+    @property
+    def killed(self) -> str | None:
+        """What speaks for an OOM killer, if anything does; a SIGKILL alone does not."""
+        if self.group_kills:
+            return f"the OOM killer of its cgroup struck ({show_bytes(self.limit_bytes)} are its limit)"
+        if self.machine_kills:
+            return f"the kernel's OOM killer struck ({show_bytes(self.limit_bytes)} of memory)"
+        if self.least_free_bytes < _NEARLY_FULL * self.limit_bytes:
+            return f"only {show_bytes(self.least_free_bytes)} of {show_bytes(self.limit_bytes)} were free"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +67,9 @@ class Evidence:
     mend: str | None = None
     free_bytes: int | None = None
     log_tail: str = ""
+    host: HostMemory | None = None
+    idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
+    alloc_retries: int = 0
 
     @property
     def signal_name(self) -> str | None:
@@ -73,8 +104,10 @@ class Evidence:
         return f"{self.types[0]}: {line}" if self.types else line
 
 
-def from_end(end: Mapping[str, Any], *, device: Device, limit_bytes: int | None) -> Evidence:
-    """Evidence from what the watcher noted of a rank."""
+def from_end(
+    end: Mapping[str, Any], *, device: Device, limit_bytes: int | None, host: Mapping[str, Any] | None = None
+) -> Evidence:
+    """Evidence from what the watcher noted of a rank and of its node's memory."""
     record = end["record"] or {}
     error = record.get("error") or {}
     return Evidence(
@@ -95,4 +128,7 @@ def from_end(end: Mapping[str, Any], *, device: Device, limit_bytes: int | None)
         mend=error.get("mend"),
         free_bytes=record.get("free_bytes"),
         log_tail=end.get("log_tail", ""),
+        host=HostMemory(**host) if host else None,
+        idle_bytes=record.get("idle_bytes"),
+        alloc_retries=record.get("alloc_retries", 0),
     )

@@ -6,15 +6,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..values import Action, Failed, FailureKind, OutOfMemory
+from ..values import Failed, OutOfMemory
 from .evidence import Evidence
 from .messages import BOILERPLATE
 from .shortage import shortage_in
 from .signatures import Signature, first_match
+from .unsaid import Said, meaning_of
 
 _INVALID = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
+_OP = re.compile(
+    r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io)(?:\.so|')|'(\w+)Builder'"
+)
 _EVIDENCE_CHARS = 400
-_UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `cluster.supervise`
 
 
 def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
@@ -27,9 +30,10 @@ def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
 
     cause = min(ends, key=order)
     row = rows[cause.rank]
-    if row is not None and row.kind == "out_of_memory":
-        return _out_of_memory(cause, row)
-    return _failed(cause, row)
+    said = _by_row(cause, row) if row is not None and not cause.contract and not cause.lost else meaning_of(cause)
+    if said.kind == "out_of_memory":
+        return _out_of_memory(cause, said)
+    return _failed(cause, said)
 
 
 def row_of(evidence: Evidence) -> Signature | None:
@@ -57,89 +61,54 @@ def _last_words(line: str) -> Signature | None:
     return row if row is not None and row.weight in ("decisive", "cause") and row.kind == "out_of_memory" else None
 
 
-def _out_of_memory(cause: Evidence, row: Signature) -> OutOfMemory:
-    assert row.tier is not None
+def _by_row(cause: Evidence, row: Signature) -> Said:
+    notes = replace(shortage_in(cause.text), **_allocator(cause)).notes() if row.tier == "device" else ()
+    advice = "; ".join((*notes, row.advice))
+    return Said(row.kind, row.action, _line(cause, row), advice, tier=row.tier)
+
+
+def _allocator(cause: Evidence) -> dict[str, int]:
+    """The allocator's own figure, where the message does not have it."""
+    return {} if cause.idle_bytes is None else {"idle_bytes": cause.idle_bytes}
+
+
+def _out_of_memory(cause: Evidence, said: Said) -> OutOfMemory:
+    assert said.tier is not None
+    limit = cause.host.limit_bytes if cause.host and said.tier == "host" else None
     shortage = shortage_in(cause.text)
     return OutOfMemory(
-        tier=row.tier,
+        tier=said.tier,
         rank=cause.rank,
         phase=cause.phase,
         step=cause.step,
-        evidence=_line(cause, row),
+        evidence=said.evidence[:_EVIDENCE_CHARS],
         wanted_bytes=shortage.wanted_bytes,
         free_bytes=shortage.free_bytes if shortage.free_bytes is not None else cause.free_bytes,
-        limit_bytes=cause.limit_bytes,
+        limit_bytes=cause.limit_bytes if said.tier == "device" else limit,
+        action=said.action,
+        advice=said.advice,
     )
 
 
-def _failed(cause: Evidence, row: Signature | None) -> Failed:
-    kind, action, said, advice = _meaning(cause, row)
+def _failed(cause: Evidence, said: Said) -> Failed:
+    assert said.kind != "out_of_memory"
+    assert said.kind != "none"
     return Failed(
-        failure=kind,
+        failure=said.kind,
         rank=cause.rank,
         phase=cause.phase,
         step=cause.step,
-        evidence=said[:_EVIDENCE_CHARS],
-        action=action,
-        advice=advice,
+        evidence=said.evidence[:_EVIDENCE_CHARS],
+        action=said.action,
+        advice=said.advice,
+        op=_op_in(cause.text) if said.kind == "toolchain" else None,
     )
 
 
-def _meaning(cause: Evidence, row: Signature | None) -> tuple[FailureKind, Action, str, str]:
-    """Kind, action, evidence and advice, by the strongest evidence there is."""
-    if cause.contract:
-        return "user_code", "fix_code", cause.contract, cause.mend or ""
-    if cause.lost:
-        return _lost(cause)
-    if row is not None:
-        assert row.kind != "out_of_memory"
-        assert row.kind != "none"
-        return row.kind, row.action, _line(cause, row), row.advice
-    if cause.signal_name:
-        return _signalled(cause, cause.signal_name)
-    if "SystemExit" in cause.types:
-        said = f"{_where(cause)}sys.exit({cause.message}) was called"
-        return "user_code", "fix_code", said, "a workload must not leave the process"
-    if not cause.types:
-        if cause.exit == _UNWRITTEN:
-            said = "the rank could not write its result"
-            return "infrastructure", "fix_environment", said, "look for space left in --out: df -h"
-        said = f"the process left with exit code {cause.exit} and no result"
-        return "user_code", "fix_code", said, "something called os._exit or exec"
-    if cause.phase in ("start", "rendezvous") and not cause.user_frame:
-        return "infrastructure", "retry", cause.headline, "the ranks could not find each other"
-    # The workload's own code runs while building, in forward and in backward; the rest is DeepSpeed with its config.
-    if cause.phase in ("init", "step") and not cause.user_frame:
-        return "config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config"
-    return "user_code", "fix_code", f"{_where(cause)}{cause.headline}", f"the workload raised it in {cause.phase}"
-
-
-def _where(cause: Evidence) -> str:
-    return f"{cause.user_frame}: " if cause.user_frame else ""
-
-
-def _lost(cause: Evidence) -> tuple[FailureKind, Action, str, str]:
-    match cause.lost:
-        case "stopped":
-            return "infrastructure", "retry", "the process was stopped (SIGSTOP) and did not go on", "see who stops it"
-        case "wall limit":
-            return "infrastructure", "retry", "the trial took longer than the wall limit", "raise limits.wall_s"
-        case _:
-            said = f"no rank moved for the stall limit; this one beat last in {cause.phase}"
-            return "communication", "retry", said, "its stack is at the end of its log"
-
-
-def _signalled(cause: Evidence, name: str) -> tuple[FailureKind, Action, str, str]:
-    if name == "SIGKILL":
-        advice = "if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'"
-        return "unknown", "retry", "killed by SIGKILL, by no one of ours", advice
-    return "unknown", "retry", f"killed by {name}{_last_word(cause)}", "its stack is at the end of its log"
-
-
-def _last_word(cause: Evidence) -> str:
-    lines = [line.strip() for line in cause.text.splitlines() if line.strip()]
-    assertion = next((line for line in reversed(lines) if "ssert" in line), None)
-    return f": {assertion}" if assertion else ""
+def _op_in(text: str) -> str | None:
+    """The DeepSpeed op that a toolchain failure is about."""
+    found = _OP.search(text)
+    return next(filter(None, found.groups())) if found else None
 
 
 def _line(cause: Evidence, row: Signature) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..units import show_bytes
-from ..values import Failed
+from ..values import Failed, OutOfMemory
 from . import words
 from .result import Report
 
@@ -29,6 +29,11 @@ def shortage(report: Report) -> str:
 
 def remedies(report: Report) -> Iterator[str]:
     """Sentences, the surest first."""
+    yield from dict.fromkeys(
+        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {words.first_line(record.outcome.advice)}"
+        for record in report.trials
+        if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
+    )
     if report.closest is None:
         yield from dict.fromkeys(
             f"{record.trial.rung}: {words.first_line(record.outcome.advice)}"

@@ -43,9 +43,14 @@ def asked(trial: Trial, run: Run) -> tuple[Record, ...]:
             return (first, run(replace(trial, repeat=trial.repeat + 1)))
 
 
+def fits_well(record: Record) -> bool:
+    """Whether the trial fitted, and its allocator never had to flush and try again: it would in every step to come."""
+    return isinstance(record.outcome, Fit) and record.outcome.alloc_retries == 0
+
+
 def fits_within(record: Record, usable_bytes: float) -> bool:
-    """Whether the trial fitted and left the headroom free on the device."""
-    return isinstance(record.outcome, Fit) and record.outcome.device_peak_bytes <= usable_bytes
+    """Whether the trial fitted well and left the headroom free on the device."""
+    return fits_well(record) and isinstance(record.outcome, Fit) and record.outcome.device_peak_bytes <= usable_bytes
 
 
 def samples_per_second(record: Record) -> float:

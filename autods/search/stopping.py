@@ -103,6 +103,8 @@ def predicted_s(times: Mapping[int, float], micro_batch: int) -> float:
 
 def _what_happened(record: Record, usable: str) -> str:
     match record.outcome:
+        case Fit(alloc_retries=int(retries)) if retries:
+            return f"fits, but its allocator ran full {retries} times in the steps"
         case Fit() as fit:
             return f"needs {show_bytes(fit.device_peak_bytes)}, which does not leave the headroom (usable: {usable})"
         case OutOfMemory() as out:

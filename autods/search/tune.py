@@ -54,7 +54,8 @@ class _Judge:
 
         match record.outcome:
             case Fit() as fit:
-                asked.set_constraint("device_margin", (fit.device_peak_bytes - self.usable_bytes) / self.limit_bytes)
+                margin = (fit.device_peak_bytes - self.usable_bytes) / self.limit_bytes
+                asked.set_constraint("device_margin", max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin)
                 study.tell(asked, fit.samples_per_second)
             case OutOfMemory() as out:
                 excess = max((out.missing_bytes or 0) / self.limit_bytes, _LEAST_EXCESS)

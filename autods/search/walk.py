@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..ds_config import compose, ops_of, start_settings
+from ..ds_config import compose, get, ops_of, start_settings
 from ..ladder import Rung
 from ..settings import Settings
-from ..values import Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Skipped, Steps, Trial
-from .ask import accumulation_for, asked
+from ..values import Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
+from .ask import accumulation_for, asked, fits_well
+from .lessons import Lessons
 from .shortfall import Closest, shortfall
 
 __all__ = ["Candidate", "Closest", "Walked", "candidates", "shortfall", "walk"]
 
 _ADAM_OPS = ("cpu_adam", "fused_adam")  # torch's AdamW can stand in for these
+_PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +24,25 @@ class Candidate:
     """A rung as the walk tries it.
 
     stand_in: its own optimizer is an op that may have to be built, so torch's AdamW takes the first look.
-    skip: why it is not tried, or None.
+    skip: why it is not tried, or None. ops: what its own optimizer and NVMe need built. pinned: its keys that pin host
+    memory.
     """
 
     rung: Rung
     knobs: Knobs
     stand_in: bool
     skip: str | None
+    ops: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """What the walk found: `winner` fits; `stopped` is a failure that every rung would share."""
+    """What the walk found: `winner` fits; `stopped` is a failure that every rung would share.
+
+    The winner is the first rung that fits well; where none does, the first that fits although its allocator had to
+    flush and try again in the steps.
+    """
 
     winner: Record | None
     records: tuple[Record, ...]
@@ -50,45 +59,55 @@ def walk(
     candidates: Iterable[Candidate], run: Run, steps: Steps, on_skip: Callable[[Skipped], None] = lambda skipped: None
 ) -> Walked:
     """Try each rung until one fits. A rung is never passed over because another ran out: the ladder is a ranking by
-    speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say)."""
+    speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say).
+    What is full on the host, or broken, is another matter: see `lessons`."""
     records: list[Record] = []
     skipped: list[Skipped] = []
-    host_full: list[Rung] = []
+    pressed: Record | None = None
+    lessons = Lessons()
     for candidate in candidates:
-        reason = candidate.skip or _too_much_host(candidate.rung, host_full)
+        reason = candidate.skip or lessons.against(candidate.rung, candidate.ops)
         if reason is not None:
             skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
             on_skip(skipped[-1])
             continue
         answers = _tried(candidate, run, steps)
         records.extend(answers)
-        match answers[-1].outcome:
-            case Fit():
-                return Walked(winner=answers[-1], records=tuple(records), skipped=tuple(skipped), stopped=None)
-            case OutOfMemory(tier="host" | "pinned"):
-                host_full.append(candidate.rung)
-            case Failed(action="fix_code" | "fix_config"):
-                # The same code and config would fail on every rung.
-                return Walked(winner=None, records=tuple(records), skipped=tuple(skipped), stopped=answers[-1])
-            case OutOfMemory() | Failed():
-                pass
-    return Walked(winner=None, records=tuple(records), skipped=tuple(skipped), stopped=None)
+        last = answers[-1]
+        if fits_well(last):
+            return Walked(winner=last, records=tuple(records), skipped=tuple(skipped), stopped=None)
+        if _stops_all(last):
+            return Walked(winner=None, records=tuple(records), skipped=tuple(skipped), stopped=last)
+        if pressed is None and isinstance(last.outcome, Fit):
+            pressed = last
+        lessons = lessons.after(candidate.rung, last.outcome)
+    return Walked(winner=pressed, records=tuple(records), skipped=tuple(skipped), stopped=None)
 
 
-def _too_much_host(rung: Rung, host_full: Iterable[Rung]) -> str | None:
-    """Why a rung is not tried after the host ran out under another one: it keeps the same states there, or more."""
-    for full in host_full:
-        if (held := _on_host(full)) and held <= _on_host(rung):
-            return f"it needs as much host memory as {full.name}, which ran out of it"
-    return None
-
-
-def _on_host(rung: Rung) -> set[str]:
-    return {state for state, tier in rung.places.items() if tier == "host"}
+def _stops_all(record: Record) -> bool:
+    """Whether every rung would fail of the same: the code, the config or the machine has to be mended first."""
+    match record.outcome:
+        case Failed(op=str()):
+            return False  # only the rungs that need this op
+        case Failed(action="fix_code" | "fix_config"):
+            return True
+        case outcome:
+            return is_machines_fault(outcome)
 
 
 def _tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
-    """The records of one rung, the last one decides."""
+    """The records of one rung, the last one decides. Where pinned memory runs out, it is tried unpinned."""
+    answers = _as_it_is(candidate, run, steps)
+    match answers[-1].outcome:
+        case OutOfMemory(tier="pinned") if candidate.pinned:
+            unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
+            again = replace(candidate, knobs=replace(candidate.knobs, settings=unpinned), pinned=())
+            return answers + _as_it_is(again, run, steps)
+        case _:
+            return answers
+
+
+def _as_it_is(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
     trial = Trial(
         rung=candidate.rung.name,
         knobs=candidate.knobs,
@@ -127,6 +146,8 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
         knobs=knobs,
         stand_in=any(op in _ADAM_OPS for op in ops),
         skip=_why_not(rung, settings, ops, op_problems),
+        ops=ops,
+        pinned=tuple(key for key in _PINS if get(native, key) is True),
     )
 
 

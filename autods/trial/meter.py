@@ -33,6 +33,12 @@ class Meter(Protocol):
     def free_bytes(self) -> int | None:
         """What is left of the limit now."""
 
+    def begin_steps(self) -> None:
+        """The engine is initialised: what the allocator has to repeat from here on, it will repeat in every step."""
+
+    def allocator(self) -> dict[str, int]:
+        """Of the device: `idle_bytes` that it reserves without a tensor, and its `alloc_retries` in the steps."""
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was told, so that clocks mean something."""
 
@@ -99,6 +105,12 @@ class CpuMeter:
         # An exception frees what was being built before it can be caught: the high-water mark remembers it.
         return max(0, self.limit_bytes - max(now, self.peaks()["device"] or 0))
 
+    def begin_steps(self) -> None:
+        """Malloc does not count retries."""
+
+    def allocator(self) -> dict[str, int]:
+        return {}
+
     def synchronize(self) -> None:
         """CPU operators are done when they return."""
 
@@ -111,6 +123,7 @@ class CudaMeter:
     local_rank: int
     _anon_at_start: int = 0
     _total: int = 0
+    _retries_before: int = 0
 
     def start(self) -> None:
         import torch
@@ -133,15 +146,25 @@ class CudaMeter:
 
         now = status_bytes("VmHWM", "RssFile", "RssShmem")
         pinned: Any = getattr(torch.cuda, "host_memory_stats", dict)()
-        statistics = torch.cuda.memory_stats(self.local_rank)
         return {
             # Reserved, not allocated: what the card must hold.
             "device": int(torch.cuda.max_memory_reserved(self.local_rank)),
             "device_allocated": int(torch.cuda.max_memory_allocated(self.local_rank)),
             "host": now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start,
             "pinned": pinned.get("allocated_bytes.peak"),
-            "alloc_retries": int(statistics.get("num_alloc_retries", 0)),
+            **self.allocator(),
         }
+
+    def begin_steps(self) -> None:
+        self._retries_before = 0
+        self._retries_before = self.allocator()["alloc_retries"]
+
+    def allocator(self) -> dict[str, int]:
+        import torch
+
+        said = torch.cuda.memory_stats(self.local_rank)
+        idle = said.get("reserved_bytes.all.current", 0) - said.get("allocated_bytes.all.current", 0)
+        return {"idle_bytes": int(idle), "alloc_retries": int(said.get("num_alloc_retries", 0)) - self._retries_before}
 
     def free_bytes(self) -> int | None:
         import torch

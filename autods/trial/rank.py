@@ -46,6 +46,7 @@ class Observer:
             self.build_s, self.init_began_s = now - self.build_began_s, now
         elif self.phase == "init":
             self.init_s = now - self.init_began_s
+            self.meter.begin_steps()
         self.phase, self.step = phase, step
         self.meter.sample()
         self.board.beat(self.slot, phase, step)
@@ -63,7 +64,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
         result = _JOBS[job.job](job, slot, observer, store, workload)
         record = {"ok": True, "result": result}
     except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
-        record = {"ok": False, "error": describe(error, job.source.path), "free_bytes": _free(meter)}
+        record = {"ok": False, "error": describe(error, job.source.path), **_left(meter)}
     if isinstance(meter, CpuMeter):
         meter.lift()
     if not record["ok"]:
@@ -96,11 +97,11 @@ def _meter(job: RankJob, slot: int) -> Meter:
     return CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
 
 
-def _free(meter: Meter) -> int | None:
+def _left(meter: Meter) -> dict[str, int | None]:
     try:
-        return meter.free_bytes()
-    except Exception:  # the device may be beyond answering; the number is only evidence
-        return None
+        return {"free_bytes": meter.free_bytes(), **meter.allocator()}
+    except Exception:  # the device may be beyond answering; the numbers are only evidence
+        return {}
 
 
 def _survey(job: RankJob, slot: int, observer: Observer, store: Any, workload: Workload | None) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.journal import Journal, key_of
-from autods.values import Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
+from autods.values import Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Tier, TierUse, Timing, Trial
 
 TRIAL = Trial(
     rung="zero3",
@@ -109,6 +109,15 @@ def test_a_finished_trial_is_no_longer_unfinished(journal: Journal) -> None:
     past = journal.open(fingerprint="q")
     assert past.unfinished == {}
     assert list(past.records) == [key_of(TRIAL)]
+
+
+@pytest.mark.parametrize("tier", ["shm", "nvme"])
+def test_what_a_broken_machine_answered_is_asked_again(journal: Journal, tier: Tier) -> None:
+    full = replace(OUT_OF_MEMORY, tier=tier, action="fix_environment")
+    journal.open(fingerprint="f")
+    journal.finished(Record(id=1, trial=TRIAL, outcome=full, seconds=1.0))
+    journal.finished(Record(id=2, trial=replace(TRIAL, rung="ddp"), outcome=OUT_OF_MEMORY, seconds=1.0))
+    assert [record.id for record in journal.open(fingerprint="f").records.values()] == [2]
 
 
 def test_trials_that_ask_the_same_question_have_the_same_key() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from autods.failures import Evidence, outcome_of
+import pytest
+
+from autods.failures import Evidence, HostMemory, outcome_of
 from autods.values import Failed, OutOfMemory
 
 
@@ -58,3 +60,60 @@ def test_when_all_wait_the_oldest_beat_is_named():
     outcome = outcome_of([stuck(0, 2.0, "/x/torch/distributed/c.py"), stuck(1, 1.0, "/x/torch/distributed/c.py")])
     assert isinstance(outcome, Failed)
     assert outcome.rank == 1
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (HostMemory(limit_bytes=4 * GIB, least_free_bytes=GIB, group_kills=1), "OOM killer of its cgroup"),
+        (HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1), "kernel's OOM killer"),
+        (HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB // 4), "only 256.0 MiB of 64.0 GiB were free"),
+    ],
+)
+def test_a_killed_rank_ran_out_of_host_memory_when_something_else_than_the_signal_says_so(host, words):
+    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, host=host), closed_by_peer(0, 0.9)])
+    assert isinstance(outcome, OutOfMemory)
+    assert (outcome.tier, outcome.rank, outcome.action) == ("host", 1, "less_host_memory")
+    assert words in outcome.evidence
+    assert outcome.limit_bytes == host.limit_bytes
+
+
+def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
+    host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
+    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, host=host)])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action) == ("unknown", "retry")
+    assert "dmesg" in outcome.advice
+
+
+def test_an_exception_is_judged_by_itself_although_the_killer_struck_elsewhere():
+    host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1)
+    said = evidence(0, 1.0, exit=1, types=("ValueError",), message="bad value", user_frame="model.py:3", host=host)
+    outcome = outcome_of([said])
+    assert isinstance(outcome, Failed)
+    assert outcome.failure == "user_code"
+
+
+def test_a_bus_error_is_a_full_shm_and_no_rung_helps():
+    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGBUS)])
+    assert isinstance(outcome, OutOfMemory)
+    assert (outcome.tier, outcome.action) == ("shm", "fix_environment")
+    assert "/dev/shm" in outcome.advice
+
+
+def test_memory_that_the_allocator_keeps_in_pieces_is_said_with_the_knob():
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
+    said = evidence(0, 1.0, device="cuda", types=("OutOfMemoryError",), message=message, idle_bytes=3 * GIB)
+    outcome = outcome_of([said])
+    assert isinstance(outcome, OutOfMemory)
+    assert "expandable_segments:True" in outcome.advice
+
+
+def test_a_failed_build_names_its_op():
+    said = evidence(0, 1.0, types=("RuntimeError",), message="Error building extension 'cpu_adam'")
+    outcome = outcome_of([said])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.op) == ("toolchain", "cpu_adam")

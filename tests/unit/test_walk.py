@@ -13,7 +13,7 @@ from autods.ladder import all_rungs
 from autods.search.ask import accumulation_for
 from autods.search.walk import Candidate, Closest, Walked, candidates, shortfall, walk
 from autods.settings import Settings, read_profile
-from autods.values import ModelFacts, Outcome, Skipped, Steps, Tier, Trial, WorkloadSource
+from autods.values import Action, ModelFacts, Outcome, Skipped, Steps, Tier, Trial, WorkloadSource
 
 FACTS = ModelFacts(
     parameters=32_000_000, largest_parameter=1_000_000, checkpointing=True, tokens_per_sample=64, has_optimizer=False
@@ -33,7 +33,8 @@ SETTINGS = Settings(
 STEPS = Steps()
 FITS = fit(peak_bytes=1)
 OOM = out_of_memory(missing_bytes=2**20)
-BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found")
+BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")
+NO_DISK = out_of_memory(tier="nvme", action="fix_environment")
 
 
 def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[Walked, ScriptedRunner]:
@@ -103,11 +104,62 @@ def test_no_op_is_built_for_a_rung_that_ran_out() -> None:
     assert [trial.native_optimizer for trial in with_ops] == [False, False, False]
 
 
-def test_a_broken_toolchain_leaves_only_its_rung() -> None:
-    walked, runner = climb({"ddp": BROKEN_OP, "zero1": FITS})
-    assert [trial.rung for trial in runner.trials] == ["ddp", "zero1"]
+def test_a_broken_op_disables_only_the_rungs_that_need_it() -> None:
+    walked, runner = climb({"zero2-offload stand-in": FITS, "zero2-offload native": BROKEN_OP})
+    tried, skipped = rungs_tried(runner), {skip.rung: skip.reason for skip in walked.skipped}
+    assert "zero3" in tried
+    assert "zero3-offload-param" in tried  # its optimizer stays on the device
+    assert skipped == dict.fromkeys(("zero3-offload", "zero3-nvme"), "it needs cpu_adam: ninja: not found")
+
+
+def test_a_machine_that_has_to_be_mended_stops_the_walk() -> None:
+    lost = failed(failure="infrastructure", action="fix_environment", evidence="GPU has fallen off the bus")
+    for fault in (lost, NO_DISK):
+        walked, runner = climb({"zero1": fault, "zero2": FITS})
+        assert rungs_tried(runner) == ["ddp", "zero1"]
+        assert walked.stopped is not None
+        assert walked.stopped.outcome == fault
+        assert len(runner.trials) == 2  # and it is not asked again
+
+
+def test_a_rung_whose_pinned_memory_ran_out_is_tried_unpinned() -> None:
+    pins = "zero_optimization.offload_optimizer.pin_memory"
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.rung != "zero2-offload":
+            return OOM
+        return FITS if trial.knobs.settings.get(pins) is False else out_of_memory(tier="pinned")
+
+    walked = walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS)
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2-offload"
+    assert walked.winner.trial.knobs.settings[pins] is False
+
+
+def test_where_unpinned_runs_out_too_no_rung_is_tried_that_keeps_as_much_on_the_host() -> None:
+    walked, runner = climb({"zero2-offload": out_of_memory(tier="pinned")})
+    assert [trial.rung for trial in runner.trials].count("zero2-offload") == 2
+    assert "zero3-offload" in {skip.rung for skip in walked.skipped}
+    assert "zero3-nvme" in rungs_tried(runner)
+
+
+def test_a_rung_whose_allocator_runs_full_in_the_steps_loses_to_a_leaner_one() -> None:
+    walked, _ = climb({"zero1": fit(peak_bytes=1, alloc_retries=3), "zero2": FITS})
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2"
+
+
+def test_it_wins_where_no_other_rung_fits_at_all() -> None:
+    walked, runner = climb({"zero1": fit(peak_bytes=1, alloc_retries=3)})
     assert walked.winner is not None
     assert walked.winner.trial.rung == "zero1"
+    assert rungs_tried(runner) == [rung.name for rung in SETTINGS.ladder]
+
+
+@pytest.mark.parametrize(("action", "asked"), [("retry", 2), ("leaner_rung", 2), ("fix_environment", 1)])
+def test_only_what_may_be_a_fluke_is_asked_once_more(action: Action, asked: int) -> None:
+    _, runner = climb({"zero1": failed(action=action)})
+    assert [trial.rung for trial in runner.trials].count("zero1") == asked
 
 
 @pytest.mark.parametrize("action", ["fix_code", "fix_config"])
