@@ -61,6 +61,7 @@ class Evidence:
     types: tuple[str, ...] = ()
     message: str = ""
     traceback: str = ""
+    causes: tuple[tuple[str, str], ...] = ()  # type and message of what it was raised from, the nearest first
     functions: tuple[str, ...] = ()  # of the stack, outermost first
     user_frame: str | None = None
     contract: str | None = None  # what of the Workload contract was broken
@@ -122,6 +123,7 @@ def from_end(
         types=tuple(error.get("types", ())),
         message=error.get("message", ""),
         traceback=error.get("traceback", ""),
+        causes=tuple((type, message) for type, message in error.get("causes", ())),
         functions=tuple(error.get("functions", ())),
         user_frame=error.get("user_frame"),
         contract=error.get("contract"),

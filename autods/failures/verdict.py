@@ -38,22 +38,33 @@ def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
 
 def row_of(evidence: Evidence) -> Signature | None:
     """The row that its exception matches, or the last words of a process that died by a signal."""
-    if evidence.types:
-        text = "\n".join(line for line in evidence.said.splitlines() if not BOILERPLATE.match(line))
-        row = first_match(text, type=evidence.types[0], stack=evidence.traceback)
-        if row is None or row.name == "any-exception":
-            own = (first_match(text, type=base, stack=evidence.traceback) for base in evidence.types[1:])
-            row = next((found for found in own if found is not None and found.name != "any-exception"), None)
-    else:
-        row = next(filter(None, (_last_words(line) for line in reversed(evidence.text.splitlines()[-40:]))), None)
-    if row is not None and row.name == "missing-package" and evidence.user_frame:
+    row = _by_exception(evidence) if evidence.types else _by_last_words(evidence)
+    if row is None:
+        return None
+    if row.name == "missing-package" and evidence.user_frame:
         return None  # the workload's own import: its file and line say more
-    full = row is not None and row.weight != "decisive" and (row.tier == "host" or row.budget)
-    if row is not None and full and evidence.device == "cpu":
-        return replace(
-            row, kind="out_of_memory", tier="device", action="leaner_rung"
-        )  # the budgeted process memory is the device
+    if row.budget and evidence.device == "cpu":  # the budgeted process memory is the device
+        return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
+    if row.killed and evidence.host and not evidence.host.killed:
+        return replace(row, kind="unknown", tier=None, action="retry")
     return row
+
+
+def _by_exception(evidence: Evidence) -> Signature | None:
+    """By its type and message, those of its base classes, and where these say nothing by what it was raised from."""
+    text = "\n".join(line for line in evidence.said.splitlines() if not BOILERPLATE.match(line))
+    row = first_match(text, type=evidence.types[0], stack=evidence.traceback)
+    if row is None or row.name == "any-exception":
+        own = (first_match(text, type=base, stack=evidence.traceback) for base in evidence.types[1:])
+        row = next((found for found in own if found is not None and found.name != "any-exception"), None)
+    if row is None or row.kind == "unknown":
+        causes = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)
+        row = next((found for found in causes if found is not None and found.kind == "out_of_memory"), row)
+    return row
+
+
+def _by_last_words(evidence: Evidence) -> Signature | None:
+    return next(filter(None, (_last_words(line) for line in reversed(evidence.text.splitlines()[-40:]))), None)
 
 
 def _last_words(line: str) -> Signature | None:

@@ -86,11 +86,22 @@ def describe(error: BaseException, user_file: str) -> dict[str, Any]:
         "module": type(error).__module__,
         "message": str(error)[:_TRACEBACK_CHARS],
         "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
+        "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in _causes(error)],
         "functions": [frame.name for frame in frames],
         "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
         "contract": contract,
         "mend": getattr(error, "mend", None) if contract else None,
     }
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What it was raised from, explicitly or while that was handled; the nearest first."""
+    found: list[BaseException] = []
+    following = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while following is not None and following not in found and len(found) < 8:
+        found.append(following)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return found
 
 
 def _meter(job: RankJob, slot: int) -> Meter:

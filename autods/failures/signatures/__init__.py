@@ -37,7 +37,8 @@ class Signature:
     says: one of these, in lower case, is in the text. types: the exception has one of these names. pattern, stack,
     unless: regular expressions on the text, on the traceback's frames, and on text that must not be there.
     passing: a line that only mentions it counts too. budget: for a process under a memory budget it means that this
-    is used up. example: a message that this row and no earlier one matches.
+    is used up. killed: it says that a process was killed, which an OOM killer did only if the node's memory says so
+    (where that is known). example: a message that this row and no earlier one matches.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Signature:
     unless: str = ""
     passing: bool = False
     budget: bool = False
+    killed: bool = False
     example_stack: str = ""
     file: str = ""
 

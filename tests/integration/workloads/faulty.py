@@ -5,8 +5,11 @@ notes the moment, its pid and those of the children it made in `struck.json` bes
 """
 
 import json
+import mmap
 import os
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -120,6 +123,59 @@ def hang():
         time.sleep(1)
 
 
+def closed_connections():
+    """As when the network of this rank goes away: its connections end, the process goes on."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                link = socket.socket(fileno=os.dup(int(name)))
+                if not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    link.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def in_a_dataloader_worker(what):
+    return lambda: list(torch.utils.data.DataLoader(DeadlyData(what), num_workers=1))
+
+
+class DeadlyData(torch.utils.data.Dataset):
+    def __init__(self, what):
+        self.what = what
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        self.what()
+
+
+def bus_error():
+    """Write into a shared mapping of a file on a file system that is full (`small` beside fault.json)."""
+    with open(_FOLDER / "small" / "shared", "w+b") as file:
+        os.ftruncate(file.fileno(), 2**24)
+        memory = mmap.mmap(file.fileno(), 2**24)
+        for start in range(0, 2**24, 4096):
+            memory[start] = 1
+
+
+def full_disk():
+    with open(_FOLDER / "small" / "swap", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**20))
+
+
+def until_killed():
+    """Take memory until the OOM killer of the cgroup strikes."""
+    kept = []
+    while True:
+        kept.append(b"x" * 2**24)
+
+
+def wrong_shape():
+    torch.ones(3, 4) @ torch.ones(5, 6)
+
+
 FAULTS = {
     "SIGKILL": signal_self(signal.SIGKILL),
     "SIGSEGV": signal_self(signal.SIGSEGV),
@@ -130,4 +186,13 @@ FAULTS = {
     "strays": throw,
     "out of memory": lambda: torch.zeros(64 * 2**30, dtype=torch.uint8),
     "hang": hang,
+    "closed connections": closed_connections,
+    "DataLoader worker killed": in_a_dataloader_worker(signal_self(signal.SIGKILL)),
+    "DataLoader worker until killed": in_a_dataloader_worker(until_killed),
+    "bus error": bus_error,
+    "full disk": full_disk,
+    "until killed": until_killed,
+    "wrong shape": wrong_shape,
+    "missing package": lambda: __import__("flash_attn_of_nobody"),
+    "sys.exit": lambda: sys.exit(3),
 }

@@ -1,0 +1,212 @@
+"""Failures provoked in real trials: the right diagnosis, the right rank, and the walk's next move is the right one."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import ignore, question
+from watching import Scene
+
+from autods.cgroup import memory_groups
+from autods.cluster.runner import RayRunner
+from autods.search.walk import Walked, candidates, walk
+from autods.values import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
+
+pytestmark = pytest.mark.usefixtures("ray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What rank 1 meets in every trial, what shall be said of it, and what the walk shall do next.
+
+    then: the rungs tried one after the other, of ddp, zero1, zero2-offload, zero3 and zero3-offload.
+    """
+
+    fault: str
+    phase: str
+    kind: str
+    action: str
+    then: tuple[str, ...]
+    tier: str | None = None
+    words: str = ""
+
+
+EVERY = ("ddp", "zero1", "zero2-offload", "zero3", "zero3-offload")
+TWICE = tuple(name for name in EVERY for _ in range(2))
+ONCE = ("ddp",)
+
+CASES = (
+    Case(fault="out of memory", phase="backward", kind="out_of_memory", tier="device", action="leaner_rung",
+         then=EVERY),
+    Case(fault="SIGKILL", phase="step", kind="unknown", action="retry", then=TWICE, words="by no one of ours"),
+    Case(fault="SIGSEGV", phase="forward", kind="unknown", action="retry", then=TWICE, words="SIGSEGV"),
+    Case(fault="SIGSTOP", phase="build", kind="infrastructure", action="retry", then=TWICE, words="SIGSTOP"),
+    Case(fault="exception", phase="forward", kind="user_code", action="fix_code", then=ONCE, words="made to fail"),
+    Case(fault="wrong shape", phase="forward", kind="user_code", action="fix_code", then=ONCE, words="shapes"),
+    Case(fault="missing package", phase="build", kind="user_code", action="fix_code", then=ONCE, words="flash_attn"),
+    Case(fault="sys.exit", phase="build", kind="user_code", action="fix_code", then=ONCE, words="sys.exit(3)"),
+    Case(fault="os._exit(0)", phase="step", kind="user_code", action="fix_code", then=ONCE, words="exit code 0"),
+    Case(fault="bus error", phase="build", kind="out_of_memory", tier="shm", action="fix_environment", then=ONCE),
+    Case(fault="full disk", phase="step", kind="out_of_memory", tier="nvme", action="fix_environment", then=ONCE,
+         words="No space left"),
+    Case(fault="DataLoader worker killed", phase="build", kind="unknown", action="retry", then=TWICE,
+         words="killed by signal: Killed"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Iterator[Scene]:
+    scene = Scene.at(tmp_path_factory.mktemp("provoked"))
+    scene.out.mkdir()
+    with small_disk(scene.out / "small"):
+        yield scene
+
+
+@pytest.fixture(scope="module")
+def runner(ray, scene):
+    with RayRunner(question(str(scene.path), scene.out, ladder=EVERY), ignore) as runner:
+        runner.survey()
+        yield runner
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
+def test_it_is_diagnosed_right_and_the_walk_makes_the_right_move(runner, scene, case):
+    if case.fault in ("bus error", "full disk"):
+        need_small_disk(scene)
+    walked, tried = climb(runner, scene, case.fault, case.phase)
+    assert tried == case.then
+    for record in walked.records:
+        assert_said(record.outcome, case)
+    assert (walked.stopped is not None) == (case.then == ONCE)
+
+
+@pytest.mark.parametrize("fault", ["until killed", "DataLoader worker until killed"])
+def test_what_the_oom_killer_of_the_cgroup_ended_ran_out_of_host_memory(runner, scene, fault):
+    with cgroup_of(scene.zygote().pid, limit_bytes=2**29):
+        walked, tried = climb(runner, scene, fault, "build")
+    assert tried == ("ddp", "zero1", "zero2-offload", "zero3")
+    for record in walked.records:
+        outcome = record.outcome
+        assert isinstance(outcome, OutOfMemory), outcome
+        assert (outcome.tier, outcome.rank, outcome.phase) == ("host", 1, "build")
+        assert "killed by" in outcome.evidence.lower()
+        assert outcome.limit_bytes == 2**29
+    reason = {skip.rung: skip.reason for skip in walked.skipped}["zero3-offload"]
+    assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
+
+
+def test_a_compiler_that_fails_disables_only_the_rungs_that_need_its_op(ray, tmp_path, monkeypatch):
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text("#!/bin/sh\necho 'internal compiler error: Illegal instruction' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path / "cache"))
+    ladder = ("zero2-offload", "zero3-offload-param", "zero3-offload")
+    with RayRunner(question("tiny.py", tmp_path / "out", ladder=ladder), ignore) as runner:
+        walked, tried = walk_on(runner)
+    # torch's Adam fitted, then the op was to be built; the next rung's optimizer is on the device
+    assert tried == ("zero2-offload", "zero2-offload", "zero3-offload-param")
+    broken = walked.records[1].outcome
+    assert isinstance(broken, Failed)
+    assert (broken.failure, broken.action, broken.op) == ("toolchain", "fix_environment", "cpu_adam")
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero3-offload-param"
+
+
+def test_a_config_that_deepspeed_refuses_stops_the_walk(ray, tmp_path):
+    base = {"scheduler": {"type": "NoSuchSchedule", "params": {}}}
+    with RayRunner(question("tiny.py", tmp_path / "out", ladder=EVERY, base_config=base), ignore) as runner:
+        walked, tried = walk_on(runner)
+    assert tried == ONCE
+    assert walked.stopped is not None
+    outcome = walked.stopped.outcome
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action, outcome.phase) == ("config", "fix_config", "init")
+
+
+def test_a_rank_that_loses_its_connections_is_the_cause_and_asked_once_more(runner, scene):
+    scene.choose("closed connections", "forward")
+    outcome = runner.run(Trial(rung="zero1", knobs=walk_knobs(runner), purpose="walk"), id=1).outcome
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action) in {("communication", "retry"), ("secondary", "retry")}
+
+
+def assert_said(outcome: Outcome, case: Case) -> None:
+    assert not isinstance(outcome, Fit)
+    said = "out_of_memory" if isinstance(outcome, OutOfMemory) else outcome.failure
+    assert (said, outcome.rank, outcome.phase, outcome.action) == (case.kind, 1, case.phase, case.action), outcome
+    assert (outcome.tier if isinstance(outcome, OutOfMemory) else None) == case.tier
+    assert case.words in outcome.evidence
+
+
+def climb(runner: RayRunner, scene: Scene, fault: str, phase: str) -> tuple[Walked, tuple[str, ...]]:
+    scene.choose(fault, phase)
+    try:
+        return walk_on(runner)
+    finally:
+        (scene.out / "fault.json").unlink()
+
+
+def walk_on(runner: RayRunner) -> tuple[Walked, tuple[str, ...]]:
+    """The real walk with real trials, and the rungs in the order of asking."""
+    facts, op_problems = runner.survey()
+    tried: list[str] = []
+
+    def run(trial: Trial) -> Record:
+        tried.append(trial.rung)
+        return runner.run(trial, id=len(tried))
+
+    walked = walk(candidates(runner.settings, facts, op_problems), run, Steps())
+    return walked, tuple(tried)
+
+
+def walk_knobs(runner: RayRunner):
+    facts, op_problems = runner.survey()
+    return candidates(runner.settings, facts, op_problems)[0].knobs
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of 4 MiB, where this machine lets us mount one."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    try:
+        yield
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def need_small_disk(scene: Scene) -> None:
+    if not (scene.out / "small").is_mount():
+        pytest.skip("a file system cannot be mounted here")
+    for left in (scene.out / "small").iterdir():
+        left.unlink()
+
+
+@contextlib.contextmanager
+def cgroup_of(pid: int, *, limit_bytes: int) -> Iterator[None]:
+    """That process, and what it forks from now on, in a memory cgroup of its own."""
+    groups = memory_groups()
+    if not groups:
+        pytest.skip("this machine has no memory cgroups")
+    own, version = groups[0].folder, groups[0].version
+    folder = own / "autods-test"
+    try:
+        folder.mkdir()
+        (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
+        (folder / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"a memory cgroup cannot be made here: {error}")
+    try:
+        yield
+    finally:
+        (own / "cgroup.procs").write_text(str(pid))
+        folder.rmdir()
