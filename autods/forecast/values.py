@@ -52,7 +52,8 @@ class Simulated:
 
     live_bytes: phase → tier → peak of the live tensors' bytes on the fullest rank (host, pinned: that rank's alone).
     traces: of the device and of pinned memory, for the allocators' replay. nvme_bytes: of this rank's swap files.
-    breakdown: what lives on the device at the moment of the peak: parameters, gradients, optimizer, activations, buckets, other.
+    breakdown: bytes on the device at the moment of the peak, by what they are: parameters, gradients, optimizer,
+    activations, buckets, other.
     assumed: what the simulation had to assume or could not count, in sentences for the user.
     """
 
@@ -77,10 +78,11 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungForecast:
-    """What is said of one rung. exact: simulated in full; False: an estimate by a shortcut, `reason` or `assumed` says which.
+    """What is said of one rung.
 
-    live_peak_bytes: tensors alone, on the device; by_phase: what the card must hold in each phase; decides: the phase of
-    the peak. largest_micro_batch: the largest whose forecast (not its low end) fits, None when not asked or none fits.
+    exact: simulated in full; False: an estimate by a shortcut, which `assumed` names. live_peak_bytes: tensors alone,
+    on the device. by_phase: what the card must hold in each phase. largest_micro_batch: the largest whose forecast (not
+    its low end) fits; None when it was not looked for or none fits.
     """
 
     rung: str
