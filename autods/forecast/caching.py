@@ -53,7 +53,7 @@ def replay(
     reserved: dict[ForecastPhase, int] = {}
     allocated: dict[ForecastPhase, int] = {}
     peak, ran_out = 0, None
-    for first, stop, phase in _phases(trace):
+    for first, stop, phase in phases(trace):
         heap.begin()
         failed = heap.run(trace.events[first:stop])
         reserved[phase] = max(reserved.get(phase, 0), heap.grown * UNIT)
@@ -78,7 +78,7 @@ def replay(
     )
 
 
-def _phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:
+def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:
     """(first event, one past the last, phase); what comes before the first mark belongs to init."""
     marks = trace.marks
     if not marks or marks[0][0] > 0:
