@@ -46,21 +46,14 @@ def act(
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
-    import deepspeed
-
     observe("build", 0)
-    model = workload.build_model()
-    if checkpointing:
-        checkpoint(model)
+    model = build(workload, checkpointing=checkpointing)
     batch = check_batch(workload.build_batch(micro_batch), micro_batch)
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
     observe("init", 0)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = workload.build_optimizer(parameters) if workload.build_optimizer else None
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters, optimizer=optimizer, config=dict(ds_config)
-    )
+    engine = initialize(workload, model, ds_config)
+    del model
     batch = place(batch, engine)
     began = time.perf_counter()
     times: list[float] = []
@@ -69,7 +62,7 @@ def act(
         index = len(losses)
         synchronize()
         start = time.perf_counter()
-        loss = _optimizer_step(workload, engine, batch, accumulation, index, observe)
+        loss = optimizer_step(workload, engine, batch, accumulation, index, observe)
         synchronize()
         if index >= steps.warmup:
             times.append(time.perf_counter() - start)
@@ -81,6 +74,26 @@ def act(
             break
     observe("done", len(losses))
     return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+
+
+def build(workload: Workload, *, checkpointing: bool) -> Any:
+    """The workload's model, told to recompute its activations if so asked."""
+    model = workload.build_model()
+    if checkpointing:
+        checkpoint(model)
+    return model
+
+
+def initialize(workload: Workload, model: Any, ds_config: Mapping[str, Any]) -> Any:
+    """DeepSpeed's engine around the model, with the workload's optimizer if it brings one."""
+    import deepspeed
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = workload.build_optimizer(parameters) if workload.build_optimizer else None
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, optimizer=optimizer, config=dict(ds_config)
+    )
+    return engine
 
 
 def spread_of(times: Sequence[float]) -> float:
@@ -95,9 +108,8 @@ def enough(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
     return spread_of(times) <= steps.spread or elapsed_s >= steps.budget_s
 
 
-def _optimizer_step(
-    workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe
-) -> Any:
+def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe) -> Any:
+    """One optimizer step on a batch that lies on the engine's device: the loss of its last micro batch."""
     for _ in range(accumulation):
         observe("forward", index)
         loss = _loss(workload, engine, batch)

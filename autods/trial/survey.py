@@ -15,7 +15,17 @@ def survey(workload: Workload) -> dict[str, Any]:
     The model is built on the meta device, so that its size costs nothing; code that cannot do that is built for real.
     """
     batch = check_batch(workload.build_batch(1), 1)
-    model = _build(workload)
+    return facts_of(workload, _build(workload), batch)
+
+
+def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
+    """`ModelFacts` as a dict, of a model and a batch that are built already. WorkloadError when it cannot be trained."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise WorkloadError(f"build_model returned {type(model).__name__}", mend="return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError("build_model returned a model without a parameter to train", mend="check requires_grad")
     sizes = [parameter.numel() for parameter in model.parameters()]
     return {
         "parameters": sum(sizes),
@@ -31,11 +41,6 @@ def _build(workload: Workload) -> Any:
 
     try:
         with torch.device("meta"):
-            model = workload.build_model()
+            return workload.build_model()
     except Exception:  # whatever it is: if it is the user's mistake, the real build says so in the user's terms
-        model = workload.build_model()
-    if not isinstance(model, torch.nn.Module):
-        raise WorkloadError(f"build_model returned {type(model).__name__}", mend="return a torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError("build_model returned a model without a parameter to train", mend="check requires_grad")
-    return model
+        return workload.build_model()

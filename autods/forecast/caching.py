@@ -1,0 +1,87 @@
+"""What torch's CUDA caching allocator holds for a trace of allocations: the replay of a trace through `heap.Heap`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .expandable import ExpandableHeap
+from .heap import UNIT, Heap
+from .values import ForecastPhase, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanOut:
+    """The request that no segment could be had for, even after all cached segments were given back.
+
+    event: its index in the trace. reserved_bytes, allocated_bytes: at that moment.
+    """
+
+    event: int
+    phase: ForecastPhase
+    wanted_bytes: int
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What the allocator holds.
+
+    by_phase: the reserved bytes when the phase last had to ask the driver for more, or the most it allocated when what
+    was cached sufficed; the largest is peak_reserved_bytes while nothing is given back. retries: how often cached
+    segments were given back (torch's num_alloc_retries). ran_out: the replay ended there.
+    """
+
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    by_phase: dict[ForecastPhase, int]
+    allocated_by_phase: dict[ForecastPhase, int]
+    retries: int = 0
+    ran_out: RanOut | None = None
+
+
+def replay(
+    trace: Trace, *, expandable: bool = False, limit_bytes: int | None = None, max_split_bytes: int | None = None
+) -> Replayed:
+    """The allocator's reserved and allocated bytes over a trace.
+
+    limit_bytes: what the allocator may reserve; None: as much as it asks for. max_split_bytes: torch's max_split_size.
+    """
+    kind = ExpandableHeap if expandable else Heap
+    heap = kind(limit_bytes=limit_bytes, max_split_bytes=max_split_bytes)
+    reserved: dict[ForecastPhase, int] = {}
+    allocated: dict[ForecastPhase, int] = {}
+    peak, ran_out = 0, None
+    for first, stop, phase in phases(trace):
+        heap.begin()
+        failed = heap.run(trace.events[first:stop])
+        reserved[phase] = max(reserved.get(phase, 0), heap.grown * UNIT)
+        allocated[phase] = max(allocated.get(phase, 0), heap.peak * UNIT)
+        peak = max(peak, heap.grown)
+        if failed is not None:
+            ran_out = RanOut(
+                event=first + failed,
+                phase=phase,
+                wanted_bytes=trace.events[first + failed],
+                reserved_bytes=heap.reserved * UNIT,
+                allocated_bytes=heap.allocated * UNIT,
+            )
+            break
+    return Replayed(
+        peak_reserved_bytes=peak * UNIT,
+        peak_allocated_bytes=max(allocated.values(), default=0),
+        by_phase={phase: max(grown, allocated[phase]) for phase, grown in reserved.items()},
+        allocated_by_phase=allocated,
+        retries=heap.retries,
+        ran_out=ran_out,
+    )
+
+
+def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:
+    """(first event, one past the last, phase); what comes before the first mark belongs to init."""
+    marks = trace.marks
+    if not marks or marks[0][0] > 0:
+        marks = ((0, "init"), *marks)
+    stops = [*(at for at, _ in marks[1:]), len(trace.events)]
+    return ((first, stop, phase) for (first, phase), stop in zip(marks, stops, strict=True))

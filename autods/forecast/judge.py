@@ -1,0 +1,139 @@
+"""From what a simulated engine allocated to a verdict: what each tier must hold, with an interval, beside its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..values import Tier
+from .calibration import Calibration, calibrated
+from .constants import Constants, read_constants
+from .interval import Interval, exactly
+from .need import Need, need_of
+from .values import Ask, ForecastPhase, Predicted, RungForecast, Simulated, Verdict
+
+_DECIDES: Mapping[ForecastPhase, str] = {
+    "init": "building and initialising decides",
+    "forward": "the forward pass decides",
+    "backward": "the backward pass decides",
+    "step": "the optimizer step decides",
+}
+_WHERE: Mapping[Tier, str] = {
+    "device": "",
+    "pinned": " of memory to pin",
+    "host": " of host memory a node",
+    "nvme": " of NVMe a node",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What there is: of a card, and of a node. None: no limit known.
+
+    emulated: device_bytes is a budget of torch's allocator on a larger card, as a fit with --gpu-memory sets it, so
+    that what lies beside the allocator does not count.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    pinned_bytes: int | None = None
+    nvme_bytes: int | None = None
+    emulated: bool = False
+
+
+def judged(
+    ask: Ask,
+    simulated: Simulated,
+    *,
+    limits: Limits,
+    calibration: Calibration | None = None,
+    constants: Constants | None = None,
+    expandable: bool = False,
+    exact: bool = True,
+) -> RungForecast:
+    """The forecast of one rung at one micro batch.
+
+    cannot_fit: some tier's low end exceeds its limit; tight: a limit lies within the interval; fits: no high end
+    exceeds one. calibration: None: no trial has been seen. exact: False for an estimate, see `formulas`.
+    """
+    rows = constants or read_constants()
+    need = need_of(ask, simulated, rows, expandable=expandable, exact=exact)
+    ratios = (calibration or untried(ask, rows, exact=exact)).ratios(ask.rung)
+    inside = need.device.times(ratios)
+    device = inside if limits.emulated else inside + need.beside
+    memory: dict[Tier, Predicted] = {
+        "device": _predicted(device, limits.device_bytes),
+        "host": _predicted(_host(ask, need, device), limits.host_bytes),
+        "pinned": _predicted(need.pinned, limits.pinned_bytes),
+        "nvme": _predicted(need.nvme, limits.nvme_bytes),
+    }
+    forecast = RungForecast(
+        rung=ask.rung,
+        verdict="fits",
+        reason="",
+        micro_batch=simulated.micro_batch,
+        memory={tier: held for tier, held in memory.items() if held.high_bytes},
+        live_peak_bytes=need.live_bytes,
+        by_phase=_by_phase(need, device),
+        breakdown=simulated.breakdown,
+        exact=exact,
+        assumed=simulated.assumed,
+        seconds=simulated.seconds,
+    )
+    return _said(forecast)
+
+
+def untried(ask: Ask, constants: Constants | None = None, *, exact: bool = True) -> Calibration:
+    """How sure a forecast is before any trial."""
+    rows = constants or read_constants()
+    kind = ask.device if exact else "estimate"
+    return calibrated((), spread=rows.spread[kind], least=rows.least[kind])
+
+
+def tier_verdict(held: Predicted) -> Verdict:
+    """What one tier says."""
+    if held.limit_bytes is None or held.high_bytes <= held.limit_bytes:
+        return "fits"
+    return "cannot_fit" if held.low_bytes > held.limit_bytes else "tight"
+
+
+def deciding(memory: Mapping[Tier, Predicted]) -> Tier:
+    """The tier that decides the verdict: the worst one, of equally bad ones the fullest."""
+    order: tuple[Verdict, ...] = ("fits", "tight", "cannot_fit")
+    return max(
+        memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), _fill(memory[tier]), tier == "device")
+    )
+
+
+def _fill(held: Predicted) -> float:
+    return held.peak_bytes / held.limit_bytes if held.limit_bytes else 0.0
+
+
+def _said(forecast: RungForecast) -> RungForecast:
+    """With the verdict, and its reason in a sentence."""
+    tier = deciding(forecast.memory)
+    held = forecast.memory[tier]
+    interval = Interval(low_bytes=held.low_bytes, peak_bytes=held.peak_bytes, high_bytes=held.high_bytes)
+    limit = "" if held.limit_bytes is None else f" of {exactly(held.limit_bytes)}"
+    reason = f"needs {interval}{limit}{_WHERE[tier]}"
+    if tier == "device" and forecast.decides is not None:
+        reason += f"; {_DECIDES[forecast.decides]}"
+    return replace(forecast, verdict=tier_verdict(held), reason=reason)
+
+
+def _predicted(held: Interval, limit_bytes: int | None) -> Predicted:
+    return Predicted(
+        peak_bytes=held.peak_bytes, low_bytes=held.low_bytes, high_bytes=held.high_bytes, limit_bytes=limit_bytes
+    )
+
+
+def _host(ask: Ask, need: Need, device: Interval) -> Interval:
+    """A node's: of CPU ranks the device is the host's memory."""
+    ranks = min(ask.ranks_per_node, ask.world_size)
+    return (device if ask.device == "cpu" else need.host).times(ranks)
+
+
+def _by_phase(need: Need, device: Interval) -> dict[ForecastPhase, int]:
+    """What the card must hold in each phase: the largest is the forecast's peak."""
+    top = max(need.by_phase.values(), default=0)
+    return {phase: device.peak_bytes - (top - held) for phase, held in need.by_phase.items()}

@@ -1,0 +1,109 @@
+"""What one rank's allocators and processes hold for what a simulated engine allocated, before any calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..ds_config import get
+from ..values import Tier
+from .caching import Replayed, replay
+from .constants import Constants
+from .interval import Interval, exactly
+from .pinned import replay_pinned
+from .process_heap import replay_process
+from .values import Ask, ForecastPhase, Simulated
+
+_DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
+_UNREPLAYED = (1.0, 1.06, 1.25)  # reserved over live where there is no trace: replays of real traces added 1 to 24 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes. device: what a trial's measure counts, a rank; beside: what the card holds besides, a rank.
+
+    host: pageable and pinned of a rank, the loading peak included; pinned of that alone. nvme: of a node.
+    live_bytes: tensors on the device alone. by_phase: the middle of `device`.
+    """
+
+    device: Interval
+    beside: Interval
+    host: Interval
+    pinned: Interval
+    nvme: Interval
+    live_bytes: int
+    by_phase: Mapping[ForecastPhase, int]
+
+
+def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable: bool, exact: bool) -> Need:
+    """What a rank needs. Without a trace of the device (an estimate) the allocator's share is the usual one."""
+    live = _live(simulated, "device")
+    tensors, by_phase = _tensors(ask, simulated, expandable=expandable)
+    shares = {
+        "tensors": live,
+        "activations": simulated.breakdown.get("activations", 0),
+        "reduce_bucket": _bucket_bytes(ask),
+    }
+    own = constants.of(ask, "device", "inside", shares)
+    pinned = _pinned(simulated)
+    return Need(
+        device=tensors + own,
+        beside=constants.of(ask, "device", "outside", shares),
+        host=_host(simulated, pinned) + constants.of(ask, "host", "outside", {}),
+        pinned=pinned,
+        nvme=exactly(simulated.nvme_bytes * min(ask.ranks_per_node, ask.world_size)),
+        live_bytes=live,
+        by_phase={phase: held + own.peak_bytes for phase, held in by_phase.items()},
+    )
+
+
+def _live(simulated: Simulated, tier: Tier) -> int:
+    return max((peaks.get(tier, 0) for peaks in simulated.live_bytes.values()), default=0)
+
+
+def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Interval, dict[ForecastPhase, int]]:
+    """The allocator's bytes, and its peak by phase.
+
+    The low end is what is allocated: cached segments are given back before memory runs out. A trace need not hold
+    every phase (init is run once for several micro batches), so a phase counts at least its live bytes.
+    """
+    live = {phase: peaks.get("device", 0) for phase, peaks in simulated.live_bytes.items()}
+    if (trace := simulated.traces.get("device")) is None:
+        low, middle, high = _UNREPLAYED
+        most = max(live.values(), default=0)
+        found = Interval(low_bytes=int(most * low), peak_bytes=int(most * middle), high_bytes=int(most * high))
+        return found, {phase: int(size * middle) for phase, size in live.items()}
+    held: Replayed = replay_process(trace) if ask.device == "cpu" else replay(trace, expandable=expandable)
+    by_phase = {phase: max(size, held.by_phase.get(phase, 0)) for phase, size in live.items()}
+    peak = max([held.peak_reserved_bytes, *by_phase.values()])
+    low = max([held.peak_allocated_bytes, *live.values()])
+    return Interval(low_bytes=low, peak_bytes=peak, high_bytes=peak), by_phase
+
+
+def _pinned(simulated: Simulated) -> Interval:
+    """Page-locked bytes of a rank."""
+    live = _live(simulated, "pinned")
+    if (trace := simulated.traces.get("pinned")) is None:
+        return Interval(low_bytes=live, peak_bytes=live, high_bytes=2 * live if live else 0)
+    held = max(replay_pinned(trace, unrounded=trace.unrounded).held_bytes, live)
+    return Interval(low_bytes=live, peak_bytes=held, high_bytes=held)
+
+
+def _host(simulated: Simulated, pinned: Interval) -> Interval:
+    """Pageable and pinned together, of a rank. Their peaks coincide after init, where states only stay.
+
+    In init a state is copied from one to the other, so that at least the larger of the two, and at most both count.
+    """
+    extra = pinned.peak_bytes - pinned.low_bytes  # rounding: kept from the first allocation on
+    both = {phase: peaks.get("host", 0) + peaks.get("pinned", 0) for phase, peaks in simulated.live_bytes.items()}
+    init = simulated.live_bytes.get("init", {})
+    one = max(init.get("host", 0), init.get("pinned", 0))
+    later = max((size for phase, size in both.items() if phase != "init"), default=0)
+    top = max(both.values(), default=0) + extra
+    return Interval(low_bytes=min(max(one, later), top), peak_bytes=top, high_bytes=top)
+
+
+def _bucket_bytes(ask: Ask) -> int:
+    elements = get(ask.ds_config, "zero_optimization.reduce_bucket_size")
+    half = any(get(ask.ds_config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
+    return int(elements or _DEFAULT_BUCKET) * (2 if half else 4)

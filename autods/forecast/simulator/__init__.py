@@ -1,0 +1,8 @@
+"""The simulated device: DeepSpeed's real engine on tensors without memory, in a process of its own.
+
+Only `client` may be imported by the rest of autods: it needs no torch. The other modules run inside the worker.
+"""
+
+from .client import SimulatedEngine, SimulationFailed, Simulator
+
+__all__ = ["SimulatedEngine", "SimulationFailed", "Simulator"]

@@ -1,0 +1,196 @@
+"""The side of the simulated device that asks: starts the worker, sends asks, reads what was allocated. No torch here."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from types import TracebackType
+from typing import IO, Any
+
+from ...errors import AutodsError
+from ...values import Device, ModelFacts, WorkloadSource
+from ..values import Ask, Simulated, Trace
+
+
+class SimulationFailed(AutodsError):
+    """It cannot be simulated. The message is one or two lines for a person.
+
+    kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised), data_dependent
+    (its shapes depend on values), unsupported (an operator without a fake implementation), engine (DeepSpeed refused),
+    crashed (the process died).
+    """
+
+    def __init__(self, *, kind: str, what: str, where: str | None = None, mend: str | None = None) -> None:
+        self.kind, self.what, self.where, self.mend = kind, what, where, mend
+        line = f"{where}: {what}" if where else what
+        super().__init__(f"{line}\n  {mend}" if mend else line)
+
+
+class SimulatedEngine:
+    """An engine that is alive: each `measure` runs one more micro batch on it."""
+
+    def __init__(self, connection: socket.socket, log: IO[bytes]) -> None:
+        self._connection, self._log = connection, log
+        self._lines = connection.makefile("rb")
+
+    def measure(self, micro_batch: int) -> Simulated:
+        """The first call initialises the engine and runs two steps; later ones run a step. Raises SimulationFailed."""
+        return _simulated(self._ask({"measure": micro_batch})["simulated"])
+
+    def _ask(self, question: dict[str, Any] | None) -> dict[str, Any]:
+        if question is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(json.dumps(question).encode() + b"\n")
+        return _answer(self._lines.readline(), self._log)
+
+
+class Simulator:
+    """A prepared process for one workload, started when first needed. Thread-safe.
+
+    processes: how many engines run at a time. On exit every process is gone.
+    """
+
+    def __init__(self, source: WorkloadSource, *, processes: int = 2) -> None:
+        self._source, self._processes = source, processes
+        self._free = threading.BoundedSemaphore(processes)
+        self._lock = threading.Lock()
+        self._workers: dict[Device, _Worker] = {}
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.stop()
+
+    def facts(self, device: Device = "cuda") -> ModelFacts:
+        """What a look at the model finds; no weight is allocated. Raises SimulationFailed."""
+        with self._process({"facts": True}, device) as process:
+            return ModelFacts(**process._ask(None)["facts"])
+
+    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+        """Each micro batch in turn on one engine. Raises SimulationFailed."""
+        with self.engine(ask) as engine:
+            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
+
+    def simulate_each(
+        self, asks: Iterable[tuple[Ask, Sequence[int]]]
+    ) -> Iterator[tuple[Ask, tuple[Simulated, ...] | SimulationFailed]]:
+        """Several engines, `processes` at a time, in the order in which they finish."""
+
+        def one(ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...] | SimulationFailed:
+            try:
+                return self.simulate(ask, micro_batches)
+            except SimulationFailed as failed:
+                return failed
+
+        with ThreadPoolExecutor(self._processes) as pool:
+            waiting = {pool.submit(one, ask, micro_batches): ask for ask, micro_batches in asks}
+            try:
+                for done in as_completed(waiting):
+                    yield waiting[done], done.result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    @contextlib.contextmanager
+    def engine(self, ask: Ask) -> Iterator[SimulatedEngine]:
+        """An engine that lives until the block ends; waits until fewer than `processes` do."""
+        with self._process({"engine": asdict(ask)}, ask.device) as engine:
+            yield engine
+
+    @contextlib.contextmanager
+    def _process(self, job: dict[str, Any], device: Device) -> Iterator[SimulatedEngine]:
+        with self._free:
+            worker = self._worker(device)
+            ours, theirs = socket.socketpair()
+            try:
+                worker.fork(job, theirs)
+                yield SimulatedEngine(ours, worker.log)
+            finally:
+                ours.close()
+
+    def _worker(self, device: Device) -> _Worker:
+        with self._lock:
+            if device not in self._workers:
+                self._workers[device] = _Worker(self._source, device)
+            return self._workers[device]
+
+
+class _Worker:
+    """The prepared process; starting takes some ten seconds of imports."""
+
+    def __init__(self, source: WorkloadSource, device: Device) -> None:
+        self.log: IO[bytes] = tempfile.TemporaryFile()
+        self._socket, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        command = [sys.executable, "-m", __name__.rpartition(".")[0] + ".worker"]
+        told = [str(theirs.fileno()), device, json.dumps(asdict(source))]
+        self._process = subprocess.Popen(
+            command + told, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
+            start_new_session=True, env=_environment(),
+        )  # fmt: skip
+        theirs.close()
+        try:
+            with self._socket.makefile("rb") as lines:
+                _answer(lines.readline(), self.log)
+        except BaseException:
+            self.stop()
+            raise
+
+    def fork(self, job: dict[str, Any], theirs: socket.socket) -> None:
+        """A new engine's process, which speaks on that socket."""
+        with self._lock, theirs, contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps(job).encode() + b"\n"], [theirs.fileno()])
+
+    def stop(self) -> None:
+        """Nothing of it is left running: its engines are in its session and its process group."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _answer(line: bytes, log: IO[bytes]) -> dict[str, Any]:
+    if not line:
+        raise SimulationFailed(kind="crashed", what=f"the simulation's process died: {_tail(log)}")
+    said: dict[str, Any] = json.loads(line)
+    if "failed" in said:
+        raise SimulationFailed(**said["failed"])
+    return said
+
+
+def _tail(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    lines = os.pread(log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _environment() -> dict[str, str]:
+    """The worker finds the same modules as we do."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _simulated(said: dict[str, Any]) -> Simulated:
+    traces = {}
+    for tier, packed in said.pop("traces").items():
+        events = array("q", base64.b64decode(packed["events"]))
+        traces[tier] = Trace(events=events, marks=tuple((count, phase) for count, phase in packed["marks"]))
+    assumed = tuple(said.pop("assumed"))
+    return Simulated(traces=traces, assumed=assumed, **said)

@@ -1,0 +1,153 @@
+"""The dispatch mode that sees every operator: it books what they allocate and answers what needs a value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .collectives import collective
+from .ledger import PINNED, Ledger
+
+_aten = torch.ops.aten
+_BUILT_IN = {"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims"}
+
+Handler = Callable[[Any, Any, Any], Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Lies above FakeTensorMode; every operator that Python or autograd dispatches passes here."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self._handlers: dict[Any, Handler] = {
+            _aten._local_scalar_dense.default: self._scalar,
+            _aten.equal.default: self._equal,
+            _aten._pin_memory.default: self._pin,
+            _aten.nonzero.default: self._nonzero,
+            _aten.masked_select.default: self._masked_select,
+            _aten.index.Tensor: self._index,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler_of(func)
+        return handler(func, args, kwargs or {})
+
+    def _handler_of(self, func: Any) -> Handler:
+        if func.namespace == "c10d":
+            return lambda func, args, kwargs: collective(func, args)
+        if func.namespace not in _BUILT_IN:
+            return self._custom
+        if any(argument.name == "pin_memory" for argument in func._schema.arguments):
+            return self._factory
+        return self._plain
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self._book(out, None)
+        return out
+
+    def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not kwargs.get("pin_memory"):
+            return self._plain(func, args, kwargs)
+        out = func(*args, **{**kwargs, "pin_memory": False})
+        self._book(out, PINNED)
+        return out
+
+    def _pin(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = torch.ops.aten.empty_like.default(args[0])
+        self._book(out, PINNED)
+        return out
+
+    def _book(self, out: Any, tier: int | None) -> None:
+        if isinstance(out, FakeTensor):
+            self.ledger.see(out, tier)
+        elif isinstance(out, (tuple, list)):
+            for one in out:
+                self._book(one, tier)
+
+    def _scalar(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        if getattr(tensor, "constant", None) is not None:
+            return func(*args, **kwargs)
+        value: Any = False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
+        self._assume(f"the value of a tensor is read, and {value} was taken for it")
+        return value
+
+    def _equal(self, func: Any, args: Any, kwargs: Any) -> bool:
+        self._assume("two tensors are compared, and were taken to be equal")
+        return bool(args[0].shape == args[1].shape)
+
+    def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        self._assume("the size of a tensor depends on values (nonzero): the largest possible was taken")
+        return self._made(tensor, (tensor.numel(), tensor.dim()), torch.long)
+
+    def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._assume("the size of a tensor depends on values (masked_select): the largest possible was taken")
+        return self._made(args[0], (torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+
+    def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor, indices = args[0], args[1]
+        if not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
+            return self._plain(func, args, kwargs)
+        self._assume("the size of a tensor depends on values (a mask as index): the largest possible was taken")
+        whole: list[Any] = []
+        for one in indices:
+            if one is None or one.dtype not in (torch.bool, torch.uint8):
+                whole.append(one)
+            else:
+                whole += [self._made(one, (one.numel(),), torch.long) for _ in range(one.dim())]
+        return self._plain(func, (tensor, whole), kwargs)
+
+    def _made(self, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        out = torch.ops.aten.empty.memory_format(list(shape), dtype=dtype, device=like.device)
+        self._book(out, None)
+        return out
+
+    def _custom(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            out = func(*args, **kwargs)
+            self.ledger.assume(f"of the custom operator {func} only the results are counted, not what it uses inside")
+        except Exception as error:
+            returns = [str(result.type) for result in func._schema.returns]
+            first = next((one for one in args if isinstance(one, FakeTensor)), None)
+            unsupported = type(error).__name__ in ("UnsupportedOperatorException", "NotImplementedError")
+            if not unsupported or returns != ["Tensor"] or first is None:
+                raise
+            out = torch.ops.aten.empty_like.default(first)
+            self.ledger.assume(
+                f"the custom operator {func} has no fake implementation: its result was taken to be like its first"
+                " input, and what it uses inside is not counted"
+            )
+        self._book(out, None)
+        return out
+
+    def _assume(self, what: str) -> None:
+        place = _outside_frame()
+        if place is not None:
+            self.ledger.assume(f"{place}: {what}")
+
+
+# Code whose reading of values is its own business: gradient norms, overflow checks, random states.
+_OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
+
+
+def _outside_frame() -> str | None:
+    """The nearest caller's file:line, if it is the model's code and not torch's, DeepSpeed's or ours."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/deepspeed/" in name:
+            return None
+        if not any(part in name for part in _OWN):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

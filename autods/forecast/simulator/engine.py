@@ -1,0 +1,146 @@
+"""One simulated engine: builds the model, initialises DeepSpeed and runs steps by the house's own act."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...trial.act import build, initialize, optimizer_step
+from ...trial.batch import check_batch, place
+from ...trial.survey import facts_of
+from ...values import Phase
+from ...workload import Workload
+from ..values import Ask, ForecastPhase
+from . import collectives, states
+from .ledger import DEVICE, PINNED, Ledger
+
+_FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
+
+
+class Stage:
+    """What a simulated rank stands on: the fake mode, the recorder and the ledger of this process."""
+
+    def __init__(self, *, cpu: bool) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from . import attention, fake_tensors, kernels, torch_cuda
+        from .dispatch import Recorder
+
+        self.ledger = Ledger(one_memory=cpu)
+        if not cpu:
+            torch_cuda.install(self.ledger)
+            attention.install()
+        fake_tensors.install(self.ledger)
+        kernels.install(self.ledger)
+        collectives.agree_with_everybody()
+        self._fake, self._recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(self.ledger)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Tensors made inside are fake and booked."""
+        with self._fake, self._recorder:
+            yield
+
+
+class Engine:
+    """Lives in a process of its own, forked from the prepared one."""
+
+    def __init__(self, stage: Stage, workload: Workload, ask: Ask, scratch: str) -> None:
+        self._stage, self._workload, self._ask = stage, workload, ask
+        self._config = in_scratch(ask.ds_config, scratch)
+        self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
+        self._engine: Any = None
+        self._first_step_peaks: dict[Any, int] = {}
+        stage.ledger.device_bytes = ask.device_bytes
+
+    def measure(self, micro_batch: int) -> dict[str, Any]:
+        """One micro batch; the first call builds the engine. What the user's code raises is passed on."""
+        began = time.perf_counter()
+        ledger = self._stage.ledger
+        with self._stage.on():
+            first = self._engine is None
+            if first:
+                batch = self._start(micro_batch)
+            else:
+                gc.collect()
+                ledger.restart()
+                batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
+            batch = place(batch, self._engine)
+            for index in range(_FIRST_STEPS if first else 1):
+                optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._observe)
+            states.label(ledger, self._engine)
+            elements = states.optimizer_elements(self._engine)
+            del batch
+        return self._report(micro_batch, elements, first, time.perf_counter() - began)
+
+    def _start(self, micro_batch: int) -> Any:
+        ledger, workload = self._stage.ledger, self._workload
+        collectives.join(self._ask.world_size, self._ask.ranks_per_node)
+        if self._ask.zero_init:
+            workload = replace(workload, build_model=self._under_zero_init)
+        ledger.kind_of_new = states.KindOfNew(ledger)
+        ledger.begin("init")
+        model = build(workload, checkpointing=self._ask.checkpointing)
+        batch = check_batch(workload.build_batch(micro_batch), micro_batch)
+        states.watch_gradients(ledger, model)
+        self._engine = initialize(workload, model, self._config)
+        return batch
+
+    def _under_zero_init(self) -> Any:
+        import deepspeed
+
+        with deepspeed.zero.Init(config_dict_or_path=self._config):
+            return self._workload.build_model()
+
+    def _observe(self, phase: Phase, step: int) -> None:
+        found: dict[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}
+        self._stage.ledger.begin(found[phase])
+
+    def _report(self, micro_batch: int, elements: int, first: bool, seconds: float) -> dict[str, Any]:
+        ledger = self._stage.ledger
+        peaks: dict[Any, dict[Any, int]] = ledger.peaks()
+        if first:
+            self._first_step_peaks = peaks["step"]
+            self._init_peaks = peaks["init"]
+        else:
+            # The first step makes states; its peak and that of init do not depend on the micro batch.
+            peaks["init"] = self._init_peaks
+            peaks["step"] = {tier: max(size, self._first_step_peaks[tier]) for tier, size in peaks["step"].items()}
+        return {
+            "micro_batch": micro_batch,
+            "live_bytes": peaks,
+            "traces": {"device": _packed(ledger, DEVICE), "pinned": _packed(ledger, PINNED)},
+            "nvme_bytes": sum(ledger.nvme.values()),
+            "optimizer_elements": elements,
+            "breakdown": states.named(ledger.at_the_peak()),
+            "assumed": list(ledger.assumed),
+            "seconds": seconds,
+        }
+
+
+def look(stage: Stage, workload: Workload) -> dict[str, Any]:
+    """`ModelFacts` as a dict, from a model of fake tensors."""
+    with stage.on():
+        batch = check_batch(workload.build_batch(1), 1)
+        return facts_of(workload, workload.build_model(), batch)
+
+
+def in_scratch(config: Mapping[str, Any], scratch: str) -> dict[str, Any]:
+    """The config with its swap folders in `scratch`: DeepSpeed makes and removes folders there."""
+    changed = copy.deepcopy(dict(config))
+    for part in ("offload_param", "offload_optimizer"):
+        offload = (changed.get("zero_optimization") or {}).get(part)
+        if offload and offload.get("nvme_path"):
+            offload["nvme_path"] = scratch
+    return changed
+
+
+def _packed(ledger: Ledger, tier: int) -> dict[str, Any]:
+    events, marks = ledger.trace(tier)
+    return {"events": base64.b64encode(events.tobytes()).decode(), "marks": marks}

@@ -1,0 +1,55 @@
+"""What FakeTensor lacks to carry DeepSpeed's engine: `.data =` across devices, addresses, pinned memory, streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .ledger import Ledger
+
+# torch 2.11 and before: fake_device itself.
+_DEVICE = "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "fake_device"
+
+
+def install(ledger: Ledger) -> None:
+    """Patch this process's FakeTensor and nn.Module."""
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    fake_tensor.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
+    FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    FakeTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign]
+    FakeTensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    FakeTensor.is_pinned = lambda self, device=None: ledger.is_pinned(self)  # type: ignore[method-assign]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+        setattr(tensor, _DEVICE, getattr(value, _DEVICE))
+
+
+def _address(tensor: Any) -> int:
+    """Another one for each storage: DeepSpeed compares addresses."""
+    return int((tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size())
+
+
+def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
+    """`Module._apply` as it works on real tensors: by `.data =`. For fake ones torch would swap the objects."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            parameter.data = function(parameter)
+            if parameter.grad is not None:
+                parameter.grad.data = function(parameter.grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module

@@ -1,0 +1,72 @@
+// A CUDA device that does nothing: what torch needs beside Python's stubs so that autograd, FakeTensorMode and
+// DeepSpeed's CUDA accelerator run without a GPU, on a CPU-only build of torch and on a CUDA build.
+
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/Device.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <memory>
+
+namespace {
+
+const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+
+struct NoDeviceGuard final : public c10::impl::DeviceGuardImplInterface {
+  using Device = c10::Device;
+  using Stream = c10::Stream;
+  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return kDevice; }
+  Device getDevice() const override { return kDevice; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device device) const noexcept override { return Stream(Stream::DEFAULT, device); }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getNewStream(Device device, int) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return Stream(Stream::DEFAULT, device); }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, kDevice); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+};
+
+struct NoDeviceHooks final : public at::CUDAHooksInterface {
+  explicit NoDeviceHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex current_device() const override { return 0; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  void deviceSynchronize(c10::DeviceIndex) const override {}
+};
+
+// At loading, which must come before `import torch`; preferred over the hooks of a CUDA build, whose priority is the default.
+const bool kHooks = [] {
+  at::CUDAHooksRegistry()->Register(
+      "CUDAHooks",
+      [](at::CUDAHooksArgs args) -> std::unique_ptr<at::CUDAHooksInterface> {
+        return std::make_unique<NoDeviceHooks>(args);
+      },
+      "",
+      c10::REGISTRY_PREFERRED);
+  return true;
+}();
+
+}  // namespace
+
+// After `import torch`, because a CUDA build puts in its own guard at import.
+extern "C" void autods_register_guard() {
+  c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, new NoDeviceGuard());
+}

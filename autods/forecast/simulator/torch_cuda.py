@@ -1,0 +1,134 @@
+"""The Python surface of torch.cuda, answered without a GPU: memory by the ledger, the rest as one quiet card."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import types
+from typing import Any
+
+import torch
+
+from .ledger import DEVICE, Ledger
+
+_NAME = "simulated GPU"
+
+
+class Event:
+    """Over before it began."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As torch.cuda.Event."""
+
+    def record(self, *args: Any) -> None:
+        """Nothing to record."""
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        """Done."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+class Stream:
+    """All streams are one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.device_index = self.cuda_stream = self.stream_id = 0
+
+    def synchronize(self, *args: Any) -> None:
+        """Nothing to wait for."""
+
+    wait_stream = wait_event = synchronize
+
+    def query(self) -> bool:
+        """Idle."""
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that is over."""
+        return event or Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def install(ledger: Ledger) -> None:
+    """Put the answers in place of torch.cuda's functions."""
+    for name, value in (_quiet() | _memory(ledger)).items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.nccl.version = lambda: (2, 27, 0)  # type: ignore[assignment]
+    torch.version.cuda = torch.version.cuda or "12.8"
+
+
+def _quiet() -> dict[str, Any]:
+    stream = Stream()
+    capability = (9, 0)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def random_state(*args: Any) -> Any:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    constants = {
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
+        "current_stream": stream, "default_stream": stream, "get_device_name": _NAME,
+        "get_device_capability": capability, "is_bf16_supported": True, "is_current_stream_capturing": False,
+    }  # fmt: skip
+    quiet = (
+        "_lazy_init", "_lazy_call", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed",
+        "manual_seed_all", "seed", "seed_all", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated",
+        "reset_max_memory_cached", "set_per_process_memory_fraction",
+    )  # fmt: skip
+    return {
+        **{name: _always(value) for name, value in constants.items()},
+        **dict.fromkeys(quiet, nothing),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_rng_state": random_state,
+        "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing),
+    }
+
+
+def _memory(ledger: Ledger) -> dict[str, Any]:
+    def allocated(*args: Any) -> int:
+        return ledger.current[DEVICE]
+
+    def most(*args: Any) -> int:
+        return max(ledger.highest[DEVICE], *(tops["device"] for tops in ledger.peaks().values()))
+
+    def free_and_total(*args: Any) -> tuple[int, int]:
+        return max(0, ledger.device_bytes - ledger.current[DEVICE]), ledger.device_bytes
+
+    def properties(*args: Any) -> Any:
+        return types.SimpleNamespace(
+            total_memory=ledger.device_bytes, major=9, minor=0, name=_NAME, multi_processor_count=132, warp_size=32
+        )
+
+    return {
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), allocated),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most),
+        "memory_stats": lambda *args: collections.defaultdict(int),
+        "mem_get_info": free_and_total,
+        "get_device_properties": properties,
+    }
+
+
+def _always(value: Any) -> Any:
+    return lambda *args, **kwargs: value
