@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import find_best_config as find_best_config
+    from .api import plan as plan
     from .errors import AutodsError as AutodsError
     from .errors import EnvironmentBroken as EnvironmentBroken
     from .errors import InputError as InputError
@@ -23,6 +24,7 @@ _HOMES = {
     "Diagnosis": "failures",
     "diagnose": "failures",
     "find_best_config": "api",
+    "plan": "api",
     "Report": "report",
     "Workload": "workload",
     "AutodsError": "errors",
@@ -42,6 +44,7 @@ __all__ = [
     "__version__",
     "diagnose",
     "find_best_config",
+    "plan",
 ]
 
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from .report import Report
 from .settings import Settings, resolve
-from .values import Event, Listener
+from .values import Listener
 
 if TYPE_CHECKING:
+    from .forecast.events import ForecastListener
+    from .question import Question
+    from .report.plan_result import Forecast
     from .workload import Workload
 
 
@@ -70,10 +73,78 @@ def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
         Path(workload) if isinstance(workload, str) else workload,
         folder=Path(out) if out is not None else Path("autods-out"),
     )
+    return resolve(source, hardware=look(), **_with_tuples(asked))
+
+
+def plan(
+    workload: str | Path | Workload,
+    *,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    on: str | None = None,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    nvme: str | int | None = None,
+    nvme_path: str | Path | None = None,
+    device: str = "cuda",
+    task: str | None = None,
+    seq_len: int | None = None,
+    target_len: int | None = None,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "auto",
+    checkpointing: str | bool | None = None,
+    zero_init: bool = False,
+    base_config: str | Path | Mapping[str, Any] | None = None,
+    ladder: str | Sequence[str] = (),
+    strategies: Sequence[str | Path] = (),
+    largest: bool = True,
+    on_event: ForecastListener | None = None,
+) -> Forecast:
+    """What every rung of the ladder needs on every tier, without a GPU and without a trial: `autods plan`.
+
+    workload: a `model.py`, a Hugging Face `config.json` or its folder, or a `Workload`.
+    on: machines of the catalogue, 'a100-80gb,h100-80gb' or 'all'; else `gpu_memory`, `host_memory` and `nvme`, in
+    bytes or as '80GiB', else this machine's cards.
+    on_event: called with each `forecast.events` value while it works, from any thread.
+
+    Raises InputError for wrong input, EnvironmentBroken when nothing can be simulated here, Interrupted on Ctrl-C.
+    """
+    asked = {name: value for name, value in locals().items() if name not in ("workload", "on_event")}
+    if isinstance(checkpointing, bool):
+        asked["checkpointing"] = "on" if checkpointing else "off"
+    return run_plan(ask(workload, **asked), on_event or _ignore)
+
+
+def ask(workload: str | Path | Workload, **asked: Any) -> Question:
+    """Check the workload and what was asked (by `plan`'s names). Raises InputError."""
+    from .hardware import look
+    from .question import pose
+    from .workload import source_of
+
+    source = source_of(
+        Path(workload) if isinstance(workload, str) else workload,
+        folder=Path("autods-out"),
+        task=asked.pop("task", None),
+        seq_len=asked.pop("seq_len", None),
+        target_len=asked.pop("target_len", None),
+        recompute=False if asked.get("checkpointing") == "off" else None,
+    )
+    return pose(source, hardware=look(), **_with_tuples(asked))
+
+
+def run_plan(question: Question, listen: ForecastListener) -> Forecast:
+    """Run the plan."""
+    from .planning import plan
+
+    return plan(question, listen=listen)
+
+
+def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:
+    """A ladder may be a line or a list, folders may be text."""
     ladder = asked.get("ladder", ())
-    asked["ladder"] = tuple(name.strip() for name in ladder.split(",")) if isinstance(ladder, str) else tuple(ladder)
-    asked["strategies"] = tuple(Path(folder) for folder in asked.get("strategies", ()))
-    return resolve(source, hardware=look(), **asked)
+    names = tuple(name.strip() for name in ladder.split(",")) if isinstance(ladder, str) else tuple(ladder)
+    return {**asked, "ladder": names, "strategies": tuple(Path(folder) for folder in asked.get("strategies", ()))}
 
 
 def run_fit(settings: Settings, listen: Listener, fresh: bool) -> Report:
@@ -83,5 +154,5 @@ def run_fit(settings: Settings, listen: Listener, fresh: bool) -> Report:
     return fit(settings, listen=listen, fresh=fresh)
 
 
-def _ignore(event: Event) -> None:
+def _ignore(event: object) -> None:
     return None

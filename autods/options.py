@@ -1,4 +1,4 @@
-"""Every option of the command line, once. What a value means is checked by `settings.resolve`, not here."""
+"""Every option of the command line, once. What a value means is checked by `settings` and `question`, not here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-Workload = Annotated[str, Argument(metavar="WORKLOAD", help="A model.py with build_model and build_batch.")]
+Workload = Annotated[
+    str,
+    Argument(metavar="WORKLOAD", help="A model.py with build_model and build_batch, or a Hugging Face config.json."),
+]
 Gpus = Annotated[int | None, Option(metavar="N", help="Ranks.", show_default="all visible cards")]
 Device = Annotated[str, Option(metavar="cuda|cpu", help="cpu: CPU ranks stand in for GPUs.")]
 GpuMemory = Annotated[
@@ -40,3 +43,46 @@ Logs = Annotated[
 ExitCode = Annotated[
     int | None, Option("--exit-code", metavar="N", help="Of the run: 137, or -9 as Python says it.", show_default=False)
 ]
+
+# Of `plan`: it may be asked about machines that are not here.
+AnyWorkload = Annotated[
+    str, Argument(metavar="WORKLOAD", help="A model.py, or a Hugging Face config.json or its folder (random weights).")
+]
+ForecastGpus = Annotated[
+    int | None, Option("--gpus", metavar="N", help="Ranks, of all nodes together.", show_default="a node's")
+]
+Nodes = Annotated[int | None, Option(metavar="N", help="Nodes that the ranks are spread over.", show_default="1")]
+On = Annotated[
+    str | None, Option(metavar="NAME,…|all", help="Machines of the catalogue, such as a100-80gb; all: which do I need?")
+]
+ForecastMemory = Annotated[
+    str | None, Option("--gpu-memory", metavar="SIZE", help="Memory of a card, such as 80GiB, when not --on.")
+]
+HostMemory = Annotated[str | None, Option(metavar="SIZE", help="Memory of a node, such as 1TiB.")]
+Nvme = Annotated[str | None, Option(metavar="SIZE", help="NVMe of a node, such as 2TiB; opens zero3-nvme.")]
+ForecastNvmePath = Annotated[
+    str | None, Option("--nvme-path", metavar="DIR", help="The same without a size; the folder need not be here.")
+]
+Task = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="Of a Hugging Face config: causal-lm, seq2seq, masked-lm or image-classification.",
+        show_default="by the config's architectures",
+    ),
+]
+SeqLen = Annotated[
+    int | None, Option(metavar="N", help="Tokens of a sample; a model.py takes it as build_batch(…, seq_len).")
+]
+TargetLen = Annotated[
+    int | None, Option(metavar="N", help="Tokens of a target, for seq2seq.", show_default="--seq-len")
+]
+MicroBatch = Annotated[int | None, Option(metavar="N", help="Samples of a rank at a time.", show_default="1")]
+Checkpointing = Annotated[
+    str | None, Option(metavar="on|off", help="Recompute activations.", show_default="on, if the model can")
+]
+ZeroInit = Annotated[
+    bool, Option("--zero-init", metavar="", help="Stage 3 builds the model under deepspeed.zero.Init, already split.")
+]
+Largest = Annotated[bool, Option("--largest/--no-largest", help="Look for the largest micro batch of each rung.")]
+PlanJson = Annotated[bool, Option("--json", metavar="", help="Print JSON instead of a table.")]

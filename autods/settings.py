@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from .base_config import check_base_config, read_base_config
-from .ds_config import get
+from .checks import Given, base_of, check_ranks, global_batch_of, size_of, with_precision
+from .checks import Precision as Precision
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -20,10 +20,8 @@ from .profile import Profile as Profile
 from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
-from .units import parse_bytes, show_bytes
+from .units import show_bytes
 from .values import Device, WorkloadSource
-
-Precision = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,7 @@ def resolve(
     gpu_memory: str | int | None = None,
     global_batch: int | None = None,
     precision: str = "auto",
-    base_config: str | Path | Mapping[str, Any] | None = None,
+    base_config: Given = None,
     config: str = "default",
     ladder: tuple[str, ...] = (),
     strategies: tuple[Path, ...] = (),
@@ -80,15 +78,11 @@ def resolve(
     """Check what was asked against what the machine has. Raises InputError, never adjusts silently."""
     profile = read_profile(config)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
-    base_config = source.base_config if base_config is None else base_config
-    where = str(base_config) if isinstance(base_config, (str, Path)) else "base config"
-    base = read_base_config(Path(base_config)) if isinstance(base_config, (str, Path)) else _plain(base_config, where)
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
-    check_base_config(base, world_size=ranks, where=where)
-    total = global_batch if global_batch is not None else _users_global_batch(base)
-    _check_global_batch(total, ranks)
-    asked = _bytes(gpu_memory)
+    base, where = base_of(source.base_config if base_config is None else base_config, world_size=ranks)
+    total = global_batch_of(global_batch, base, ranks)
+    asked = size_of(gpu_memory, "--gpu-memory")
     settings = Settings(
         source=source,
         gpus=ranks,
@@ -98,7 +92,7 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=_with_precision(base, precision, where),
+        base=with_precision(base, precision, where),
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
@@ -125,32 +119,12 @@ def _ranks(gpus: int | None, device: Device, hardware: Hardware) -> int:
         if device == "cpu":
             raise InputError("--device cpu needs the number of ranks", mend="give --gpus 2, say")
         return len(hardware.cards)
-    if gpus < 1:
-        raise InputError(f"--gpus {gpus}: at least one rank is needed", mend="give --gpus 1 or more")
-    if device == "cuda" and gpus > len(hardware.cards):
+    if check_ranks(gpus) > len(hardware.cards) and device == "cuda":
         raise InputError(
             f"--gpus {gpus}: this machine shows {len(hardware.cards)} GPUs",
             mend=f"give --gpus {len(hardware.cards)} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
         )
     return gpus
-
-
-def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """A copy as JSON keeps it: what is tried is what `ds_config.json` will say."""
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(base or {})))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"cannot be written as JSON: {error}", where=where) from None
-    return copy
-
-
-def _bytes(gpu_memory: str | int | None) -> int | None:
-    if gpu_memory is None:
-        return None
-    try:
-        return parse_bytes(str(gpu_memory))
-    except ValueError as error:
-        raise InputError(f"--gpu-memory {error}") from None
 
 
 def _device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
@@ -170,35 +144,6 @@ def _device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardw
             mend=f"give --gpu-memory {fair // 2**20}MiB or less",
         )
     return asked or fair
-
-
-def _users_global_batch(base: Mapping[str, Any]) -> int | None:
-    total = base.get("train_batch_size")
-    return total if isinstance(total, int) else None
-
-
-def _check_global_batch(total: int | None, ranks: int) -> None:
-    if total is not None and (total < 1 or total % ranks):
-        near = max(ranks, total // ranks * ranks)
-        raise InputError(
-            f"--global-batch {total} cannot be split over {ranks} ranks: "
-            "global batch = micro batch × accumulation × ranks",
-            mend=f"give a multiple of {ranks}, such as {near} or {near + ranks}",
-        )
-
-
-def _with_precision(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
-    """The base config with a precision in it: the user's own, else the one asked for, else bf16."""
-    if precision not in ("auto", "bf16", "fp16", "fp32"):
-        raise InputError(f"there is no precision {precision!r}", mend="give --precision bf16, fp16 or fp32")
-    users = next((key for key in ("bf16", "fp16") if get(base, f"{key}.enabled") is True), None)
-    if precision == "auto":
-        return dict(base) if users or "bf16" in base or "fp16" in base else {**base, "bf16": {"enabled": True}}
-    if users and users != precision:
-        raise InputError(
-            f"--precision {precision}, but {users} is enabled there", where=where, mend="drop one of the two"
-        )
-    return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
 
 
 def _nvme(path: str | Path | None) -> Path | None:

@@ -26,6 +26,9 @@ FailureKind = Literal[
 ]
 Action = Literal["leaner_rung", "less_host_memory", "fix_environment", "fix_config", "fix_code", "retry", "nothing"]
 
+# What a Hugging Face config is trained for.
+Task = Literal["causal-lm", "seq2seq", "masked-lm", "image-classification"]
+
 Scalar = bool | int | float | str
 
 
@@ -194,13 +197,22 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSource:
-    """Where the ranks find the workload: a `model.py`, or a pickled `Workload` of the Python API."""
+    """Where the ranks find the workload: a `model.py`, a pickled `Workload` of the Python API, a Hugging Face config.
 
-    kind: Literal["file", "pickle"]
+    task: of an hf_config, always set. seq_len, target_len: tokens of a sample that were asked for; build_batch of a
+    file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
+    turned on; None leaves it as build_model made it.
+    """
+
+    kind: Literal["file", "pickle", "hf_config"]
     path: str  # absolute
     name: str  # for people and for the default output folder
     digest: str  # of the content: a changed workload is another fit
     base_config: Mapping[str, Any] | str | None = None  # the DeepSpeed config it brings: an object, or a JSON file
+    task: Task | None = None
+    seq_len: int | None = None
+    target_len: int | None = None
+    recompute: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

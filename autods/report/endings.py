@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ _MOST = 400  # characters of one line
 
 def show_result(report: Report, *, as_json: bool) -> None:
     """Print the report, as tables or as JSON, to standard output."""
+    printed(lambda: print(json.dumps(to_dict(report), indent=2)) if as_json else show(report, Console()))
+
+
+def printed(say: Callable[[], None]) -> None:
+    """Let `say` print the result. A reader that leaves early is no failure."""
     try:
-        if as_json:
-            print(json.dumps(to_dict(report), indent=2))
-        else:
-            show(report, Console())
+        say()
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,9 +65,14 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, AutodsError) else EnvironmentBroken.exit_code
 
 
-def tell(error: BaseException, *, out: Path | None, argv: Sequence[str]) -> None:
-    """Say on standard error what ended the command. `out` is the fit's folder, where it is known already."""
+def tell(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes: bool = True) -> None:
+    """Say on standard error what ended the command. `out` is the fit's folder, where it is known already.
+
+    resumes: the same command goes on where this one stopped.
+    """
     match error:
+        case KeyboardInterrupt() | Interrupted() if not resumes:
+            _say("interrupted: nothing is left running")
         case KeyboardInterrupt() | Interrupted():
             gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
             kept = out is not None and (out / "journal.jsonl").exists()

@@ -20,11 +20,14 @@ def check_file(path: Path) -> ast.Module:
     try:
         text = path.read_text()
     except IsADirectoryError:
-        raise InputError("is a folder", where=str(path), mend="give the path of a model.py") from None
+        raise InputError(
+            "is a folder without a config.json", where=str(path), mend="give a model.py, or a Hugging Face config"
+        ) from None
     except UnicodeDecodeError:
         raise InputError("is not a Python file", where=str(path), mend="give the path of a model.py") from None
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend="check the path") from None
+        mend = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend=mend) from None
     try:
         tree = ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError) as error:

@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import hashlib
+import inspect
 import os
 import pickle
 import sys
 import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 
 from ..errors import InputError
 from ..values import WorkloadSource
+from .hf_config import TASKS, config_file, load_config, read_config, task_of
 from .model_py import base_config_of, check_file, load_file
-from .workload import Workload, WorkloadError
+from .workload import Batch, Workload, WorkloadError
 
 
-def source_of(workload: Path | Workload, *, folder: Path | None = None) -> WorkloadSource:
+def source_of(
+    workload: Path | Workload,
+    *,
+    folder: Path | None = None,
+    task: str | None = None,
+    seq_len: int | None = None,
+    target_len: int | None = None,
+    recompute: bool | None = None,
+) -> WorkloadSource:
     """A reference to the workload that every rank can load.
 
     A `Workload` object is pickled into `folder`: its functions by value, so that changed code is another workload, and
-    what they use of other modules by name. Raises InputError when the file is not a workload or the object cannot be
-    pickled.
+    what they use of other modules by name. task, seq_len, target_len, recompute: see `WorkloadSource`. Raises
+    InputError when the file is not a workload, the object cannot be pickled, or the workload has no such option.
     """
-    if isinstance(workload, Workload):
-        return _pickled(workload, folder or Path())
+    for option, length in (("--seq-len", seq_len), ("--target-len", target_len)):
+        if length is not None and length < 1:
+            raise InputError(f"{option} {length}: at least one token is needed")
+    options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
+    path = workload.expanduser().absolute() if isinstance(workload, Path) else None
+    config = config_file(path) if path is not None else None
+    if config is not None:
+        return _of_config(config, task, options)
+    if task is not None or target_len is not None:
+        option = "--task" if task is not None else "--target-len"
+        raise InputError(f"{option} is for a Hugging Face config; a model.py says itself what it trains")
+    source = _pickled(workload, folder or Path()) if isinstance(workload, Workload) else _of_file(workload)
+    if seq_len is not None:
+        _check_takes_seq_len(workload, source)
+    return _with_options(source, options)
+
+
+def load(source: WorkloadSource) -> Workload:
+    """The workload, ready to be built. What the user's code raises is passed on."""
+    match source.kind:
+        case "file":
+            workload = _with_seq_len(load_file(Path(source.path)), source)
+        case "hf_config":
+            workload = load_config(source)
+        case "pickle":
+            workload = _with_seq_len(_unpickled(source), source)
+    if source.recompute is False:
+        workload = replace(workload, build_model=functools.partial(_keeping_activations, workload.build_model))
+    return workload
+
+
+def _of_file(workload: Path) -> WorkloadSource:
     path = workload.expanduser().absolute()
     tree = check_file(path)
     return WorkloadSource(
@@ -38,10 +83,64 @@ def source_of(workload: Path | Workload, *, folder: Path | None = None) -> Workl
     )
 
 
-def load(source: WorkloadSource) -> Workload:
-    """The workload, ready to be built. What the user's code raises is passed on."""
-    if source.kind == "file":
-        return load_file(Path(source.path))
+def _of_config(path: Path, task: str | None, options: Mapping[str, Any]) -> WorkloadSource:
+    config = read_config(path)
+    chosen = next((known for known in TASKS if known == task), None) if task else task_of(config)
+    if chosen is None:
+        raise InputError(f"there is no task {task!r}", mend=f"give --task {', '.join(TASKS[:-1])} or {TASKS[-1]}")
+    if chosen == "image-classification" and options["seq_len"] is not None:
+        raise InputError("--seq-len is for text; the images' size stands in the config", where=str(path))
+    if chosen != "seq2seq" and options["target_len"] is not None:
+        raise InputError(f"--target-len is for --task seq2seq, this is {chosen}", where=str(path))
+    name = path.parent.name if path.name == "config.json" else path.stem
+    source = WorkloadSource(
+        kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(path.read_bytes())
+    )
+    return _with_options(source, {**options, "task": chosen})
+
+
+def _with_options(source: WorkloadSource, options: Mapping[str, Any]) -> WorkloadSource:
+    """Another option is another workload: the digest says so."""
+    said = sorted((name, value) for name, value in options.items() if value is not None)
+    return replace(source, digest=_digest(f"{source.digest} {said}".encode()), **options) if said else source
+
+
+def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> None:
+    """Raises InputError when build_batch has no argument `seq_len`."""
+    if isinstance(workload, Workload):
+        names = set(inspect.signature(workload.build_batch).parameters)
+    else:
+        tree = ast.parse(Path(source.path).read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        found = [node.args for node in functions if node.name == "build_batch"]
+        if not found:
+            return  # imported or assigned: the call itself will say
+        names = {argument.arg for argument in (*found[-1].args, *found[-1].kwonlyargs)}
+    if "seq_len" not in names:
+        raise InputError(
+            "its build_batch has no argument seq_len, so --seq-len says nothing to it",
+            where=source.path if source.kind == "file" else source.name,
+            mend="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
+        )
+
+
+def _with_seq_len(workload: Workload, source: WorkloadSource) -> Workload:
+    if source.seq_len is None:
+        return workload
+    build_batch: Callable[..., Batch] = workload.build_batch
+    return replace(workload, build_batch=functools.partial(build_batch, seq_len=source.seq_len))
+
+
+def _keeping_activations(build_model: Callable[[], Any]) -> Any:
+    """The model, told not to recompute its activations where it knows how."""
+    model = build_model()
+    disable = getattr(model, "gradient_checkpointing_disable", None)
+    if disable is not None:
+        disable()
+    return model
+
+
+def _unpickled(source: WorkloadSource) -> Workload:
     packed = pickle.loads(Path(source.path).read_bytes())
     sys.path.extend(folder for folder in packed["path"] if folder not in sys.path)
     workload = pickle.loads(packed["workload"])

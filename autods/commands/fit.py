@@ -1,0 +1,93 @@
+"""`autods fit`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .. import options
+from .calls import Call, ended_by
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+    from ..values import Event, Listener
+
+EPILOG = """
+Examples:
+
+autods fit model.py --gpus 8
+
+autods fit model.py --gpus 8 --gpu-memory 16GiB --global-batch 64 --config quick
+
+autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB      without a GPU
+
+Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
+"""
+
+
+def fit_command(
+    context: typer.Context,
+    workload: options.Workload,
+    gpus: options.Gpus = None,
+    device: options.Device = "cuda",
+    gpu_memory: options.GpuMemory = None,
+    global_batch: options.GlobalBatch = None,
+    precision: options.Precision = "auto",
+    base_config: options.BaseConfig = None,
+    config: options.Config = "default",
+    ladder: options.Ladder = None,
+    strategies: options.Strategies = None,
+    nvme_path: options.NvmePath = None,
+    out: options.Out = None,
+    fresh: options.Fresh = False,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Find the fastest DeepSpeed config that fits WORKLOAD, and write it to ds_config.json.
+
+    Finished trials are journaled: the same command goes on where a stopped one ended.
+    """
+    asked = {
+        "gpus": gpus, "device": device, "gpu_memory": gpu_memory, "global_batch": global_batch,
+        "precision": precision, "base_config": base_config, "config": config,
+        "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
+        "nvme_path": nvme_path, "out": out, "seed": seed,
+    }  # fmt: skip
+    return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
+
+
+def _fit(call: Call, workload: str, asked: dict[str, Any], *, fresh: bool, as_json: bool, quiet: bool) -> int:
+    """Run the fit and show how it ended, whatever that is."""
+    from .. import api
+    from ..report import endings
+
+    out = Path(asked["out"]) if asked["out"] else None
+    try:
+        settings = (call.uses.settle or api.settle)(workload, **asked)
+        out = settings.out
+        with _progress(quiet) as listen:
+            listen(_question(settings))
+            report = (call.uses.run_fit or api.run_fit)(settings, listen, fresh)
+        endings.show_result(report, as_json=as_json)
+        return 0 if report.status == "fit" else 1
+    except (Exception, KeyboardInterrupt) as error:
+        return ended_by(error, call=call, out=out, as_json=as_json)
+
+
+def _progress(quiet: bool) -> AbstractContextManager[Listener]:
+    from ..report.progress import Progress
+
+    return nullcontext(lambda event: None) if quiet else Progress()
+
+
+def _question(settings: Settings) -> Event:
+    """What is asked and where the answer goes, said before anything slow begins."""
+    from ..units import show_bytes
+    from ..values import Note
+
+    what = f"{settings.gpus} {settings.device} ranks × {show_bytes(settings.device_bytes)}"
+    return Note(text=f"{settings.source.name} on {what}, {settings.profile.name} config → {settings.out}")

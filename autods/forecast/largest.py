@@ -1,0 +1,79 @@
+"""The largest micro batch that fits, found with few measurements on one simulated engine.
+
+With gradient checkpointing the peak is only piecewise linear in the batch, and its slope grows: a line through two
+small batches promises too much, the chord of a bracket too little. So each guess is measured, and the answer is a
+batch that was itself seen to fit, beside one that was seen not to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MOST_MICRO_BATCH = 4096
+MOST_MEASUREMENTS = 8
+
+# Micro batch → how full the fullest tier is, peak over limit; it fits up to 1.
+Fill = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest micro batch that was measured as fitting, None when none was.
+
+    refused: the smallest that was measured as not fitting, None when all fit. proven: no size is left between the two.
+    """
+
+    micro_batch: int | None
+    refused: int | None
+    proven: bool
+    measured: tuple[int, ...]
+
+
+def largest(
+    fill: Fill, sizes: Sequence[int], *, known: tuple[int, float] | None = None, most: int = MOST_MEASUREMENTS
+) -> Largest:
+    """Search `sizes` (ascending) with at most `most` measurements; `known` is one that was made already."""
+    seen: dict[int, float] = dict([known]) if known else {}
+    while len(seen) - bool(known) < most and (size := _next(seen, sizes)) is not None:
+        seen[size] = fill(size)
+    fits, refused = _bracket(seen)
+    proven = _next(seen, sizes) is None
+    return Largest(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen))
+
+
+def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
+    """The smallest that does not fit, and the largest below it that does."""
+    refused = min((size for size, full in seen.items() if full > 1), default=None)
+    fitting = (size for size, full in seen.items() if full <= 1 and (refused is None or size < refused))
+    return max(fitting, default=None), refused
+
+
+def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
+    """The size to measure next, None when nothing is left to ask."""
+    fits, refused = _bracket(seen)
+    first = 0 if fits is None else bisect_right(sizes, fits)
+    last = len(sizes) if refused is None else bisect_left(sizes, refused)
+    left = sizes[first:last]
+    if not left:
+        return None
+    if fits is None:
+        return left[0]
+    target = _extrapolated(seen, fits) if refused is None else _interpolated(seen, fits, refused)
+    return left[max(0, bisect_right(left, target) - 1)]
+
+
+def _extrapolated(seen: dict[int, float], fits: int) -> float:
+    """Where the line through the two largest sizes reaches the limit; 4 times the size where there is no line yet."""
+    before = max((size for size in seen if size < fits), default=None)
+    slope = 0.0 if before is None else (seen[fits] - seen[before]) / (fits - before)
+    target = fits + (1 - seen[fits]) / slope if slope > 0 else 4.0 * fits
+    return min(target, 16.0 * fits)
+
+
+def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
+    """Where the chord crosses the limit; the middle where far more is refused, since a steep end says little."""
+    rise = seen[refused] - seen[fits]
+    chord = fits + (1 - seen[fits]) / rise * (refused - fits)
+    return chord if chord > fits + 1 or refused <= 2 * fits else (fits + refused) / 2

@@ -1,0 +1,154 @@
+"""One rung on one or more machines: simulated once where that is right, judged for each."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+
+from .asks import Sizing, ask_for, holds_for, limits_of, on_site
+from .forecast.events import Forecasted, ForecastListener, Simulating
+from .forecast.judge import judged
+from .forecast.largest import MOST_MICRO_BATCH, Largest, largest
+from .forecast.protocol import Engine, Simulator
+from .forecast.simulator import SimulationFailed
+from .forecast.values import Ask, RungForecast, Simulated
+from .ladder import Rung
+from .question import Question, Site
+from .search.ask import micro_batches
+from .values import ModelFacts
+
+# What every rung would share: the workload or the installation has to be mended first.
+_LASTING = ("user_code", "data_dependent", "unsupported", "no_compiler", "build_failed")
+
+
+@dataclass(slots=True)
+class Work:
+    """One plan under way. It may be used from several threads.
+
+    seen: what was simulated already, by engine and micro batch. found: what is said, by machine and rung.
+    """
+
+    question: Question
+    facts: ModelFacts
+    simulator: Simulator
+    listen: ForecastListener
+    seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
+    found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
+    failures: list[SimulationFailed] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tell(self, site: Site, forecast: RungForecast) -> None:
+        """Keep it and pass it on to whoever waits."""
+        with self.lock:
+            self.found[site.machine.name, forecast.rung] = forecast
+            total = len(self.question.ladder) * len(self.question.sites)
+            self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
+
+    def settled(self, site: Site) -> bool:
+        """Whether a rung is known to fit there."""
+        with self.lock:
+            said = list(self.found.items())
+        return any(machine == site.machine.name and forecast.verdict == "fits" for (machine, _), forecast in said)
+
+
+def forecast_rung(work: Work, rung: Rung, sites: Sequence[Site], sizing: Sizing, *, search: bool) -> None:
+    """Say of a rung what it needs on each site; sites share one sizing. search: and its largest micro batch.
+
+    Raises SimulationFailed for what no rung would survive; what only this one does not is said of it.
+    """
+    own: list[tuple[Site, Ask]] = []
+    shared: list[tuple[Site, Ask]] = []
+    for site in sites:
+        ask = ask_for(rung, site, work.question, work.facts, sizing)
+        if isinstance(ask, Ask):
+            shared.append((site, ask))
+        else:
+            work.tell(site, ask)
+    if shared:
+        own = _on_one_engine(work, shared, search=search)
+    for site, ask in own:
+        _on_one_engine(work, [(site, on_site(ask, site))], search=search)
+
+
+def _on_one_engine(work: Work, asked: Sequence[tuple[Site, Ask]], *, search: bool) -> list[tuple[Site, Ask]]:
+    """Forecast those for which the engine's device size makes no difference; the others come back."""
+    left: list[tuple[Site, Ask]] = []
+    ask = asked[0][1]
+    try:
+        with _Measure(work, ask) as measure:
+            for site, its in asked:
+                if holds_for(measure(site.micro_batch), ask, site.machine.device_bytes):
+                    _forecast_site(work, site, ask, measure, search=search)
+                else:
+                    left.append((site, its))
+    except SimulationFailed as failed:
+        if failed.kind in _LASTING:
+            raise
+        work.failures.append(failed)
+        for site, its in asked:
+            said = f"could not be simulated: {' '.join(str(failed.what).split())}"
+            work.tell(site, _without(its, site, said))
+    return left
+
+
+def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, search: bool) -> None:
+    limits = limits_of(site, work.question)
+    here = on_site(ask, site)
+
+    def said_of(micro_batch: int) -> RungForecast:
+        return judged(here, measure(micro_batch), limits=limits, emulated=here.device == "cpu")
+
+    forecast = said_of(site.micro_batch)
+    if search and forecast.memory:
+        work.tell(site, forecast)
+        sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
+        first = (site.micro_batch, fill_of(forecast))
+        found = largest(lambda size: fill_of(said_of(size)), sizes, known=first)
+        forecast = _with_largest(forecast, found)
+    work.tell(site, forecast)
+
+
+def fill_of(forecast: RungForecast) -> float:
+    """How full the fullest tier is by the forecast itself, not an end of its interval."""
+    return max(
+        (said.peak_bytes / said.limit_bytes for said in forecast.memory.values() if said.limit_bytes), default=0.0
+    )
+
+
+def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:
+    said = () if found.proven else (f"a micro batch between {found.micro_batch} and {found.refused} may fit, too",)
+    return replace(forecast, largest_micro_batch=found.micro_batch, assumed=(*forecast.assumed, *said))
+
+
+def _without(ask: Ask, site: Site, reason: str) -> RungForecast:
+    return RungForecast(rung=ask.rung, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
+
+
+class _Measure:
+    """Micro batch → what is simulated, on one engine that is started when something new is asked."""
+
+    def __init__(self, work: Work, ask: Ask) -> None:
+        self._work, self._ask = work, ask
+        self._key = json.dumps(asdict(ask), sort_keys=True, default=str)
+        self._context: AbstractContextManager[Engine] | None = None
+        self._engine: Engine | None = None
+
+    def __enter__(self) -> _Measure:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+
+    def __call__(self, micro_batch: int) -> Simulated:
+        seen = self._work.seen.get((self._key, micro_batch))
+        if seen is None:
+            self._work.listen(Simulating(rung=self._ask.rung, micro_batch=micro_batch))
+            if self._engine is None:
+                context = self._work.simulator.engine(self._ask)
+                self._engine, self._context = context.__enter__(), context
+            seen = self._work.seen[self._key, micro_batch] = self._engine.measure(micro_batch)
+        return seen

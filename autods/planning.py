@@ -1,0 +1,118 @@
+"""`autods plan`: what every rung needs on every tier, and which machine is enough. No GPU, no trial."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from .asks import Sizing, checkpointing_of, groups_of
+from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from .forecast.events import ForecastListener
+from .forecast.protocol import Simulator, Start
+from .forecast.simulator import SimulationFailed
+from .forecasting import Work, forecast_rung
+from .hardware import versions
+from .ladder import Rung
+from .question import Question, Site
+from .report.plan_result import Forecast, SiteForecast
+from .values import Note, WorkloadSource
+
+_PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
+_ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
+
+
+def plan(question: Question, *, listen: ForecastListener, start: Start | None = None) -> Forecast:
+    """The forecast of every rung on the machine that was asked about.
+
+    Several machines share simulations, and of each only the rungs up to the fastest that fits are forecast. Raises
+    InputError when the workload is at fault, EnvironmentBroken when it cannot be simulated here, Interrupted on Ctrl-C.
+    """
+    began = time.monotonic()
+    try:
+        with (start or _simulated)(question.source) as simulator:
+            listen(Note(text="preparing the simulated device"))
+            facts = simulator.facts(question.device)
+            checkpointing = checkpointing_of(question, facts)
+            work = Work(question, facts, simulator, listen)
+            _work_through(work)
+    except SimulationFailed as failed:
+        raise _told(failed) from None
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; nothing of the simulation is left running") from None
+    return Forecast(
+        sites=tuple(_of_site(work, site) for site in question.sites),
+        source=question.source,
+        facts=facts,
+        device=question.device,
+        checkpointing=checkpointing,
+        assumed=question.assumed,
+        versions=versions(),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _work_through(work: Work) -> None:
+    question, several = work.question, len(work.question.sites) > 1
+    jobs = [
+        _Job(rung=rung, sites=sites, sizing=sizing, search=question.largest and not several)
+        for sizing, sites in groups_of(question.sites)
+        for rung in question.ladder
+    ]
+    _in_parallel(work, jobs, only_unsettled=several)
+    if work.failures and not any(forecast.memory for forecast in work.found.values()):
+        raise work.failures[0]
+    if several and question.largest:
+        _in_parallel(work, [best for job in jobs if (best := _where_best(work, job)).sites], only_unsettled=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A rung on sites that share simulations; search: also for its largest micro batch."""
+
+    rung: Rung
+    sites: tuple[Site, ...]
+    sizing: Sizing
+    search: bool
+
+
+def _where_best(work: Work, job: _Job) -> _Job:
+    """The search for the largest micro batch, on the sites where this rung is the answer."""
+    sites = tuple(site for site in job.sites if _of_site(work, site).best_rung == job.rung.name)
+    return replace(job, sites=sites, search=True)
+
+
+def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
+    """Every job, some at a time, in order. The first that raises ends the others."""
+
+    def do(job: _Job) -> None:
+        sites = [site for site in job.sites if not (only_unsettled and work.settled(site))]
+        if sites:
+            forecast_rung(work, job.rung, sites, job.sizing, search=job.search)
+
+    pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
+    try:
+        for done in wait([pool.submit(do, job) for job in jobs], return_when=FIRST_EXCEPTION).done:
+            done.result()
+    finally:
+        # Not waited for: leaving the simulator ends its processes, and with them whoever waits for an answer.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _of_site(work: Work, site: Site) -> SiteForecast:
+    said = (work.found.get((site.machine.name, rung.name)) for rung in work.question.ladder)
+    return SiteForecast(site=site, rungs=tuple(forecast for forecast in said if forecast is not None))
+
+
+def _told(failed: SimulationFailed) -> AutodsError:
+    """Whose it is to mend: the machine's, else the workload's."""
+    if failed.kind in _ENVIRONMENT:
+        return EnvironmentBroken(str(failed))
+    return InputError(failed.what, where=failed.where, mend=failed.mend)
+
+
+def _simulated(source: WorkloadSource) -> AbstractContextManager[Simulator]:
+    from .forecast.simulator import Simulator
+
+    return Simulator(source, processes=_PROCESSES)

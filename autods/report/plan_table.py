@@ -1,0 +1,181 @@
+"""A forecast on the terminal: the table of rungs, or of machines, then what it recommends and what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..forecast.values import Predicted, RungForecast, Verdict
+from ..units import show_bytes, show_count
+from ..values import TIERS
+from . import words
+from .breakdown import bar, legend
+from .plan_advice import headline, sentences
+from .plan_result import Forecast, SiteForecast
+
+MARKS: dict[Verdict, tuple[str, str, str]] = {
+    "fits": ("✓", "fits", "green"),
+    "tight": ("~", "tight", "yellow"),
+    "cannot_fit": ("✗", "cannot fit", "red"),
+    "not_applicable": ("–", "not applicable", "dim"),
+}
+_WIDE = 116  # columns from which the reasons stand in the table instead of under it
+_NARROW = 80  # columns below which the bars are left out
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def show(forecast: Forecast, console: Console) -> None:
+    """Print the forecast; reads nothing but the value."""
+    if len(forecast.sites) == 1:
+        _show_one(forecast, forecast.sites[0], console)
+    else:
+        _show_several(forecast, console)
+    assumed = forecast.all_assumed
+    if assumed:
+        console.print(Text("\nAssumed", style="bold"))
+        console.print(_list(assumed, style="dim"))
+
+
+def _show_one(forecast: Forecast, said: SiteForecast, console: Console) -> None:
+    wide = console.width >= _WIDE
+    console.print(Text.assemble("\n", (_question(forecast, said), "bold")))
+    console.print(rung_table(said.rungs, best=said.best_rung, width=console.width))
+    if console.width >= _NARROW:
+        console.print(Padding(legend(), (0, 0, 1, 0)))
+    if not wide:
+        console.print(_pairs((rung.rung, Text(rung.reason)) for rung in said.rungs))
+        console.print()
+    style = {"fits": "bold green", "tight": "bold yellow", "nothing_fits": "bold red"}[said.status]
+    console.print(Text(headline(said), style=style), Text(f"({words.of_seconds(forecast.seconds)})", style="dim"))
+    console.print(_list(sentences(forecast, said)))
+
+
+def _show_several(forecast: Forecast, console: Console) -> None:
+    wide = console.width >= _WIDE
+    console.print(Text.assemble("\n", (_workload(forecast), "bold")))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=wide)
+    for name in ("machine", "ranks", "fastest rung", "verdict", "device"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("largest\nmicro batch", justify="right")
+    if wide:
+        table.add_column("why", ratio=1)
+    for said in forecast.sites:
+        table.add_row(*_machine_row(said, wide=wide))
+    console.print(table)
+    enough = next((said for said in forecast.sites if said.status == "fits"), None)
+    spent = Text(f"({words.of_seconds(forecast.seconds)})", style="dim")
+    if enough is None:
+        console.print(Text("no machine of the list is surely enough", style="bold red"), spent)
+        return
+    assert enough.best is not None
+    head = f"{enough.site.machine.name} is the smallest that is enough: {enough.best.rung} on {_ranks(enough)}"
+    console.print(Text(head, style="bold green"), spent)
+    console.print(_list([f"all of it: autods plan {forecast.source.path} --on {enough.site.machine.name}"]))
+
+
+def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -> Table:
+    """rung, verdict, memory of each tier, what it is made of, largest micro batch, deciding phase, why."""
+    rungs, wide = tuple(rungs), width >= _WIDE
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=wide)
+    table.add_column("rung", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("peak (low to high) of limit", no_wrap=True)
+    if width >= _NARROW:
+        table.add_column("made of", no_wrap=True)
+    table.add_column("largest\nmicro batch", justify="right", no_wrap=True)
+    table.add_column("decides", no_wrap=True)
+    if wide:
+        table.add_column("why", ratio=1)
+    scale = max((_scale(rung) for rung in rungs), default=0)
+    for rung in rungs:
+        mark, word, style = MARKS[rung.verdict]
+        cells: list[RenderableType] = [
+            Text(rung.rung, style="bold" if rung.rung == best else ""),
+            Text(f"{mark} {word}" + ("" if rung.exact else ", estimate"), style=style),
+            Text("\n").join(_tiers(rung)),
+        ]
+        if width >= _NARROW:
+            cells.append(bar(rung, scale))
+        cells += [Text(str(rung.largest_micro_batch or "")), Text(rung.decides or "")]
+        table.add_row(*cells, *([Text(rung.reason)] if wide else []))
+    return table
+
+
+def of_predicted(said: Predicted) -> str:
+    """'28.3 (27.1–30.2) / 80.0 GiB': in the unit of the limit, or of the peak where nothing limits it."""
+    name, factor = next((unit for unit in _UNITS if max(said.limit_bytes or 0, said.peak_bytes) >= unit[1]), ("B", 1))
+    low, peak, high = (f"{size / factor:.1f}" for size in (said.low_bytes, said.peak_bytes, said.high_bytes))
+    between = f" ({low}–{high})" if low != high else ""
+    limit = f" / {said.limit_bytes / factor:.1f}" if said.limit_bytes else ""
+    return f"{peak}{between}{limit} {name}"
+
+
+def _tiers(rung: RungForecast) -> Iterator[Text]:
+    """One line a tier; host and NVMe are a node's."""
+    for tier in TIERS:
+        if tier in rung.memory:
+            yield Text.assemble((f"{tier:<7}", "dim"), of_predicted(rung.memory[tier]))
+
+
+def _scale(rung: RungForecast) -> int:
+    """Bytes that a whole bar stands for: the card, so that a bar beyond it is seen to be."""
+    device = rung.memory.get("device")
+    return 0 if device is None else device.limit_bytes or device.peak_bytes
+
+
+def _machine_row(said: SiteForecast, *, wide: bool) -> list[RenderableType]:
+    best = said.best or (said.rungs[-1] if said.rungs else None)
+    machine = Text(said.site.machine.name)
+    if best is None:
+        return [machine, Text(_ranks(said)), Text(), Text(), Text(), Text(), *([Text()] if wide else [])]
+    fitting = said.best is not None
+    mark, word, style = MARKS[best.verdict if fitting or best.verdict == "not_applicable" else "cannot_fit"]
+    device = best.memory.get("device")
+    memory = of_predicted(device) if device is not None else show_bytes(said.site.machine.device_bytes)
+    row: list[RenderableType] = [machine, Text(_ranks(said)), Text(best.rung if fitting else "none", style="bold")]
+    row += [Text(f"{mark} {word}", style=style), Text(memory), Text(str(best.largest_micro_batch or ""))]
+    return [*row, *([Text(best.reason)] if wide else [])]
+
+
+def _ranks(said: SiteForecast) -> str:
+    site = said.site
+    ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
+    return f"{ranks} {site.precision}"
+
+
+def _question(forecast: Forecast, said: SiteForecast) -> str:
+    """'llama, 6.74B parameters, sequence 2048, micro batch 1, bf16, checkpointing on: 8 ranks × 80.0 GiB'."""
+    site = said.site
+    nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
+    card = f" ({site.machine.name})" if site.machine.links else ""
+    return (
+        f"{_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: {site.world_size} {forecast.device} "
+        f"ranks{nodes} × {show_bytes(site.machine.device_bytes)}{card}"
+    )
+
+
+def _workload(forecast: Forecast) -> str:
+    facts, source = forecast.facts, forecast.source
+    target = f" to {source.target_len}" if source.target_len else ""
+    sequence = f", sequence {facts.tokens_per_sample}{target}" if facts.tokens_per_sample else ""
+    recomputes = "on" if forecast.checkpointing else "off"
+    return f"{source.name}, {show_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}"
+
+
+def _list(lines: Iterable[str], *, style: str = "") -> RenderableType:
+    return Group(*(Padding(Text(f"· {line}", style=style), (0, 0, 0, 2)) for line in lines))
+
+
+def _pairs(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
+    """Names and what is said of them; long text wraps in its own column."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, said in pairs:
+        table.add_row(name, said)
+    return Padding(table, (0, 0, 0, 2))
