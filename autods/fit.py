@@ -18,9 +18,12 @@ from .hardware import look, versions
 from .journal import Journal
 from .report import Report
 from .resume import JOURNAL, STUDY, Memory, check_room, workspace
+from .search.candidates import candidates
+from .search.foresight import Foresight
 from .search.grow import Grown, grow
+from .search.shortfall import shortfall
 from .search.tune import Tuned, tune
-from .search.walk import Walked, candidates, shortfall, walk
+from .search.walk import Walked, walk
 from .settings import Settings
 from .values import Failed, Fit, Listener, ModelFacts, Note, Record, Trial, is_machines_fault
 
@@ -36,9 +39,17 @@ class Runner(Protocol):
 
 
 Start = Callable[[Settings, Listener], AbstractContextManager[Runner]]
+Foresee = Callable[[Settings, Runner, Memory, Listener], AbstractContextManager[Foresight]]
 
 
-def fit(settings: Settings, *, listen: Listener, fresh: bool = False, start: Start | None = None) -> Report:
+def fit(
+    settings: Settings,
+    *,
+    listen: Listener,
+    fresh: bool = False,
+    start: Start | None = None,
+    foresee: Foresee | None = None,
+) -> Report:
     """The fastest config that fits, proven by real trials; written into `settings.out` as well.
 
     A fit that was killed goes on where it stopped; one that is finished is shown again. Raises InputError when the
@@ -56,7 +67,8 @@ def fit(settings: Settings, *, listen: Listener, fresh: bool = False, start: Sta
         try:
             with (start or _on_ray)(settings, listen) as runner:
                 memory = Memory(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
-                found = _search(settings, runner, memory, listen, out)
+                with (foresee or _foreseeing)(settings, runner, memory, listen) as foresight:
+                    found = _search(settings, runner, memory, listen, out, foresight)
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except OSError:
@@ -69,12 +81,12 @@ def fit(settings: Settings, *, listen: Listener, fresh: bool = False, start: Sta
 
 
 def _search(
-    settings: Settings, runner: Runner, memory: Memory, listen: Listener, out: Path
+    settings: Settings, runner: Runner, memory: Memory, listen: Listener, out: Path, foresight: Foresight
 ) -> Callable[[float], Report]:
     """Everything that runs trials; what comes back makes the report once the seconds are known."""
     facts, op_problems = runner.survey()
     profile = settings.profile
-    walked = walk(candidates(settings, facts, op_problems), memory.run, profile.walk, listen)
+    walked = walk(candidates(settings, facts, op_problems), memory.run, profile.walk, listen, foresight)
     _check(walked, settings)
     if walked.winner is None:
         closest = shortfall(
@@ -82,13 +94,13 @@ def _search(
         )
         _check_failures(walked)
         return lambda seconds: nothing_fits(settings, facts, walked, closest, memory.records, _machine(), seconds)
-    grown = _grow(walked.winner, memory, settings)
-    tuned = _tune(grown, memory, settings, out / STUDY, runner.final_config(grown.best.trial))
+    grown = _grow(walked.winner, memory, settings, foresight)
+    tuned = _tune(grown, memory, settings, out / STUDY, runner.final_config(grown.best.trial), foresight)
     config = runner.final_config(tuned.best.trial)
     return lambda seconds: result_of(settings, facts, walked, grown, tuned, config, memory.records, _machine(), seconds)
 
 
-def _grow(winner: Record, memory: Memory, settings: Settings) -> Grown:
+def _grow(winner: Record, memory: Memory, settings: Settings, foresight: Foresight) -> Grown:
     return grow(
         winner,
         lambda trial: _check_machine(memory.run(trial), settings),
@@ -98,10 +110,13 @@ def _grow(winner: Record, memory: Memory, settings: Settings) -> Grown:
         headroom=settings.profile.headroom,
         world_size=settings.gpus,
         global_batch=settings.global_batch,
+        foresight=foresight,
     )
 
 
-def _tune(grown: Grown, memory: Memory, settings: Settings, study: Path, config: Mapping[str, Any]) -> Tuned:
+def _tune(
+    grown: Grown, memory: Memory, settings: Settings, study: Path, config: Mapping[str, Any], foresight: Foresight
+) -> Tuned:
     rung = next(rung for rung in settings.ladder if rung.name == grown.best.trial.rung)
     return tune(
         grown.best,
@@ -114,6 +129,7 @@ def _tune(grown: Grown, memory: Memory, settings: Settings, study: Path, config:
         seed=settings.seed,
         study_path=study,
         current={key: value for key in rung.tune if (value := get(config, key)) is not None},
+        foresight=foresight,
     )
 
 
@@ -154,6 +170,14 @@ def _check_failures(walked: Walked) -> None:
 
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     return asdict(look()), versions()
+
+
+def _foreseeing(
+    settings: Settings, runner: Runner, memory: Memory, listen: Listener
+) -> AbstractContextManager[Foresight]:
+    from .foreseeing import foreseeing
+
+    return foreseeing(settings, runner.final_config, memory, listen)
 
 
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:

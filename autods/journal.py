@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ def key_of(trial: Trial) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a journal says: finished trials by key, and how often a trial was started without an end."""
+    """What a journal says: finished trials by key, how often a trial was started without an end, and what was
+    forecast for finished ones, as it was written."""
 
     records: Mapping[str, Record]
     unfinished: Mapping[str, int]
+    forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Journal:
     def finished(self, record: Record) -> None:
         """Written as soon as the outcome is known."""
         self.append({"kind": "finished", "key": key_of(record.trial), "record": asdict(record)})
+
+    def foreseen(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
+        """What had been forecast for a finished trial, beside what it measured."""
+        self.append({"kind": "forecast", "key": key_of(trial), "forecast": forecast})
 
     def append(self, row: Mapping[str, Any]) -> None:
         """One line, whole or not at all. Raises InputError when the disk is full or the folder is read-only."""
@@ -122,10 +128,13 @@ class Journal:
     def _replay(self, rows: list[dict[str, Any]]) -> Past:
         records: dict[str, Record] = {}
         unfinished: dict[str, int] = {}
+        forecasts: dict[str, Mapping[str, Any]] = {}
         for number, row in enumerate(rows, 2):  # line 1 is the header
             match row:
                 case {"kind": "started", "key": str(key)}:
                     unfinished[key] = unfinished.get(key, 0) + 1
+                case {"kind": "forecast", "key": str(key), "forecast": dict(forecast)}:
+                    forecasts[key] = forecast
                 case {"kind": "interrupted", "key": str(key)}:
                     unfinished.pop(key, None)
                 case {"kind": "finished", "key": str(key), "record": record}:
@@ -138,7 +147,7 @@ class Journal:
                         del records[key]  # it may be mended by now: asked again
                 case _:
                     raise self._damaged(number)
-        return Past(records, unfinished)
+        return Past(records, unfinished, forecasts)
 
     def _check_header(self, row: Mapping[str, Any], fingerprint: str) -> None:
         if row.get("kind") != "header":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
 from .journal import Journal, Past, key_of
@@ -68,13 +69,17 @@ def _clear(out: Path) -> None:
 
 @dataclass(slots=True)
 class Memory:
-    """Answers from the journal what it knows, runs the rest, and writes down what it learns."""
+    """Answers from the journal what it knows, runs the rest, and writes down what it learns.
+
+    learn: told of each outcome; what it returns, a forecast beside what was measured, is written down too.
+    """
 
     journal: Journal
     past: Past
     execute: Callable[[Trial, int], Record]
     listen: Listener
     records: list[Record] = field(default_factory=list)
+    learn: Callable[[Record], Mapping[str, Any] | None] = lambda record: None
 
     def run(self, trial: Trial) -> Record:
         """`values.Run`: the record of a trial, from the past or by running it."""
@@ -82,6 +87,8 @@ class Memory:
         known = self.past.records.get(key)
         record = known or self._run(trial, key)
         self.records.append(record)
+        if (forecast := self.learn(record)) is not None:
+            self.journal.foreseen(record.trial, forecast)
         self.listen(TrialFinished(record=record, replayed=known is not None))
         return record
 

@@ -40,6 +40,7 @@ class Settings:
     global_batch: int | None = None
     nvme_path: Path | None = None
     seed: int = 0
+    forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
 
     def fingerprint(self) -> str:
         """Equal for equal questions; a journal answers only the question it was made for."""

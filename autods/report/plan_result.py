@@ -94,11 +94,11 @@ def _site(said: SiteForecast) -> dict[str, Any]:
         "precision": site.precision,
         "micro_batch": site.micro_batch,
     }
-    rungs = [_rung(rung, site.ranks_per_node) for rung in said.rungs]
+    rungs = [rung_to_dict(rung, site.ranks_per_node) for rung in said.rungs]
     return {"status": said.status, "best": said.best_rung, "rungs": rungs, "hardware": hardware}
 
 
-def _rung(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
+def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
     """Bytes per rank; of host and NVMe per node, too. A tier that was not forecast is null."""
     row: dict[str, Any] = {
         "rung": rung.rung,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..settings import GrowLimits
 from ..values import Fit, Record, Run, Steps
 from .ask import accumulation_for, asked, fits_within, micro_batches, samples_per_second
+from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
 
@@ -38,6 +39,14 @@ class _Climb:
     usable_bytes: float
     world_size: int
     global_batch: int | None
+    foresight: Foresight
+
+    def foreseen(self, sizes: Sequence[int]) -> int | None:
+        """The largest of these that the forecast lets in, more than 1."""
+        knobs = replace(self.winner.trial.knobs, accumulation=accumulation_for(self.global_batch, 1, self.world_size))
+        trial = replace(self.winner.trial, knobs=knobs, purpose="grow", steps=self.steps, repeat=0)
+        size = self.foresight.largest(trial, sizes, self.usable_bytes)
+        return size if size is not None and size > 1 else None
 
     def measure(self, micro_batch: int) -> tuple[Record, ...]:
         """One micro batch, timed, with the accumulation that keeps the global batch."""
@@ -57,8 +66,12 @@ def grow(
     headroom: float,
     world_size: int,
     global_batch: int | None,
+    foresight: Foresight = BLIND,
 ) -> Grown:
-    """Grow from the walk's winner (micro batch 1, not timed) within limit_bytes × (1 − headroom) of the device."""
+    """Grow from the walk's winner (micro batch 1, not timed) within limit_bytes × (1 − headroom) of the device.
+
+    It begins at the micro batch that the forecast lets in, and goes on by what trials measure.
+    """
     usable_bytes = limit_bytes * (1 - headroom)
     climb = _Climb(
         winner=winner,
@@ -68,6 +81,7 @@ def grow(
         usable_bytes=usable_bytes,
         world_size=world_size,
         global_batch=global_batch,
+        foresight=foresight,
     )
     sizes = micro_batches(global_batch, world_size, limits.most_micro_batch)
     records: list[Record] = []
@@ -92,7 +106,7 @@ def _choose(climb: _Climb, records: Sequence[Record], ground: Ground, sizes: Seq
     """The next micro batch, or why growing stops here."""
     if (stop := when_saturated(records, ground, sizes, climb.limits.gain)) is not None:
         return stop
-    size = next_size(ground, sizes)
+    size = (climb.foreseen(sizes) if not records else None) or next_size(ground, sizes)
     if size is None:
         share = None if climb.global_batch is None else climb.global_batch // climb.world_size
         return when_found(ground, sizes, records, share)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..forecast.values import RungForecast
 from ..ladder import Rung
 from ..settings import TuneLimits
 from ..values import Failed, Fit, OutOfMemory, Record, Run, Scalar, Steps
 from .ask import fits_within, samples_per_second
 from .confirm import confirm
+from .foresight import BLIND, Foresight, lacking_bytes
 from .space import Space, space_of
 from .study import FAILURE, distributions, importances_of, open_study, told_of
 
@@ -43,30 +45,41 @@ class _Judge:
     start: Record
     limit_bytes: int
     headroom: float
+    foresight: Foresight
 
     @property
     def usable_bytes(self) -> float:
         return self.limit_bytes * (1 - self.headroom)
 
-    def tell(self, study: optuna.Study, asked: optuna.Trial, record: Record) -> None:
+    def tell(self, study: optuna.Study, asked: optuna.Trial, answer: Record | RungForecast) -> None:
         """The constraint is the share of the limit beyond the usable memory: ≤ 0 leaves the headroom."""
         from optuna.trial import TrialState
 
-        match record.outcome:
+        if isinstance(answer, RungForecast):  # not run: it cannot fit
+            self._tell_full(study, asked, lacking_bytes(answer))
+            return
+        match answer.outcome:
             case Fit() as fit:
                 margin = (fit.device_peak_bytes - self.usable_bytes) / self.limit_bytes
                 asked.set_constraint("device_margin", max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin)
                 study.tell(asked, fit.samples_per_second)
             case OutOfMemory() as out:
-                excess = max((out.missing_bytes or 0) / self.limit_bytes, _LEAST_EXCESS)
-                asked.set_constraint("device_margin", self.headroom + excess)
-                # Running out says nothing of speed. A speed of 0 would dig a hole into the GP's picture of samples/s
-                # and spoil the good points beside it; the start's speed neither attracts nor repels, and the
-                # constraint alone keeps the search away. (Told as failed, the GP would not see the point at all.)
-                study.tell(asked, samples_per_second(self.start))
+                # What the last allocation lacked says little of what the trial lacks; its forecast says more.
+                forecast = self.foresight.forecast(answer.trial)
+                device = None if forecast is None else forecast.memory.get("device")
+                foreseen = 0 if device is None else device.peak_bytes - self.limit_bytes
+                self._tell_full(study, asked, max(out.missing_bytes or 0, foreseen))
             case Failed() as failure:
                 asked.set_user_attr(FAILURE, failure.evidence[:200])
                 study.tell(asked, state=TrialState.FAIL)
+
+    def _tell_full(self, study: optuna.Study, asked: optuna.Trial, lacking_bytes: int) -> None:
+        excess = max(lacking_bytes / self.limit_bytes, _LEAST_EXCESS)
+        asked.set_constraint("device_margin", self.headroom + excess)
+        # Running out says nothing of speed. A speed of 0 would dig a hole into the GP's picture of samples/s and spoil
+        # the good points beside it; the start's speed neither attracts nor repels, and the constraint alone keeps the
+        # search away. (Told as failed, the GP would not see the point at all.)
+        study.tell(asked, samples_per_second(self.start))
 
 
 def tune(
@@ -81,22 +94,25 @@ def tune(
     seed: int,
     study_path: Path,
     current: Mapping[str, Scalar] | None = None,
+    foresight: Foresight = BLIND,
 ) -> Tuned:
     """Search `rung.tune` around `start` for more samples per second within the usable memory, in limits.trials trials.
 
     The proposals are a function of the seed and of the outcomes before, so that a search that was killed and goes on
     proposes what it would have proposed. current: what the start's DeepSpeed config says of keys that its settings
-    leave out. Raises InputError when the study on disk is damaged.
+    leave out. A proposal that cannot fit by its forecast is not run. Raises InputError when the study on disk is
+    damaged.
     """
     space = space_of(rung, start.trial.knobs.settings, current or {})
     if not space.dimensions or limits.trials < 1:
         why = "no trials were granted for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
         return Tuned(best=start, records=(), importances={}, reason=why)
-    judge = _Judge(start=start, limit_bytes=limit_bytes, headroom=headroom)
+    judge = _Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight)
     knobs = start.trial.knobs
     study = open_study(study_path, f"{rung.name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
     answers = _search(study, space, judge, run, steps, trials=limits.trials, seed=seed)
-    records = tuple(record for record in answers.values() if record is not start)
+    records = tuple(answer for answer in answers.values() if isinstance(answer, Record) and answer is not start)
+    foretold = sum(isinstance(answer, RungForecast) for answer in answers.values())
     faster = [
         record
         for record in records
@@ -104,6 +120,7 @@ def tune(
     ]
     importances = importances_of(study)
     said = f"{len(records)} other settings of {rung.name} were tried"
+    said += f" ({foretold} more cannot fit by the forecast)" if foretold else ""
     if not faster:
         return Tuned(best=start, records=records, importances=importances, reason=f"{said}, none was faster")
     leader = max(faster, key=samples_per_second)
@@ -114,19 +131,21 @@ def tune(
 
 def _search(
     study: optuna.Study, space: Space, judge: _Judge, run: Run, steps: Steps, *, trials: int, seed: int
-) -> dict[str, Record]:
-    """Ask and tell until the start and `trials` more are told; each distinct proposal's record, the start first."""
+) -> dict[str, Record | RungForecast]:
+    """Ask and tell until the start and `trials` more are told; what became of each proposal, the start first."""
     from optuna.samplers import GPSampler
 
-    answers = {_key(space.start): judge.start}
+    answers: dict[str, Record | RungForecast] = {_key(space.start): judge.start}
 
-    def answer(proposal: Mapping[str, Any]) -> Record:
+    def answer(proposal: Mapping[str, Any]) -> Record | RungForecast:
         settings = space.settings(proposal)
         key = _key(settings)
         if key not in answers:  # rounding and a confident sampler propose the same again: told, not run
             knobs = replace(judge.start.trial.knobs, settings={**judge.start.trial.knobs.settings, **settings})
             trial = replace(judge.start.trial, knobs=knobs, purpose="tune", steps=steps, repeat=0)
-            answers[key] = run(trial)
+            forecast = judge.foresight.forecast(trial)
+            cannot_fit = forecast is not None and forecast.verdict == "cannot_fit"
+            answers[key] = forecast if forecast is not None and cannot_fit else run(trial)
         return answers[key]
 
     for past in told_of(study):

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from ..ds_config import compose, get, ops_of, start_settings
-from ..ladder import Rung
-from ..settings import Settings
-from ..values import Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
-from .ask import accumulation_for, asked, fits_well
+from ..values import Failed, Fit, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
+from .ask import asked, fits_well
+from .candidates import Candidate
+from .foresight import BLIND, Foresight, lacking_bytes, why_impossible
 from .lessons import Lessons
-from .shortfall import Closest, shortfall
-
-__all__ = ["Candidate", "Closest", "Walked", "candidates", "shortfall", "walk"]
-
-_ADAM_OPS = ("cpu_adam", "fused_adam")  # torch's AdamW can stand in for these
-_PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A rung as the walk tries it.
-
-    stand_in: its own optimizer is an op that may have to be built, so torch's AdamW takes the first look.
-    skip: why it is not tried, or None. ops: what its own optimizer and NVMe need built. pinned: its keys that pin host
-    memory.
-    """
-
-    rung: Rung
-    knobs: Knobs
-    stand_in: bool
-    skip: str | None
-    ops: tuple[str, ...] = ()
-    pinned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,38 +26,82 @@ class Walked:
     stopped: Record | None
 
 
-def candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """One per rung of the ladder, fastest first. op_problems: op → why it cannot be built here."""
-    return tuple(_candidate(rung, settings, facts, op_problems) for rung in settings.ladder)
-
-
 def walk(
-    candidates: Iterable[Candidate], run: Run, steps: Steps, on_skip: Callable[[Skipped], None] = lambda skipped: None
+    candidates: Iterable[Candidate],
+    run: Run,
+    steps: Steps,
+    on_skip: Callable[[Skipped], None] = lambda skipped: None,
+    foresight: Foresight = BLIND,
 ) -> Walked:
     """Try each rung until one fits. A rung is never passed over because another ran out: the ladder is a ranking by
     speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say).
-    What is full on the host, or broken, is another matter: see `lessons`."""
-    records: list[Record] = []
-    skipped: list[Skipped] = []
-    pressed: Record | None = None
-    lessons = Lessons()
+    What is full on the host, or broken, is another matter: see `lessons`. Nor is a rung tried that cannot fit by its
+    own forecast; but where nothing fits, the one that lacks least is tried all the same: that is then seen, not said.
+    """
+    rungs = tuple(candidates)
+    foresight.prepare(first_trial(candidate, steps) for candidate in rungs if candidate.skip is None)
+    walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip), foresight)
+    foresight.settle()
+    return walked
+
+
+def _walked(candidates: Sequence[Candidate], walking: _Walking, foresight: Foresight) -> Walked:
+    impossible: list[tuple[int, Candidate]] = []
     for candidate in candidates:
-        reason = candidate.skip or lessons.against(candidate.rung, candidate.ops)
+        reason = candidate.skip or walking.lessons.against(candidate.rung, candidate.ops)
+        forecast = foresight.forecast(first_trial(candidate, walking.steps)) if reason is None else None
+        if forecast is not None and (why := why_impossible(forecast)) is not None:
+            impossible.append((lacking_bytes(forecast), candidate))
+            reason = why
         if reason is not None:
-            skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
-            on_skip(skipped[-1])
-            continue
-        answers = _tried(candidate, run, steps)
-        records.extend(answers)
+            walking.skip(candidate, reason)
+        elif walking.ends_with(candidate):
+            return walking.walked()
+    if walking.pressed is None and impossible:
+        _, closest = min(impossible, key=lambda item: item[0])
+        walking.unskip(closest)
+        walking.ends_with(closest)
+    return walking.walked()
+
+
+@dataclass(slots=True)
+class _Walking:
+    """A walk under way."""
+
+    run: Run
+    steps: Steps
+    on_skip: Callable[[Skipped], None]
+    records: list[Record] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    lessons: Lessons = field(default_factory=Lessons)
+    winner: Record | None = None
+    pressed: Record | None = None
+    stopped: Record | None = None
+
+    def ends_with(self, candidate: Candidate) -> bool:
+        """Try the rung; whether that ends the walk."""
+        answers = _tried(candidate, self.run, self.steps)
+        self.records.extend(answers)
         last = answers[-1]
         if fits_well(last):
-            return Walked(winner=last, records=tuple(records), skipped=tuple(skipped), stopped=None)
-        if _stops_all(last):
-            return Walked(winner=None, records=tuple(records), skipped=tuple(skipped), stopped=last)
-        if pressed is None and isinstance(last.outcome, Fit):
-            pressed = last
-        lessons = lessons.after(candidate.rung, last.outcome)
-    return Walked(winner=pressed, records=tuple(records), skipped=tuple(skipped), stopped=None)
+            self.winner = last
+        elif _stops_all(last):
+            self.stopped = last
+        elif self.pressed is None and isinstance(last.outcome, Fit):
+            self.pressed = last
+        self.lessons = self.lessons.after(candidate.rung, last.outcome)
+        return self.winner is not None or self.stopped is not None
+
+    def skip(self, candidate: Candidate, reason: str) -> None:
+        self.skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
+        self.on_skip(self.skipped[-1])
+
+    def unskip(self, candidate: Candidate) -> None:
+        self.skipped = [skipped for skipped in self.skipped if skipped.rung != candidate.rung.name]
+
+    def walked(self) -> Walked:
+        winner = self.winner if self.stopped or self.winner else self.pressed
+        return Walked(winner=winner, records=tuple(self.records), skipped=tuple(self.skipped), stopped=self.stopped)
 
 
 def _stops_all(record: Record) -> bool:
@@ -107,58 +127,21 @@ def _tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
             return answers
 
 
-def _as_it_is(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
-    trial = Trial(
+def first_trial(candidate: Candidate, steps: Steps) -> Trial:
+    """The first look at a rung."""
+    return Trial(
         rung=candidate.rung.name,
         knobs=candidate.knobs,
         purpose="walk",
         steps=steps,
         native_optimizer=not candidate.stand_in,
     )
+
+
+def _as_it_is(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
+    trial = first_trial(candidate, steps)
     looked = asked(trial, run)
     if not candidate.stand_in or not isinstance(looked[-1].outcome, Fit):
         return looked
     # Only a rung that fits is worth building an op for, and only with its own optimizer is it this rung.
     return looked + asked(replace(trial, native_optimizer=True, purpose="verify"), run)
-
-
-def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> Candidate:
-    # More accumulation than 2 needs no more memory: the second micro batch is the first that runs beside kept
-    # gradients, the others repeat it. Growing solves for the true number.
-    accumulation = min(2, accumulation_for(settings.global_batch, 1, settings.gpus))
-    knobs = Knobs(
-        micro_batch=1,
-        accumulation=accumulation,
-        checkpointing=facts.checkpointing,
-        settings=start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts),
-    )
-    native = compose(
-        rung,
-        knobs,
-        base=settings.base,
-        world_size=settings.gpus,
-        own_optimizer=facts.has_optimizer,
-        nvme_path=settings.nvme_path,
-    )
-    ops = ops_of(native)
-    return Candidate(
-        rung=rung,
-        knobs=knobs,
-        stand_in=any(op in _ADAM_OPS for op in ops),
-        skip=_why_not(rung, settings, ops, op_problems),
-        ops=ops,
-        pinned=tuple(key for key in _PINS if get(native, key) is True),
-    )
-
-
-def _why_not(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
-    if rung.least_world_size > settings.gpus:
-        if settings.gpus == 1:
-            return "one rank: no sharding to gain"
-        return f"{settings.gpus} ranks: it needs {rung.least_world_size} or more"
-    if rung.needs_nvme_path and settings.nvme_path is None:
-        return "no --nvme-path was given"
-    for op in ops:
-        if op in op_problems:
-            return f"its op {op} cannot be built: {op_problems[op]}"
-    return None

@@ -14,7 +14,8 @@ from watching import Scene
 
 from autods.cgroup import memory_groups
 from autods.cluster.runner import RayRunner
-from autods.search.walk import Walked, candidates, walk
+from autods.search.candidates import candidates
+from autods.search.walk import Walked, walk
 from autods.values import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
 
 pytestmark = pytest.mark.usefixtures("ray")

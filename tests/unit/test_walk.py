@@ -11,7 +11,9 @@ import pytest
 from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
 from autods.ladder import all_rungs
 from autods.search.ask import accumulation_for
-from autods.search.walk import Candidate, Closest, Walked, candidates, shortfall, walk
+from autods.search.candidates import Candidate, candidates
+from autods.search.shortfall import Closest, shortfall
+from autods.search.walk import Walked, walk
 from autods.settings import Settings, read_profile
 from autods.values import Action, ModelFacts, Outcome, Skipped, Steps, Tier, Trial, WorkloadSource
 

@@ -1,0 +1,152 @@
+"""Forecasts of a fit's trials, corrected by what its trials measured; `search.foresight.Foresight` for real."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+
+from ..ds_config import BATCH_KEYS
+from ..errors import AutodsError
+from ..values import Device, Fit, Outcome, OutOfMemory, Tier, Trial
+from .calibration import Calibration, Pair, calibrated
+from .constants import read_constants
+from .judge import judged
+from .largest import largest
+from .need import need_of
+from .protocol import Engine, Simulator
+from .values import Ask, RungForecast, Simulated
+
+_AT_A_TIME = 2  # engines
+
+
+@dataclass(slots=True)
+class Foreseer:
+    """What trials will need. A failure of the simulation is told once a rung, and then it foresees nothing there.
+
+    ask_of: the engine that a trial runs. limits: bytes, device a rank, host a node. emulated: the device's limit is
+    torch's, on a larger card. pairs: key of a trial → forecast and measured; those of an earlier run of the fit count.
+    """
+
+    simulator: Simulator
+    ask_of: Callable[[Trial], Ask]
+    key_of: Callable[[Trial], str]
+    limits: Mapping[Tier, int]
+    emulated: bool
+    device: Device
+    tell: Callable[[str], None]
+    pairs: dict[str, Pair] = field(default_factory=dict)
+    said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
+    _seen: dict[str, Future[Simulated]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_AT_A_TIME))
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        """Begin with these, in this order, while other work goes on."""
+        for trial in trials:
+            self._future(trial)
+
+    def settle(self) -> None:
+        """Drop what has not begun and wait for what has: timed trials want a quiet machine."""
+        with self._lock:
+            self._seen = {key: future for key, future in self._seen.items() if not future.cancel()}
+        for future in tuple(self._seen.values()):
+            future.exception()
+
+    def close(self) -> None:
+        """At the end; what is under way ends with the simulator."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        """What the trial will need; None when it cannot be simulated."""
+        simulated = self._simulated(trial)
+        if simulated is None:
+            return None
+        forecast = self._judged(self.ask_of(trial), simulated)
+        self.said.setdefault(trial.rung, forecast)
+        return forecast
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        """The largest micro batch expected to stay within the usable memory, on one engine."""
+        ask = self.ask_of(trial)
+
+        def fill(size: int, engine: Engine) -> float:
+            simulated = engine.measure(size)
+            self._keep(replace(trial, knobs=replace(trial.knobs, micro_batch=size)), simulated)
+            memory = self._judged(ask, simulated).memory
+            limits = {tier: held.limit_bytes for tier, held in memory.items() if held.limit_bytes}
+            limits["device"] = int(usable_bytes)
+            return max(memory[tier].peak_bytes / limit for tier, limit in limits.items())
+
+        try:
+            with self.simulator.engine(ask) as engine:
+                return largest(lambda size: fill(size, engine), sizes).micro_batch
+        except AutodsError as error:
+            self._failed(trial.rung, error)
+            return None
+
+    def learn(self, trial: Trial, outcome: Outcome) -> Pair | None:
+        """What a trial adds to what is known of this machine, where its forecast is at hand."""
+        future = self._seen.get(self._key(trial))
+        key = self.key_of(trial)
+        if future is None or not future.done() or future.cancelled() or future.exception() or key in self.pairs:
+            return None
+        ask = self.ask_of(trial)
+        predicted = need_of(ask, future.result(), read_constants(), expandable=False, exact=True).device.peak_bytes
+        match outcome:
+            case Fit() as fit:
+                pair = Pair(rung=trial.rung, predicted_bytes=predicted, measured_bytes=fit.device_peak_bytes)
+            case OutOfMemory(tier="device", limit_bytes=int(limit)) if trial.limited:
+                pair = Pair(rung=trial.rung, predicted_bytes=predicted, measured_bytes=limit, at_least=True)
+            case _:
+                return None
+        self.pairs[key] = pair
+        return pair
+
+    def calibration(self) -> Calibration:
+        """What the trials say of the forecasts so far."""
+        rows = read_constants()
+        spread, least = rows.spread[self.device], rows.least[self.device]
+        return calibrated(self.pairs.values(), spread=spread, least=least)
+
+    def _judged(self, ask: Ask, simulated: Simulated) -> RungForecast:
+        return judged(ask, simulated, limits=self.limits, emulated=self.emulated, calibration=self.calibration())
+
+    def _simulated(self, trial: Trial) -> Simulated | None:
+        try:
+            return self._future(trial).result()
+        except AutodsError as error:
+            self._failed(trial.rung, error)
+            return None
+
+    def _future(self, trial: Trial) -> Future[Simulated]:
+        key = self._key(trial)
+        with self._lock:
+            if key not in self._seen:
+                self._seen[key] = self._pool.submit(self._simulate, trial)
+            return self._seen[key]
+
+    def _simulate(self, trial: Trial) -> Simulated:
+        return self.simulator.simulate(self.ask_of(trial), [trial.knobs.micro_batch])[0]
+
+    def _keep(self, trial: Trial, simulated: Simulated) -> None:
+        future: Future[Simulated] = Future()
+        future.set_result(simulated)
+        with self._lock:
+            self._seen[self._key(trial)] = future
+
+    def _key(self, trial: Trial) -> str:
+        """Equal for trials that allocate the same: more accumulation than two micro batches adds nothing."""
+        ask = self.ask_of(trial)
+        config = {name: value for name, value in ask.ds_config.items() if name not in BATCH_KEYS}
+        shape = {"micro_batch": trial.knobs.micro_batch, "accumulates": trial.knobs.accumulation > 1}
+        return json.dumps({**asdict(ask), "ds_config": config, **shape}, sort_keys=True, default=str)
+
+    def _failed(self, rung: str, error: AutodsError) -> None:
+        said = " ".join(str(error).split())
+        if said not in self._told:
+            self._told.add(said)
+            self.tell(f"no forecast of {rung}, so it is tried: {said}")

@@ -1,0 +1,85 @@
+"""The forecast at a fit's side: the simulated engine of each trial, and what the journal keeps of how right it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from .ds_config import without_monitors
+from .forecast.calibration import Pair
+from .forecast.foreseer import Foreseer
+from .forecast.protocol import Start
+from .forecast.values import Ask
+from .hardware import look
+from .journal import key_of
+from .resume import Memory
+from .search.foresight import BLIND, Foresight
+from .settings import Settings
+from .typed import read_as
+from .values import Listener, Note, Record, Tier, Trial
+
+
+@contextmanager
+def foreseeing(
+    settings: Settings,
+    config_of: Callable[[Trial], dict[str, Any]],
+    memory: Memory,
+    listen: Listener,
+    start: Start | None = None,
+) -> Iterator[Foresight]:
+    """Forecasts of this fit's trials while the block lasts; none when the settings want none.
+
+    What a trial measured beside its forecast goes into the journal, and counts again when the fit is resumed.
+    """
+    if not settings.forecast:
+        yield BLIND
+        return
+
+    def ask_of(trial: Trial) -> Ask:
+        return Ask(
+            rung=trial.rung,
+            ds_config=without_monitors(config_of(trial)),
+            world_size=settings.gpus,
+            ranks_per_node=settings.gpus,
+            device_bytes=settings.device_bytes,
+            device=settings.device,
+            checkpointing=trial.knobs.checkpointing,
+        )
+
+    with (start or _simulator)(settings.source) as simulator:
+        foreseer = Foreseer(
+            simulator=simulator,
+            ask_of=ask_of,
+            key_of=key_of,
+            limits=_limits(settings),
+            emulated=settings.device == "cpu" or settings.device_bytes_asked,
+            device=settings.device,
+            tell=lambda said: listen(Note(text=said)),
+            pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
+        )
+
+        def learn(record: Record) -> Mapping[str, Any] | None:
+            pair = foreseer.learn(record.trial, record.outcome)
+            return None if pair is None else asdict(pair)
+
+        memory.learn = learn
+        try:
+            yield foreseer
+        finally:
+            foreseer.close()
+
+
+def _limits(settings: Settings) -> Mapping[Tier, int]:
+    """A trial's own limits; of CPU ranks the budgets are all that is enforced."""
+    limits: dict[Tier, int] = {"device": settings.device_bytes}
+    if settings.device == "cuda":
+        limits["host"] = look().host_bytes
+    return limits
+
+
+def _simulator(source: Any) -> Any:
+    from .forecast.simulator import Simulator
+
+    return Simulator(source)
