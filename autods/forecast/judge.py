@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..values import Tier
 from .calibration import Calibration, calibrated
@@ -26,26 +26,12 @@ _WHERE: Mapping[Tier, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What there is: of a card, and of a node. None: no limit known.
-
-    emulated: device_bytes is a budget of torch's allocator on a larger card, as a fit with --gpu-memory sets it, so
-    that what lies beside the allocator does not count.
-    """
-
-    device_bytes: int
-    host_bytes: int | None = None
-    pinned_bytes: int | None = None
-    nvme_bytes: int | None = None
-    emulated: bool = False
-
-
 def judged(
     ask: Ask,
     simulated: Simulated,
     *,
-    limits: Limits,
+    limits: Mapping[Tier, int],
+    emulated: bool = False,
     calibration: Calibration | None = None,
     constants: Constants | None = None,
     expandable: bool = False,
@@ -54,18 +40,22 @@ def judged(
     """The forecast of one rung at one micro batch.
 
     cannot_fit: some tier's low end exceeds its limit; tight: a limit lies within the interval; fits: no high end
-    exceeds one. calibration: None: no trial has been seen. exact: False for an estimate, see `formulas`.
+    exceeds one.
+
+    limits: bytes, where known: device and pinned a rank, host and nvme a node. emulated: the device's limit is a budget
+    of torch's allocator on a larger card, as a fit with --gpu-memory sets it, and what lies beside the allocator does
+    not count. calibration: None: no trial has been seen. exact: False for an estimate, see `formulas`.
     """
     rows = constants or read_constants()
     need = need_of(ask, simulated, rows, expandable=expandable, exact=exact)
     ratios = (calibration or untried(ask, rows, exact=exact)).ratios(ask.rung)
     inside = need.device.times(ratios)
-    device = inside if limits.emulated else inside + need.beside
+    device = inside if emulated else inside + need.beside
     memory: dict[Tier, Predicted] = {
-        "device": _predicted(device, limits.device_bytes),
-        "host": _predicted(_host(ask, need, device), limits.host_bytes),
-        "pinned": _predicted(need.pinned, limits.pinned_bytes),
-        "nvme": _predicted(need.nvme, limits.nvme_bytes),
+        "device": _predicted(device, limits.get("device")),
+        "host": _predicted(_host(ask, need, device), limits.get("host")),
+        "pinned": _predicted(need.pinned, limits.get("pinned")),
+        "nvme": _predicted(need.nvme, limits.get("nvme")),
     }
     forecast = RungForecast(
         rung=ask.rung,

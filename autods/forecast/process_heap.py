@@ -23,7 +23,7 @@ def replay_process(trace: Trace) -> Replayed:
     allocated: dict[ForecastPhase, int] = {}
     reserved: dict[ForecastPhase, int] = {}
     for first, stop, phase in phases(trace):
-        most = most_held = 0
+        most, most_held = mapped + small, mapped + most_small
         for event in trace.events[first:stop]:
             if event >= _MAPPED_FROM:
                 size = -(-(event + _ALIGNED) // _PAGE) * _PAGE
@@ -45,7 +45,6 @@ def replay_process(trace: Trace) -> Replayed:
                     small -= size
                 continue
             most, most_held = max(most, mapped + small), max(most_held, mapped + most_small)
-        most, most_held = max(most, mapped + small), max(most_held, mapped + most_small)
         allocated[phase] = max(allocated.get(phase, 0), most)
         reserved[phase] = max(reserved.get(phase, 0), most_held)
     return Replayed(

@@ -12,19 +12,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .collectives import collective
 from .ledger import PINNED, Ledger
+from .recipes import Recipes
 
 _aten = torch.ops.aten
 _BUILT_IN = {"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims"}
 
+_device_of = torch.ops.prim.device.default
+_META = torch.device("meta")
+
 Handler = Callable[[Any, Any, Any], Any]
+
+
+def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if func is _device_of:  # every second call
+        return _META if self._mode.in_kernel_invocation else args[0].fake_device
+    handler = self._handlers.get(func)
+    if handler is None:
+        handler = self._handlers[func] = self._handler_of(func)
+    return handler(func, args, kwargs or {})
 
 
 class Recorder(TorchDispatchMode):
     """Lies above FakeTensorMode; every operator that Python or autograd dispatches passes here."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, mode: Any) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self._mode = ledger, mode
+        self._recipes = Recipes(mode, ledger)
         self._handlers: dict[Any, Handler] = {
             _aten._local_scalar_dense.default: self._scalar,
             _aten.equal.default: self._equal,
@@ -34,12 +48,6 @@ class Recorder(TorchDispatchMode):
             _aten.index.Tensor: self._index,
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = self._handlers.get(func)
-        if handler is None:
-            handler = self._handlers[func] = self._handler_of(func)
-        return handler(func, args, kwargs or {})
-
     def _handler_of(self, func: Any) -> Handler:
         if func.namespace == "c10d":
             return lambda func, args, kwargs: collective(func, args)
@@ -47,7 +55,10 @@ class Recorder(TorchDispatchMode):
             return self._custom
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
             return self._factory
-        return self._plain
+        return self._remembered if Recipes.fits(func) else self._plain
+
+    def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._recipes.call(func, args, kwargs, self._plain)
 
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -56,7 +67,7 @@ class Recorder(TorchDispatchMode):
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not kwargs.get("pin_memory"):
-            return self._plain(func, args, kwargs)
+            return self._remembered(func, args, kwargs)
         out = func(*args, **{**kwargs, "pin_memory": False})
         self._book(out, PINNED)
         return out
@@ -97,7 +108,7 @@ class Recorder(TorchDispatchMode):
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, indices = args[0], args[1]
         if not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
-            return self._plain(func, args, kwargs)
+            return self._remembered(func, args, kwargs)
         self._assume("the size of a tensor depends on values (a mask as index): the largest possible was taken")
         whole: list[Any] = []
         for one in indices:
@@ -138,6 +149,11 @@ class Recorder(TorchDispatchMode):
 
 # Code whose reading of values is its own business: gradient norms, overflow checks, random states.
 _OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
+
+
+# Set after the class is made: torch wraps what it finds in the class in a guard against torch.compile, which costs as
+# much as the rest.
+Recorder.__torch_dispatch__ = _dispatch  # type: ignore[assignment]
 
 
 def _outside_frame() -> str | None:

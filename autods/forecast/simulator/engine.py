@@ -39,7 +39,9 @@ class Stage:
         fake_tensors.install(self.ledger)
         kernels.install(self.ledger)
         collectives.agree_with_everybody()
-        self._fake, self._recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder(self.ledger)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
+        self._recorder = Recorder(self.ledger, self._fake)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -116,6 +118,7 @@ class Engine:
             "micro_batch": micro_batch,
             "live_bytes": peaks,
             "traces": {"device": _packed(ledger, DEVICE), "pinned": _packed(ledger, PINNED)},
+            "summed_peak_bytes": ledger.summed_peaks(),
             "nvme_bytes": sum(ledger.nvme.values()),
             "optimizer_elements": elements,
             "breakdown": states.named(ledger.at_the_peak()),

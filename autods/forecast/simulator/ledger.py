@@ -10,7 +10,7 @@ from typing import Any
 from ...values import Tier
 from ..values import ForecastPhase
 
-DEVICE, HOST, PINNED = 0, 1, 2
+DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
 _TIERS: tuple[Tier, Tier, Tier] = ("device", "host", "pinned")
 _TRACED = (DEVICE, PINNED)
 
@@ -31,8 +31,8 @@ class Ledger:
         self.assumed: dict[str, None] = {}
         self.nvme: dict[str, int] = {}
         self._live: dict[int, tuple[int, int, int, _Watch]] = {}  # storage → bytes, tier, block, watch
-        self.current = [0, 0, 0]
-        self.highest = [0, 0, 0]  # of the current phase
+        self.current = [0, 0, 0, 0]
+        self.highest = [0, 0, 0, 0]  # of the current phase
         self.phase: ForecastPhase = "init"
         self._by_phase: dict[ForecastPhase, list[int]] = {}
         self._events = [array("q"), array("q"), array("q")]
@@ -70,7 +70,7 @@ class Ledger:
     def forget(self) -> None:
         """Start from nothing, whatever is still alive."""
         self._live.clear()
-        self.current, self.highest = [0, 0, 0], [0, 0, 0]
+        self.current, self.highest = [0, 0, 0, 0], [0, 0, 0, 0]
         self._by_phase.clear()
         self._events = [array("q"), array("q"), array("q")]
         self._blocks, self._marks, self.kinds = [0, 0, 0], [[], [], []], bytearray()
@@ -98,6 +98,16 @@ class Ledger:
         watch.key = key
         self._enter(key, size, tier, watch)
 
+    def enter_new(self, tensor: Any, size: int, device: Any) -> None:
+        """Enter a storage that is known to be new."""
+        kind = device.type
+        if kind == "meta":
+            return
+        storage = tensor.untyped_storage()
+        watch = _Watch(storage, self._gone)
+        watch.key = key = storage._cdata
+        self._enter(key, size, DEVICE if kind == "cuda" or self.one_memory else HOST, watch)
+
     def is_pinned(self, tensor: Any) -> bool:
         """Whether the tensor lies in pinned host memory."""
         known = self._live.get(tensor.untyped_storage()._cdata)
@@ -116,7 +126,12 @@ class Ledger:
     def peaks(self) -> dict[ForecastPhase, dict[Tier, int]]:
         """Phase → tier → peak bytes."""
         self._close()
-        return {phase: dict(zip(_TIERS, tops, strict=True)) for phase, tops in self._by_phase.items()}
+        return {phase: dict(zip(_TIERS, tops, strict=False)) for phase, tops in self._by_phase.items()}
+
+    def summed_peaks(self) -> dict[ForecastPhase, int]:
+        """Phase → peak bytes of all tiers together."""
+        self._close()
+        return {phase: tops[_SUM] for phase, tops in self._by_phase.items()}
 
     def trace(self, tier: int) -> tuple[array[int], list[tuple[int, ForecastPhase]]]:
         """The events and marks so far."""
@@ -155,6 +170,9 @@ class Ledger:
         self.current[tier] = now
         if now > self.highest[tier]:
             self.highest[tier] = now
+        self.current[_SUM] = now = self.current[_SUM] + size
+        if now > self.highest[_SUM]:
+            self.highest[_SUM] = now
         self._events[tier].append(size)
         if tier == DEVICE:
             self.kinds.append(self.kind_of_new(size))
@@ -162,6 +180,7 @@ class Ledger:
     def _take(self, key: int) -> None:
         size, tier, block, _ = self._live.pop(key)
         self.current[tier] -= size
+        self.current[_SUM] -= size
         self._events[tier].append(-block - 1)
 
     def _gone(self, watch: _Watch) -> None:
@@ -170,8 +189,8 @@ class Ledger:
             self._take(watch.key)
 
     def _close(self) -> None:
-        kept = self._by_phase.setdefault(self.phase, [0, 0, 0])
-        for tier in range(3):
+        kept = self._by_phase.setdefault(self.phase, [0, 0, 0, 0])
+        for tier in range(4):
             kept[tier] = max(kept[tier], self.highest[tier])
         self.highest = list(self.current)
 

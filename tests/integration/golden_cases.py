@@ -1,0 +1,189 @@
+"""Small models of five architectures, and what DeepSpeed's engine really allocates for them on CPU tensors.
+
+The real engine runs as rank 0 of W on real tensors with a fake process group, in a process forked for each case; the
+bytes are counted here, by a few lines that share nothing with the simulator's ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from autods.ds_config import compose
+from autods.ladder import all_rungs
+from autods.values import Knobs
+
+WORLD = 8
+ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
+_SIZES = {
+    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64},
+    "llama": {
+        "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 1000,
+    },
+    "t5": {"num_layers": 2, "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "vocab_size": 1000},
+    "bert": {
+        "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4,
+        "vocab_size": 1000,
+    },
+    "opt": {
+        "num_hidden_layers": 3, "hidden_size": 128, "ffn_dim": 512, "num_attention_heads": 4, "vocab_size": 1000,
+        "word_embed_proj_dim": 128, "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+# Dropout on a GPU is another kernel than on a CPU; the attention too. Neither is what these cases are about.
+_PLAIN = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "llama": {}, "t5": {"dropout_rate": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "opt": {"dropout": 0.0},
+}  # fmt: skip
+_CLASSES = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"), "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "t5": ("T5Config", "T5ForConditionalGeneration"), "bert": ("BertConfig", "BertForMaskedLM"),
+    "opt": ("OPTConfig", "OPTForCausalLM"),
+}  # fmt: skip
+_SEQUENCE = 32
+
+
+def model(architecture: str, *, plain: bool) -> Any:
+    """Random weights. plain: without dropout and with eager attention, so that CPU and CUDA run the same operators."""
+    import transformers
+
+    config, kind = (getattr(transformers, name) for name in _CLASSES[architecture])
+    said = _SIZES[architecture] | {"use_cache": False} | (_PLAIN[architecture] if plain else {})
+    built = config(**said)
+    if plain:
+        built._attn_implementation = "eager"
+    return kind(built)
+
+
+def batch(micro_batch: int) -> dict[str, Any]:
+    """Token ids and labels."""
+    import torch
+
+    tokens = torch.zeros(micro_batch, _SEQUENCE, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def workload_file(architecture: str, folder: Path, *, plain: bool) -> Path:
+    """A model.py of that architecture."""
+    path = folder / f"{architecture}{'_plain' if plain else ''}.py"
+    path.write_text(
+        "import golden_cases\n"
+        f"def build_model():\n    return golden_cases.model({architecture!r}, plain={plain})\n"
+        "def build_batch(micro_batch):\n    return golden_cases.batch(micro_batch)\n"
+    )
+    return path
+
+
+def config_of(rung: str, *, accumulation: int, precision: str = "bf16") -> dict[str, Any]:
+    """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op."""
+    found = all_rungs()[rung]
+    small = {
+        "reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000, "sub_group_size": 300_000,
+        "stage3_param_persistence_threshold": 500, "stage3_max_live_parameters": 200_000,
+        "stage3_max_reuse_distance": 200_000,
+    }  # fmt: skip
+    base: dict[str, Any] = {precision: {"enabled": True}} if precision != "fp32" else {}
+    base |= {"steps_per_print": 10**9, "zero_optimization": small}
+    sized = {"zero_optimization.offload_param.buffer_size": 150_000} if found.needs_nvme_path else {}
+    return compose(
+        found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=WORLD,
+        own_optimizer=False, native_optimizer=False, nvme_path=Path("/nvme"),
+    )  # fmt: skip
+
+
+def really_allocated(
+    architecture: str, config: Mapping[str, Any], *, checkpointing: bool, plain: bool, micro_batch: int = 2
+) -> dict[str, int]:
+    """Phase → peak bytes of real CPU tensors, init and two steps. In a forked process: call it from one with DeepSpeed
+    imported for the CPU."""
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        try:
+            said = _run(architecture, config, checkpointing, plain, micro_batch)
+        except BaseException:
+            said = {"error": traceback.format_exc()}
+        with os.fdopen(theirs, "w") as out:
+            json.dump(said, out)
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as lines:
+        said = json.load(lines)
+    os.wait()
+    if "error" in said:
+        raise RuntimeError(said["error"])
+    return said
+
+
+def _run(
+    architecture: str, config: Mapping[str, Any], checkpointing: bool, plain: bool, micro_batch: int
+) -> dict[str, int]:
+    import tempfile
+
+    from autods.forecast.simulator import collectives, kernels
+    from autods.forecast.simulator.engine import in_scratch
+    from autods.forecast.simulator.ledger import Ledger
+    from autods.trial.act import build, initialize, optimizer_step
+    from autods.trial.batch import place
+    from autods.workload import Workload
+
+    workload = Workload(build_model=lambda: model(architecture, plain=plain), build_batch=batch)
+    with tempfile.TemporaryDirectory() as scratch, _counted() as (phase, peaks):
+        os.chdir(scratch)
+        config = in_scratch(config, scratch)
+        kernels.install(Ledger(one_memory=True))  # swap files and Adam: nothing of them allocates
+        collectives.agree_with_everybody()
+        collectives.join(WORLD, WORLD)
+        phase("init")
+        built = build(workload, checkpointing=checkpointing)
+        made = workload.build_batch(micro_batch)
+        engine = initialize(workload, built, config)
+        made = place(made, engine)
+        for index in range(2):
+            accumulation = int(config["gradient_accumulation_steps"])
+            optimizer_step(workload, engine, made, accumulation, index, lambda name, step: phase(name))
+        phase("end")
+    return {name: peaks[name] for name in ("init", "forward", "backward", "step")}
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[tuple[Callable[[str], None], dict[str, int]]]:
+    """Every storage that an operator returns, until it dies."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    live: dict[int, int] = {}
+    peaks: dict[str, int] = {}
+    now = {"bytes": 0, "top": 0}
+    current = ["start"]
+
+    def gone(key: int) -> None:
+        now["bytes"] -= live.pop(key)
+
+    def phase(name: str) -> None:
+        peaks[current[0]] = max(peaks.get(current[0], 0), now["top"])
+        current[0], now["top"] = name, now["bytes"]
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_iter(out):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    key, size = storage._cdata, storage.nbytes()
+                    if key not in live:
+                        weakref.finalize(storage, gone, key)
+                    now["bytes"] += size - live.get(key, 0)
+                    live[key] = size
+                    now["top"] = max(now["top"], now["bytes"])
+            return out
+
+    with Counted():
+        yield phase, peaks

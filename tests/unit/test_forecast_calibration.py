@@ -1,0 +1,74 @@
+"""What trials teach a forecast: a ratio with an interval, by machine and rung."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from autods.forecast.calibration import Calibration, Pair, calibrated
+from autods.typed import read_as
+
+
+def pair(ratio: float, rung: str = "zero2", *, at_least: bool = False) -> Pair:
+    return Pair(rung=rung, predicted_bytes=10**9, measured_bytes=int(ratio * 10**9), at_least=at_least)
+
+
+def after(*pairs: Pair) -> Calibration:
+    return calibrated(pairs, spread=0.03, least=0.01)
+
+
+def width(calibration: Calibration, rung: str = "zero2") -> float:
+    ratios = calibration.ratios(rung)
+    return ratios.high / ratios.low - 1
+
+
+def test_without_trials_the_forecast_stands_with_the_stated_interval() -> None:
+    ratios = after().ratios("zero2")
+    assert ratios.middle == 1
+    assert (ratios.low, ratios.high) == (pytest.approx(0.942, abs=0.001), pytest.approx(1.062, abs=0.001))
+
+
+def test_trials_that_agree_narrow_the_interval_but_never_below_the_floor() -> None:
+    assert width(after(*[pair(1.0)] * 4)) < width(after(pair(1.0))) < width(after())
+    assert width(after(*[pair(1.0)] * 10_000)) == pytest.approx(0.0202, abs=0.0001)
+
+
+def test_trials_that_disagree_widen_it() -> None:
+    assert width(after(pair(0.8), pair(1.25))) > width(after())
+
+
+def test_a_steady_error_is_learned_within_a_few_trials() -> None:
+    assert after(pair(1.2)).ratios("zero2").middle == pytest.approx(1.146, abs=0.01)
+    assert after(*[pair(1.2)] * 5).ratios("zero2").middle == pytest.approx(1.195, abs=0.01)
+
+
+def test_what_one_rung_shows_counts_for_the_others_and_more_for_itself() -> None:
+    learned = after(*[pair(1.2, "zero2")] * 3)
+    assert 1.1 < learned.ratios("zero3").middle < learned.ratios("zero2").middle < 1.2
+
+
+def test_a_rung_that_errs_on_its_own_keeps_its_own_centre() -> None:
+    learned = after(*[pair(1.0, "zero1")] * 6, *[pair(1.3, "zero3")] * 6)
+    assert learned.ratios("zero1").middle < 1.05
+    assert learned.ratios("zero3").middle > 1.2
+
+
+def test_running_out_where_the_forecast_was_higher_teaches_nothing() -> None:
+    assert after(pair(0.7, at_least=True)) == after()
+
+
+def test_running_out_where_the_forecast_was_lower_moves_it_up() -> None:
+    assert after(pair(1.3, at_least=True)).ratios("zero2").middle > 1.1
+
+
+def test_it_goes_into_a_journal_line_and_comes_back() -> None:
+    learned = after(pair(1.1), pair(1.05, "zero3"), pair(1.3, at_least=True))
+    assert read_as(Calibration, json.loads(json.dumps(asdict(learned)))) == learned
+
+
+def test_the_order_of_trials_does_not_matter() -> None:
+    pairs = (pair(1.1), pair(0.97, "zero3"), pair(1.02), pair(1.2, "ddp"))
+    one, other = after(*pairs), after(*reversed(pairs))
+    assert one.ratios("zero2").middle == pytest.approx(other.ratios("zero2").middle)

@@ -1,0 +1,82 @@
+"""The rows of configs/forecast: read, checked, and counted where they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autods.errors import InputError
+from autods.forecast.constants import read_constants
+from autods.forecast.interval import Interval
+from autods.forecast.values import Ask
+
+HEAD = """
+[spread]
+cuda = 0.02
+cpu = 0.02
+estimate = 0.1
+[least]
+cuda = 0.01
+cpu = 0.01
+estimate = 0.05
+"""
+ROW = """
+[[constant]]
+name = "made up"
+tier = "device"
+device = "cuda"
+held = "inside"
+source = "this test"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "constants.toml"
+    path.write_text(text)
+    return path
+
+
+def ask(stage: int = 2, **zero: object) -> Ask:
+    return Ask(
+        rung="any", ds_config={"zero_optimization": {"stage": stage, **zero}}, world_size=2, ranks_per_node=2,
+        device_bytes=1,
+    )  # fmt: skip
+
+
+def test_a_row_of_bytes_and_a_row_of_a_share_add_up(tmp_path: Path) -> None:
+    rows = ROW + 'bytes = ["1MiB", "2MiB", "4MiB"]\n' + ROW + 'share_of = "activations"\nshare = [0.0, 0.5, 1.0]\n'
+    constants = read_constants(written(tmp_path, HEAD + rows))
+    assert constants.of(ask(), "device", "inside", {"activations": 100}) == Interval(
+        low_bytes=2**20, peak_bytes=2**21 + 50, high_bytes=2**22 + 100
+    )
+    assert constants.of(ask(), "host", "inside", {"activations": 100}) == Interval()
+
+
+@pytest.mark.parametrize(
+    ("engine", "counts"),
+    [(ask(2), False), (ask(3), True), (ask(2, overlap_comm=True), True), (ask(3, overlap_comm=False), False)],
+)
+def test_overlap_of_communication_is_deepspeeds_default_at_stage_3_only(
+    tmp_path: Path, engine: Ask, counts: bool
+) -> None:
+    row = ROW + 'needs = "overlap_comm"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
+    constants = read_constants(written(tmp_path, HEAD + row))
+    assert bool(constants.of(engine, "device", "inside", {}).peak_bytes) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (HEAD + ROW, "'made up' needs three bytes or three shares"),
+        (HEAD + ROW + 'bytes = ["1MiB", "2MiB"]', "'made up' needs three bytes or three shares"),
+        (HEAD + ROW + 'bytes = ["4MiB", "2MiB", "8MiB"]', "not in order"),
+        (HEAD + ROW + 'bytes = ["few", "2MiB", "8MiB"]', "'few' is not a size"),
+        (HEAD + ROW + "shares = [0, 1, 2]", "unknown key 'shares'"),
+        (HEAD.replace("cpu = 0.02", "") + ROW + 'bytes = ["0", "0", "0"]', "spread needs a number"),
+    ],
+)
+def test_a_wrong_row_is_said_with_the_files_name(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as raised:
+        read_constants(written(tmp_path, text))
+    assert "constants.toml" in str(raised.value)
