@@ -32,6 +32,7 @@ def find_best_config(
     nvme_path: str | Path | None = None,
     out: str | Path | None = None,
     seed: int = 0,
+    forecast: bool = True,
     fresh: bool = False,
     on_event: Listener | None = None,
 ) -> Report:
@@ -39,6 +40,7 @@ def find_best_config(
 
     workload: a `model.py`, or a `Workload(build_model=…, build_batch=…)`.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
+    forecast: False tries every rung, even those that cannot fit by the forecast.
     fresh: forget the journal in `out`; otherwise finished trials are not run again.
     on_event: called with each `values.Event` while it works.
 
@@ -59,6 +61,7 @@ def find_best_config(
         nvme_path=nvme_path,
         out=out,
         seed=seed,
+        forecast=forecast,
     )
     return run_fit(settings, on_event or _ignore, fresh)
 

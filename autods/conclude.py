@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .forecast.values import RungForecast
 from .report import Report, Throughput, words
+from .report.plan_result import rung_to_dict
 from .search.grow import Grown
 from .search.shortfall import Closest
 from .search.tune import Tuned
@@ -26,6 +28,7 @@ def result_of(
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
+    forecasts: Iterable[RungForecast] = (),
 ) -> Report:
     """The report of a fit that found a config."""
     outcome = tuned.best.outcome
@@ -48,6 +51,7 @@ def result_of(
             "tune": tuned.reason,
         },
         **_common(settings, facts, walked, records, machine, seconds),
+        forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
     )
 
 
@@ -59,6 +63,7 @@ def nothing_fits(
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
+    forecasts: Iterable[RungForecast] = (),
 ) -> Report:
     """The report of a fit that found none: the closest rung, and what it lacks."""
     lacks = None
@@ -69,6 +74,7 @@ def nothing_fits(
         closest=lacks,
         reasons=_why_left(walked),
         **_common(settings, facts, walked, records, machine, seconds),
+        forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
     )
 
 

@@ -93,11 +93,15 @@ def _search(
             walked.records, memory.run, profile.walk, settings.device_bytes, can_unlimit=settings.device_bytes_asked
         )
         _check_failures(walked)
-        return lambda seconds: nothing_fits(settings, facts, walked, closest, memory.records, _machine(), seconds)
+        return lambda seconds: nothing_fits(
+            settings, facts, walked, closest, memory.records, _machine(), seconds, foresight.said.values()
+        )
     grown = _grow(walked.winner, memory, settings, foresight)
     tuned = _tune(grown, memory, settings, out / STUDY, runner.final_config(grown.best.trial), foresight)
     config = runner.final_config(tuned.best.trial)
-    return lambda seconds: result_of(settings, facts, walked, grown, tuned, config, memory.records, _machine(), seconds)
+    return lambda seconds: result_of(
+        settings, facts, walked, grown, tuned, config, memory.records, _machine(), seconds, foresight.said.values()
+    )
 
 
 def _grow(winner: Record, memory: Memory, settings: Settings, foresight: Foresight) -> Grown:

@@ -33,6 +33,9 @@ Ladder = Annotated[str | None, Option(metavar="A,B,C", help="Try these rungs onl
 Strategies = Annotated[list[Path] | None, Option(metavar="DIR", help="A folder of your own rungs; may be repeated.")]
 NvmePath = Annotated[str | None, Option(metavar="DIR", help="A folder on NVMe; opens zero3-nvme.")]
 Out = Annotated[str | None, Option(metavar="DIR", help="Where the results go.", show_default="autods-out/NAME")]
+NoForecast = Annotated[
+    bool, Option("--no-forecast", metavar="", help="Try every rung, even those that cannot fit by the forecast.")
+]
 Fresh = Annotated[bool, Option("--fresh", metavar="", help="Forget the finished trials of an earlier run.")]
 Seed = Annotated[int, Option(metavar="N", help="Seed of weights and search.")]
 Json = Annotated[bool, Option("--json", metavar="", help="Print report.json instead of a table.")]

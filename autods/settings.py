@@ -75,6 +75,7 @@ def resolve(
     nvme_path: str | Path | None = None,
     out: str | Path | None = None,
     seed: int = 0,
+    forecast: bool = True,
 ) -> Settings:
     """Check what was asked against what the machine has. Raises InputError, never adjusts silently."""
     profile = read_profile(config)
@@ -97,6 +98,7 @@ def resolve(
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
+        forecast=forecast,
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())

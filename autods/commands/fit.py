@@ -42,6 +42,7 @@ def fit_command(
     strategies: options.Strategies = None,
     nvme_path: options.NvmePath = None,
     out: options.Out = None,
+    no_forecast: options.NoForecast = False,
     fresh: options.Fresh = False,
     seed: options.Seed = 0,
     as_json: options.Json = False,
@@ -55,7 +56,7 @@ def fit_command(
         "gpus": gpus, "device": device, "gpu_memory": gpu_memory, "global_batch": global_batch,
         "precision": precision, "base_config": base_config, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
-        "nvme_path": nvme_path, "out": out, "seed": seed,
+        "nvme_path": nvme_path, "out": out, "seed": seed, "forecast": not no_forecast,
     }  # fmt: skip
     return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from ..forecast.values import RungForecast
@@ -11,6 +12,10 @@ from ..values import Trial
 
 class Foresight(Protocol):
     """Forecasts trials on this machine; `forecast.foreseer` is the real one, `Blind` has none."""
+
+    @property
+    def said(self) -> Mapping[str, RungForecast]:
+        """The first forecast of each rung that was asked for."""
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Forecasts of these will be asked for, in this order."""
@@ -30,6 +35,8 @@ class Foresight(Protocol):
 
 class Blind:
     """Foresees nothing."""
+
+    said: Mapping[str, RungForecast] = MappingProxyType({})
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Nothing to do."""

@@ -84,8 +84,7 @@ def compared(device: Any, architecture: str, options: argparse.Namespace) -> lis
         real = golden.really_allocated(architecture, ask.ds_config, checkpointing=ask.checkpointing, plain=plain)
         errors = {phase: said[0].summed_peak_bytes[phase] / real[phase] - 1 for phase in PHASES}
         rows.append(
-            row
-            | {"real": real, "errors": errors, "within": all(abs(errors[phase]) <= BAR[phase] for phase in PHASES)}
+            row | {"real": real, "errors": errors, "within": all(abs(errors[phase]) <= BAR[phase] for phase in PHASES)}
         )
     return rows
 
