@@ -119,7 +119,8 @@ def fill_of(forecast: RungForecast) -> float:
 
 
 def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:
-    said = () if found.proven else (f"a micro batch between {found.micro_batch} and {found.refused} may fit, too",)
+    beyond = f"; {found.refused} does not fit, between them nothing was tried" if found.refused else ""
+    said = () if found.proven else (f"{forecast.rung}: micro batch {found.micro_batch} fits{beyond}",)
     return replace(forecast, largest_micro_batch=found.micro_batch, assumed=(*forecast.assumed, *said))
 
 

@@ -7,12 +7,15 @@ batch that was itself seen to fit, beside one that was seen not to.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MOST_MICRO_BATCH = 4096
 MOST_MEASUREMENTS = 8
+_NOTICEABLE = 0.1  # of a bracket: a chord that moves less is misled by a steep end
+_NEAR = 1.03  # a bracket of 100 and 103 is not worth another simulation
 
 # Micro batch → how full the fullest tier is, peak over limit; it fits up to 1.
 Fill = Callable[[int], float]
@@ -22,7 +25,8 @@ Fill = Callable[[int], float]
 class Largest:
     """The largest micro batch that was measured as fitting, None when none was.
 
-    refused: the smallest that was measured as not fitting, None when all fit. proven: no size is left between the two.
+    refused: the smallest that was measured as not fitting, None when all fit. proven: none or next to none is left
+    between the two.
     """
 
     micro_batch: int | None
@@ -56,7 +60,7 @@ def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
     first = 0 if fits is None else bisect_right(sizes, fits)
     last = len(sizes) if refused is None else bisect_left(sizes, refused)
     left = sizes[first:last]
-    if not left:
+    if not left or (fits is not None and refused is not None and refused <= _NEAR * fits):
         return None
     if fits is None:
         return left[0]
@@ -73,7 +77,13 @@ def _extrapolated(seen: dict[int, float], fits: int) -> float:
 
 
 def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
-    """Where the chord crosses the limit; the middle where far more is refused, since a steep end says little."""
-    rise = seen[refused] - seen[fits]
-    chord = fits + (1 - seen[fits]) / rise * (refused - fits)
-    return chord if chord > fits + 1 or refused <= 2 * fits else (fits + refused) / 2
+    """Where the peak should cross the limit, between a batch that fits and one that does not.
+
+    The peak grows ever faster, so the chord of the bracket crosses too early, and the line through two batches that do
+    not fit too late, unless they lie on the same piece. Where neither helps, the geometric middle.
+    """
+    beyond = min((size for size in seen if size > refused), default=None)
+    if beyond is not None and math.isfinite(slope := (seen[beyond] - seen[refused]) / (beyond - refused)) and slope > 0:
+        return max(fits + 1, min(refused - (seen[refused] - 1) / slope, refused - 1))
+    chord = fits + (1 - seen[fits]) / (seen[refused] - seen[fits]) * (refused - fits)
+    return chord if chord - fits > _NOTICEABLE * (refused - fits) else math.sqrt(fits * refused)
