@@ -39,10 +39,13 @@ class Work:
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     failures: list[SimulationFailed] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
     def tell(self, site: Site, forecast: RungForecast) -> None:
         """Keep it and pass it on to whoever waits."""
         with self.lock:
+            if self.stopped:
+                return
             self.found[site.machine.name, forecast.rung] = forecast
             total = len(self.question.ladder) * len(self.question.sites)
             self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
@@ -147,6 +150,8 @@ class _Measure:
     def __call__(self, micro_batch: int) -> Simulated:
         seen = self._work.seen.get((self._key, micro_batch))
         if seen is None:
+            if self._work.stopped:
+                raise SimulationFailed(kind="crashed", what="stopped")
             self._work.listen(Simulating(rung=self._ask.rung, micro_batch=micro_batch))
             if self._engine is None:
                 context = self._work.simulator.engine(self._ask)

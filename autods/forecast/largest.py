@@ -69,10 +69,10 @@ def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
 
 
 def _extrapolated(seen: dict[int, float], fits: int) -> float:
-    """Where the line through the two largest sizes reaches the limit; 4 times the size where there is no line yet."""
+    """Where the line through the two largest sizes reaches the limit; 8 times the size where there is no line yet."""
     before = max((size for size in seen if size < fits), default=None)
     slope = 0.0 if before is None else (seen[fits] - seen[before]) / (fits - before)
-    target = fits + (1 - seen[fits]) / slope if slope > 0 else 4.0 * fits
+    target = fits + (1 - seen[fits]) / slope if slope > 0 else 8.0 * fits
     return min(target, 16.0 * fits)
 
 
