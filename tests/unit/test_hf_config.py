@@ -47,9 +47,7 @@ def test_a_folder_and_its_config_json_are_the_same_workload(tmp_path: Path) -> N
         ({"model_type": "llama"}, "causal-lm"),
     ],
 )
-def test_the_task_is_that_of_the_architectures_else_causal_lm(
-    tmp_path: Path, said: dict[str, Any], task: str
-) -> None:
+def test_the_task_is_that_of_the_architectures_else_causal_lm(tmp_path: Path, said: dict[str, Any], task: str) -> None:
     assert source_of(config(tmp_path, said)).task == task
 
 

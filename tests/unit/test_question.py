@@ -33,7 +33,7 @@ def test_a_laptop_may_ask_for_eight_large_cards() -> None:
     assert (site.world_size, site.ranks_per_node, site.nodes) == (8, 8, 1)
     assert (site.machine.device_bytes, site.machine.host_bytes) == (80 * GIB, 1024 * GIB)
     assert site.base == {"bf16": {"enabled": True}}
-    assert [rung.name for rung in question.ladder][0] == "ddp"
+    assert next(iter(question.ladder)).name == "ddp"
 
 
 def test_what_nobody_said_is_assumed_and_told() -> None:
@@ -102,9 +102,7 @@ def test_the_micro_batch_of_the_base_config_counts_unless_another_is_given() -> 
 
 def test_a_micro_batch_must_divide_the_global_batch() -> None:
     assert asked(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=8).sites[0].global_batch == 64
-    assert "does not divide the global batch 64" in refusal(
-        gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7
-    )
+    assert "does not divide the global batch 64" in refusal(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7)
 
 
 @pytest.mark.parametrize(
