@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ class Work:
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     failures: list[SimulationFailed] = field(default_factory=list)
+    slopes: dict[str, float] = field(default_factory=dict)  # by machine, of the last search
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
@@ -109,7 +111,10 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
         work.tell(site, forecast)
         sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
         first = (site.micro_batch, fill_of(forecast))
-        found = largest(lambda size: fill_of(said_of(size)), sizes, known=first)
+        slope = work.slopes.get(site.machine.name)
+        found = largest(lambda size: fill_of(said_of(size)), sizes, known=first, slope=slope)
+        if found.slope is not None and math.isfinite(found.slope):
+            work.slopes[site.machine.name] = found.slope
         forecast = _with_largest(forecast, found)
     work.tell(site, forecast)
 

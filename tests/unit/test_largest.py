@@ -95,3 +95,13 @@ def test_a_jump_in_the_peak_ends_with_a_bracket_that_says_so() -> None:
     assert found.micro_batch is not None
     assert found.refused is not None
     assert found.micro_batch < 1000 <= found.refused
+
+
+def test_the_slope_of_another_rung_saves_measurements_and_decides_nothing() -> None:
+    alone, guided, misled = Engine(kinked), Engine(kinked), Engine(kinked)
+    known = (1, kinked(1))
+    found = largest(alone, SIZES, known=known)
+    assert found.slope == pytest.approx(0.02)
+    assert largest(guided, SIZES, known=known, slope=found.slope).micro_batch == found.micro_batch
+    assert len(guided.measured) < len(alone.measured)
+    assert largest(misled, SIZES, known=known, slope=0.5).micro_batch == found.micro_batch
