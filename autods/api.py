@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .report import Report
 from .settings import Settings, resolve
-from .values import Listener
+from .values import Listener, WorkloadSource
 
 if TYPE_CHECKING:
     from .forecast.events import ForecastListener
@@ -30,6 +30,9 @@ def find_best_config(
     ladder: str | Sequence[str] = (),
     strategies: Sequence[str | Path] = (),
     nvme_path: str | Path | None = None,
+    task: str | None = None,
+    seq_len: int | None = None,
+    target_len: int | None = None,
     out: str | Path | None = None,
     seed: int = 0,
     forecast: bool = True,
@@ -38,7 +41,8 @@ def find_best_config(
 ) -> Report:
     """The fastest DeepSpeed config that fits, found by real trials: `autods fit` as a function.
 
-    workload: a `model.py`, or a `Workload(build_model=…, build_batch=…)`.
+    workload: a `model.py`, a Hugging Face `config.json` or its folder, or a `Workload(build_model=…, build_batch=…)`.
+    task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
     forecast: False tries every rung, even those that cannot fit by the forecast.
     fresh: forget the journal in `out`; otherwise finished trials are not run again.
@@ -59,6 +63,9 @@ def find_best_config(
         ladder=ladder,
         strategies=strategies,
         nvme_path=nvme_path,
+        task=task,
+        seq_len=seq_len,
+        target_len=target_len,
         out=out,
         seed=seed,
         forecast=forecast,
@@ -69,13 +76,9 @@ def find_best_config(
 def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
     """Check the workload and what was asked (by `find_best_config`'s names) against this machine. Raises InputError."""
     from .hardware import look
-    from .workload import source_of
 
     out = asked.get("out")
-    source = source_of(
-        Path(workload) if isinstance(workload, str) else workload,
-        folder=Path(out) if out is not None else Path("autods-out"),
-    )
+    source = _source(workload, asked, folder=Path(out) if out is not None else Path("autods-out"))
     return resolve(source, hardware=look(), **_with_tuples(asked))
 
 
@@ -123,16 +126,9 @@ def ask(workload: str | Path | Workload, **asked: Any) -> Question:
     """Check the workload and what was asked (by `plan`'s names). Raises InputError."""
     from .hardware import look
     from .question import pose
-    from .workload import source_of
 
-    source = source_of(
-        Path(workload) if isinstance(workload, str) else workload,
-        folder=Path("autods-out"),
-        task=asked.pop("task", None),
-        seq_len=asked.pop("seq_len", None),
-        target_len=asked.pop("target_len", None),
-        recompute=False if asked.get("checkpointing") == "off" else None,
-    )
+    recompute = False if asked.get("checkpointing") == "off" else None
+    source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
     return pose(source, hardware=look(), **_with_tuples(asked))
 
 
@@ -141,6 +137,18 @@ def run_plan(question: Question, listen: ForecastListener) -> Forecast:
     from .planning import plan
 
     return plan(question, listen=listen)
+
+
+def _source(
+    workload: str | Path | Workload, asked: dict[str, Any], *, folder: Path, recompute: bool | None = None
+) -> WorkloadSource:
+    """The workload, with those of `asked` that are about it; they are taken out."""
+    from .workload import source_of
+
+    own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len")}
+    return source_of(
+        Path(workload) if isinstance(workload, str) else workload, folder=folder, recompute=recompute, **own
+    )
 
 
 def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:

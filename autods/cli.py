@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None, *, uses: UseCases | None = None) -> 
         code = typer.main.get_command(app).main(args=args, prog_name="autods", standalone_mode=False, obj=call)
         return int(code or 0)
     except UsageError as error:
-        print(f"error: {error.format_message()}\n  see: autods fit --help", file=sys.stderr)
+        command = f"{args[0]} " if args[0] in _COMMANDS else ""
+        print(f"error: {error.format_message()}\n  see: autods {command}--help", file=sys.stderr)
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -58,6 +59,12 @@ def _root(
     pass
 
 
-app.command("fit", epilog=fit.EPILOG)(fit.fit_command)
-app.command("plan", epilog=plan.EPILOG)(plan.plan_command)
-app.command("diagnose", epilog=diagnose.EPILOG)(diagnose.diagnose_command)
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "fit": fit.fit_command,
+    "plan": plan.plan_command,
+    "diagnose": diagnose.diagnose_command,
+}
+_EPILOGS = {"fit": fit.EPILOG, "plan": plan.EPILOG, "diagnose": diagnose.EPILOG}
+
+for _name, _command in _COMMANDS.items():
+    app.command(_name, epilog=_EPILOGS[_name])(_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -38,11 +39,15 @@ class Work:
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     failures: list[SimulationFailed] = field(default_factory=list)
+    slopes: dict[str, float] = field(default_factory=dict)  # by machine, of the last search
     lock: threading.Lock = field(default_factory=threading.Lock)
+    stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
     def tell(self, site: Site, forecast: RungForecast) -> None:
         """Keep it and pass it on to whoever waits."""
         with self.lock:
+            if self.stopped:
+                return
             self.found[site.machine.name, forecast.rung] = forecast
             total = len(self.question.ladder) * len(self.question.sites)
             self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
@@ -106,7 +111,10 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
         work.tell(site, forecast)
         sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
         first = (site.micro_batch, fill_of(forecast))
-        found = largest(lambda size: fill_of(said_of(size)), sizes, known=first)
+        slope = work.slopes.get(site.machine.name)
+        found = largest(lambda size: fill_of(said_of(size)), sizes, known=first, slope=slope)
+        if found.slope is not None and math.isfinite(found.slope):
+            work.slopes[site.machine.name] = found.slope
         forecast = _with_largest(forecast, found)
     work.tell(site, forecast)
 
@@ -119,7 +127,8 @@ def fill_of(forecast: RungForecast) -> float:
 
 
 def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:
-    said = () if found.proven else (f"a micro batch between {found.micro_batch} and {found.refused} may fit, too",)
+    beyond = f"; {found.refused} does not fit, between them nothing was tried" if found.refused else ""
+    said = () if found.proven else (f"{forecast.rung}: micro batch {found.micro_batch} fits{beyond}",)
     return replace(forecast, largest_micro_batch=found.micro_batch, assumed=(*forecast.assumed, *said))
 
 
@@ -146,6 +155,8 @@ class _Measure:
     def __call__(self, micro_batch: int) -> Simulated:
         seen = self._work.seen.get((self._key, micro_batch))
         if seen is None:
+            if self._work.stopped:
+                raise SimulationFailed(kind="crashed", what="stopped")
             self._work.listen(Simulating(rung=self._ask.rung, micro_batch=micro_batch))
             if self._engine is None:
                 context = self._work.simulator.engine(self._ask)

@@ -55,7 +55,6 @@ def foreseeing(
             key_of=key_of,
             limits=_limits(settings),
             emulated=settings.device == "cpu" or settings.device_bytes_asked,
-            device=settings.device,
             tell=lambda said: listen(Note(text=said)),
             pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
         )

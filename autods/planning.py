@@ -95,6 +95,9 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
     try:
         for done in wait([pool.submit(do, job) for job in jobs], return_when=FIRST_EXCEPTION).done:
             done.result()
+    except BaseException:
+        work.stopped = True
+        raise
     finally:
         # Not waited for: leaving the simulator ends its processes, and with them whoever waits for an answer.
         pool.shutdown(wait=False, cancel_futures=True)

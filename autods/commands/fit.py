@@ -41,6 +41,9 @@ def fit_command(
     ladder: options.Ladder = None,
     strategies: options.Strategies = None,
     nvme_path: options.NvmePath = None,
+    task: options.Task = None,
+    seq_len: options.SeqLen = None,
+    target_len: options.TargetLen = None,
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
     fresh: options.Fresh = False,
@@ -56,7 +59,8 @@ def fit_command(
         "gpus": gpus, "device": device, "gpu_memory": gpu_memory, "global_batch": global_batch,
         "precision": precision, "base_config": base_config, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
-        "nvme_path": nvme_path, "out": out, "seed": seed, "forecast": not no_forecast,
+        "nvme_path": nvme_path, "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "seed": seed,
+        "forecast": not no_forecast,
     }  # fmt: skip
     return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
 

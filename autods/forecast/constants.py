@@ -30,6 +30,7 @@ class Constant:
     held: Held
     source: str
     least_world_size: int = 1
+    least_stage: int = 0
     needs: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
@@ -38,10 +39,10 @@ class Constant:
     def counts(self, ask: Ask) -> bool:
         """Whether the row holds for this engine."""
         zero = ask.ds_config.get("zero_optimization") or {}
-        needed = self.needs is None or bool(
-            zero.get(self.needs, overlaps(ask) if self.needs == "overlap_comm" else False)
-        )
-        return self.device == ask.device and ask.world_size >= self.least_world_size and needed
+        default = overlaps(ask) if self.needs == "overlap_comm" else False
+        needed = self.needs is None or bool(zero.get(self.needs, default))
+        large = ask.world_size >= self.least_world_size and zero.get("stage", 0) >= self.least_stage
+        return self.device == ask.device and large and needed
 
     def interval(self, of: Mapping[str, int]) -> Interval:
         """Bytes; `of`: what shares are taken of, bytes. Raises ValueError for bytes that are none."""

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..ds_config import BATCH_KEYS
 from ..errors import AutodsError
-from ..values import Device, Fit, Outcome, OutOfMemory, Tier, Trial
-from .calibration import Calibration, Pair, calibrated
-from .constants import read_constants
+from ..values import Outcome, Tier, Trial
+from .calibration import Pair
 from .judge import judged
 from .largest import largest
-from .need import need_of
+from .learn import learned, pair_of
 from .protocol import Engine, Simulator
 from .values import Ask, RungForecast, Simulated
 
@@ -35,7 +34,6 @@ class Foreseer:
     key_of: Callable[[Trial], str]
     limits: Mapping[Tier, int]
     emulated: bool
-    device: Device
     tell: Callable[[str], None]
     pairs: dict[str, Pair] = field(default_factory=dict)
     said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
@@ -94,26 +92,15 @@ class Foreseer:
         key = self.key_of(trial)
         if future is None or not future.done() or future.cancelled() or future.exception() or key in self.pairs:
             return None
-        ask = self.ask_of(trial)
-        predicted = need_of(ask, future.result(), read_constants(), expandable=False, exact=True).device.peak_bytes
-        match outcome:
-            case Fit() as fit:
-                pair = Pair(rung=trial.rung, predicted_bytes=predicted, measured_bytes=fit.device_peak_bytes)
-            case OutOfMemory(tier="device", limit_bytes=int(limit)) if trial.limited:
-                pair = Pair(rung=trial.rung, predicted_bytes=predicted, measured_bytes=limit, at_least=True)
-            case _:
-                return None
+        pair = pair_of(self.ask_of(trial), future.result(), outcome)
+        if pair is None:
+            return None
         self.pairs[key] = pair
         return pair
 
-    def calibration(self) -> Calibration:
-        """What the trials say of the forecasts so far."""
-        rows = read_constants()
-        spread, least = rows.spread[self.device], rows.least[self.device]
-        return calibrated(self.pairs.values(), spread=spread, least=least)
-
     def _judged(self, ask: Ask, simulated: Simulated) -> RungForecast:
-        return judged(ask, simulated, limits=self.limits, emulated=self.emulated, calibration=self.calibration())
+        calibration = learned(ask, self.pairs.values())
+        return judged(ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration)
 
     def _simulated(self, trial: Trial) -> Simulated | None:
         try:

@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..values import Tier
-from .calibration import Calibration, calibrated
+from .advice import PHASE_WORDS, advice_for
+from .calibration import Calibration
 from .constants import Constants, read_constants
 from .interval import Interval, exactly
+from .learn import learned
 from .need import Need, need_of
 from .values import Ask, ForecastPhase, Predicted, RungForecast, Simulated, Verdict
 
-_DECIDES: Mapping[ForecastPhase, str] = {
-    "init": "building and initialising decides",
-    "forward": "the forward pass decides",
-    "backward": "the backward pass decides",
-    "step": "the optimizer step decides",
-}
 _WHERE: Mapping[Tier, str] = {
     "device": "",
     "pinned": " of memory to pin",
@@ -48,7 +44,7 @@ def judged(
     """
     rows = constants or read_constants()
     need = need_of(ask, simulated, rows, expandable=expandable, exact=exact)
-    ratios = (calibration or untried(ask, rows, exact=exact)).ratios(ask.rung)
+    ratios = (calibration or learned(ask, (), rows, exact=exact)).ratios(ask.rung)
     inside = need.device.times(ratios)
     device = inside if emulated else inside + need.beside
     memory: dict[Tier, Predicted] = {
@@ -70,14 +66,7 @@ def judged(
         assumed=simulated.assumed,
         seconds=simulated.seconds,
     )
-    return _said(forecast)
-
-
-def untried(ask: Ask, constants: Constants | None = None, *, exact: bool = True) -> Calibration:
-    """How sure a forecast is before any trial."""
-    rows = constants or read_constants()
-    kind = ask.device if exact else "estimate"
-    return calibrated((), spread=rows.spread[kind], least=rows.least[kind])
+    return _said(forecast, _advice(ask, simulated, need, device, limits.get("device"), expandable=expandable))
 
 
 def tier_verdict(held: Predicted) -> Verdict:
@@ -88,18 +77,28 @@ def tier_verdict(held: Predicted) -> Verdict:
 
 
 def deciding(memory: Mapping[Tier, Predicted]) -> Tier:
-    """The tier that decides the verdict: the worst one, of equally bad ones the fullest."""
+    """The tier that decides the verdict: the worst one, of equally bad ones the fullest; the device while all fit."""
     order: tuple[Verdict, ...] = ("fits", "tight", "cannot_fit")
-    return max(
-        memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), _fill(memory[tier]), tier == "device")
-    )
+    worst = max(memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), _fill(memory[tier])))
+    return "device" if tier_verdict(memory[worst]) == "fits" and "device" in memory else worst
 
 
 def _fill(held: Predicted) -> float:
     return held.peak_bytes / held.limit_bytes if held.limit_bytes else 0.0
 
 
-def _said(forecast: RungForecast) -> RungForecast:
+def _advice(
+    ask: Ask, simulated: Simulated, need: Need, device: Interval, limit: int | None, *, expandable: bool
+) -> str | None:
+    """What the allocator could still do where the limit lies within the interval."""
+    trace = simulated.traces.get("device")
+    if limit is None or trace is None or ask.device == "cpu" or not device.low_bytes <= limit < device.peak_bytes:
+        return None
+    left = limit - (device.peak_bytes - need.tensors_bytes)
+    return advice_for(trace, limit_bytes=left, least_bytes=need.tensors_bytes, expandable=expandable)
+
+
+def _said(forecast: RungForecast, advice: str | None) -> RungForecast:
     """With the verdict, and its reason in a sentence."""
     tier = deciding(forecast.memory)
     held = forecast.memory[tier]
@@ -107,7 +106,8 @@ def _said(forecast: RungForecast) -> RungForecast:
     limit = "" if held.limit_bytes is None else f" of {exactly(held.limit_bytes)}"
     reason = f"needs {interval}{limit}{_WHERE[tier]}"
     if tier == "device" and forecast.decides is not None:
-        reason += f"; {_DECIDES[forecast.decides]}"
+        reason += f"; {PHASE_WORDS[forecast.decides]} decides"
+        reason += f"; {advice}" if advice else ""
     return replace(forecast, verdict=tier_verdict(held), reason=reason)
 
 

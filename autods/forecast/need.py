@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..ds_config import get
 from ..values import Tier
-from .caching import Replayed, replay
+from .caching import replay, squeezed
 from .constants import Constants
 from .interval import Interval, exactly
 from .pinned import replay_pinned
@@ -15,7 +15,8 @@ from .process_heap import replay_process
 from .values import Ask, ForecastPhase, Simulated
 
 _DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
-_UNREPLAYED = (1.0, 1.06, 1.25)  # reserved over live where there is no trace: replays of real traces added 1 to 24 %
+_UNREPLAYED = (1.0, 1.06, 1.25)  # held over live where there is no trace: replays of real traces added 1 to 24 %
+_OF_WHAT_IS_CACHED = 0.1  # how much of what could be given back may have to be kept after all; estimated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class Need:
     """Bytes. device: what a trial's measure counts, a rank; beside: what the card holds besides, a rank.
 
     host: pageable and pinned of a rank, the loading peak included; pinned of that alone. nvme: of a node.
-    live_bytes: tensors on the device alone. by_phase: the middle of `device`.
+    live_bytes: tensors on the device alone; tensors_bytes: with what the allocator adds. by_phase: the middle of
+    `device`.
     """
 
     device: Interval
@@ -32,6 +34,7 @@ class Need:
     pinned: Interval
     nvme: Interval
     live_bytes: int
+    tensors_bytes: int
     by_phase: Mapping[ForecastPhase, int]
 
 
@@ -53,6 +56,7 @@ def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable:
         pinned=pinned,
         nvme=exactly(simulated.nvme_bytes * min(ask.ranks_per_node, ask.world_size)),
         live_bytes=live,
+        tensors_bytes=tensors.peak_bytes,
         by_phase={phase: held + own.peak_bytes for phase, held in by_phase.items()},
     )
 
@@ -64,8 +68,9 @@ def _live(simulated: Simulated, tier: Tier) -> int:
 def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Interval, dict[ForecastPhase, int]]:
     """The allocator's bytes, and its peak by phase.
 
-    The low end is what is allocated: cached segments are given back before memory runs out. A trace need not hold
-    every phase (init is run once for several micro batches), so a phase counts at least its live bytes.
+    The middle is the least limit at which it runs well (`caching.squeezed`): a larger card caches more, but does not
+    have to. The low end is what is allocated. A trace need not hold every phase (init is run once for several micro
+    batches), so a phase counts at least its live bytes.
     """
     live = {phase: peaks.get("device", 0) for phase, peaks in simulated.live_bytes.items()}
     if (trace := simulated.traces.get("device")) is None:
@@ -73,11 +78,21 @@ def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Inter
         most = max(live.values(), default=0)
         found = Interval(low_bytes=int(most * low), peak_bytes=int(most * middle), high_bytes=int(most * high))
         return found, {phase: int(size * middle) for phase, size in live.items()}
-    held: Replayed = replay_process(trace) if ask.device == "cpu" else replay(trace, expandable=expandable)
+    if ask.device == "cpu":
+        held = replay_process(trace)
+        least = roomy = held.peak_reserved_bytes
+    else:
+        held = replay(trace, expandable=expandable)
+        roomy = held.peak_reserved_bytes
+        least, held = squeezed(trace, held, expandable=expandable)
     by_phase = {phase: max(size, held.by_phase.get(phase, 0)) for phase, size in live.items()}
-    peak = max([held.peak_reserved_bytes, *by_phase.values()])
-    low = max([held.peak_allocated_bytes, *live.values()])
-    return Interval(low_bytes=low, peak_bytes=peak, high_bytes=peak), by_phase
+    peak = max([least, *live.values()])
+    top = max(by_phase, key=lambda phase: by_phase[phase], default=None)
+    if top is not None:
+        by_phase[top] = peak
+    low = min(peak, max([held.peak_allocated_bytes, *live.values()]))
+    high = peak + int(max(0, roomy - peak) * _OF_WHAT_IS_CACHED)
+    return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high), by_phase
 
 
 def _pinned(simulated: Simulated) -> Interval:

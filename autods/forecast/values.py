@@ -40,12 +40,13 @@ class Trace:
     events: a value ≥ 0 allocates that many bytes (as asked for, not rounded); blocks are numbered from 0 in this order.
     A value < 0 frees block −value − 1. marks: (number of events before it, phase), ascending; a phase lasts until the
     next mark, and phases come again in the second step. unrounded: blocks that torch's allocator has no part in, such as
-    the buffers that DeepSpeed's async_io page-locks itself.
+    the buffers that DeepSpeed's async_io page-locks itself. emptied: numbers of events before each empty_cache().
     """
 
     events: Sequence[int]
     marks: tuple[tuple[int, ForecastPhase], ...]
     unrounded: frozenset[int] = frozenset()
+    emptied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class PlanProgress:
         machines = {machine for machine, _ in rows}
         if len(machines) != 1:
             return self._spinner
-        return Group(rung_table(rows.values(), best=None, width=min(self._console.width, 110)), self._spinner)
+        return Group(rung_table(rows.values(), best=None, width=min(self._console.width, 130)), self._spinner)
 
 
 def line_of(said: RungForecast) -> str:

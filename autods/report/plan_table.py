@@ -24,8 +24,8 @@ MARKS: dict[Verdict, tuple[str, str, str]] = {
     "cannot_fit": ("✗", "cannot fit", "red"),
     "not_applicable": ("–", "not applicable", "dim"),
 }
-_WIDE = 116  # columns from which the reasons stand in the table instead of under it
-_NARROW = 80  # columns below which the bars are left out
+# Columns from which a part stands in the table; before that it stands under it.
+_WITH_BARS, _WITH_PHASES, _WITH_REASONS = 110, 122, 150
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -42,21 +42,28 @@ def show(forecast: Forecast, console: Console) -> None:
 
 
 def _show_one(forecast: Forecast, said: SiteForecast, console: Console) -> None:
-    wide = console.width >= _WIDE
     console.print(Text.assemble("\n", (_question(forecast, said), "bold")))
     console.print(rung_table(said.rungs, best=said.best_rung, width=console.width))
-    if console.width >= _NARROW:
-        console.print(Padding(legend(), (0, 0, 1, 0)))
-    if not wide:
-        console.print(_pairs((rung.rung, Text(rung.reason)) for rung in said.rungs))
+    console.print(legend())
+    console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
+    if console.width < _WITH_REASONS:
+        scale = 0 if console.width >= _WITH_BARS else _scale(said.rungs)
+        console.print(_pairs((rung.rung, _under(rung, scale)) for rung in said.rungs))
         console.print()
     style = {"fits": "bold green", "tight": "bold yellow", "nothing_fits": "bold red"}[said.status]
-    console.print(Text(headline(said), style=style), Text(f"({words.of_seconds(forecast.seconds)})", style="dim"))
+    spent = f"  ({words.of_seconds(forecast.seconds)})"
+    console.print(Text.assemble((headline(said), style), (spent, "dim")))
     console.print(_list(sentences(forecast, said)))
 
 
+def _under(rung: RungForecast, scale: int) -> Text:
+    """What does not stand in a narrow table: the bar, the reason."""
+    drawn = bar(rung, scale)
+    return Text.assemble(drawn, "  " if drawn else "", rung.reason)
+
+
 def _show_several(forecast: Forecast, console: Console) -> None:
-    wide = console.width >= _WIDE
+    wide = console.width >= _WITH_REASONS
     console.print(Text.assemble("\n", (_workload(forecast), "bold")))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=wide)
     for name in ("machine", "ranks", "fastest rung", "verdict", "device"):
@@ -80,39 +87,48 @@ def _show_several(forecast: Forecast, console: Console) -> None:
 
 def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -> Table:
     """rung, verdict, memory of each tier, what it is made of, largest micro batch, deciding phase, why."""
-    rungs, wide = tuple(rungs), width >= _WIDE
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=wide)
+    rungs = tuple(rungs)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=width >= _WITH_REASONS)
     table.add_column("rung", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("peak (low to high) of limit", no_wrap=True)
-    if width >= _NARROW:
+    table.add_column("peak (low to high) / limit", no_wrap=True)
+    table.add_column("largest\nmicro batch" if width >= _WITH_BARS else "most", justify="right", no_wrap=True)
+    if width >= _WITH_BARS:
         table.add_column("made of", no_wrap=True)
-    table.add_column("largest\nmicro batch", justify="right", no_wrap=True)
-    table.add_column("decides", no_wrap=True)
-    if wide:
+    if width >= _WITH_PHASES:
+        table.add_column("decides", no_wrap=True)
+    if width >= _WITH_REASONS:
         table.add_column("why", ratio=1)
-    scale = max((_scale(rung) for rung in rungs), default=0)
+    scale = _scale(rungs)
     for rung in rungs:
         mark, word, style = MARKS[rung.verdict]
-        cells: list[RenderableType] = [
+        cells = [
             Text(rung.rung, style="bold" if rung.rung == best else ""),
             Text(f"{mark} {word}" + ("" if rung.exact else ", estimate"), style=style),
             Text("\n").join(_tiers(rung)),
+            Text(str(rung.largest_micro_batch or "")),
+            bar(rung, scale),
+            Text(rung.decides or ""),
+            Text(rung.reason),
         ]
-        if width >= _NARROW:
-            cells.append(bar(rung, scale))
-        cells += [Text(str(rung.largest_micro_batch or "")), Text(rung.decides or "")]
-        table.add_row(*cells, *([Text(rung.reason)] if wide else []))
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
 def of_predicted(said: Predicted) -> str:
-    """'28.3 (27.1–30.2) / 80.0 GiB': in the unit of the limit, or of the peak where nothing limits it."""
-    name, factor = next((unit for unit in _UNITS if max(said.limit_bytes or 0, said.peak_bytes) >= unit[1]), ("B", 1))
+    """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
+    name, factor = _unit(said.peak_bytes)
     low, peak, high = (f"{size / factor:.1f}" for size in (said.low_bytes, said.peak_bytes, said.high_bytes))
     between = f" ({low}–{high})" if low != high else ""
-    limit = f" / {said.limit_bytes / factor:.1f}" if said.limit_bytes else ""
-    return f"{peak}{between}{limit} {name}"
+    if not said.limit_bytes:
+        return f"{peak}{between} {name}"
+    if _unit(said.limit_bytes)[0] == name:
+        return f"{peak}{between} / {said.limit_bytes / factor:.1f} {name}"
+    return f"{peak}{between} {name} / {show_bytes(said.limit_bytes)}"
+
+
+def _unit(size: int) -> tuple[str, int]:
+    return next((unit for unit in _UNITS if size >= unit[1]), ("B", 1))
 
 
 def _tiers(rung: RungForecast) -> Iterator[Text]:
@@ -122,10 +138,10 @@ def _tiers(rung: RungForecast) -> Iterator[Text]:
             yield Text.assemble((f"{tier:<7}", "dim"), of_predicted(rung.memory[tier]))
 
 
-def _scale(rung: RungForecast) -> int:
+def _scale(rungs: Iterable[RungForecast]) -> int:
     """Bytes that a whole bar stands for: the card, so that a bar beyond it is seen to be."""
-    device = rung.memory.get("device")
-    return 0 if device is None else device.limit_bytes or device.peak_bytes
+    devices = [rung.memory["device"] for rung in rungs if "device" in rung.memory]
+    return max((device.limit_bytes or device.peak_bytes for device in devices), default=0)
 
 
 def _machine_row(said: SiteForecast, *, wide: bool) -> list[RenderableType]:

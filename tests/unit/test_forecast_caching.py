@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from autods.forecast.caching import replay
+from autods.forecast.caching import replay, squeezed
 from autods.forecast.expandable import ExpandableHeap
 from autods.forecast.heap import Heap
 from autods.forecast.values import ForecastPhase, Trace
@@ -165,6 +165,35 @@ def test_a_phase_that_comes_again_keeps_its_highest_peak() -> None:
         "forward": 120 * MIB,
         "step": 20 * MIB,
     }
+
+
+def test_an_emptied_cache_gives_back_whole_segments() -> None:
+    events = (60 * MIB, 40 * MIB, free(0), 80 * MIB)
+    kept = replay(Trace(events=events, marks=((0, "init"),)))
+    emptied = replay(Trace(events=events, marks=((0, "init"),), emptied=(3,)))
+    assert (kept.peak_reserved_bytes, emptied.peak_reserved_bytes) == (180 * MIB, 120 * MIB)
+
+
+def test_retries_of_the_first_step_are_not_late_and_those_of_later_steps_are() -> None:
+    one = (60 * MIB, free(0), 80 * MIB, free(1))
+    marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (4, "step"), (4, "forward"), (8, "step"))
+    again = (*one, 60 * MIB, free(2), 80 * MIB, free(3))
+    settled = replay(trace(*again, marks=marks), limit_bytes=100 * MIB)
+    assert (settled.retries, settled.late_retries, settled.runs_well) == (1, 0, True)
+    thrashing = (*one, 60 * MIB, 30 * MIB, free(2), free(3), 90 * MIB, free(4))
+    tried = replay(trace(*thrashing, marks=(*marks[:3], (9, "step"))), limit_bytes=110 * MIB)
+    assert tried.late_retries > 0
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_least_limit_runs_well(seed: int, expandable: bool) -> None:
+    made = trace(*made_up(seed))
+    roomy = replay(made, expandable=expandable)
+    least, _ = squeezed(made, roomy, expandable=expandable)
+    assert roomy.peak_allocated_bytes <= least <= roomy.peak_reserved_bytes
+    if least < roomy.peak_reserved_bytes:
+        assert replay(made, expandable=expandable, limit_bytes=least).runs_well
 
 
 def made_up(seed: int, length: int = 3000) -> list[int]:

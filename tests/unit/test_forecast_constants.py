@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,14 @@ def test_overlap_of_communication_is_deepspeeds_default_at_stage_3_only(
     row = ROW + 'needs = "overlap_comm"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
     constants = read_constants(written(tmp_path, HEAD + row))
     assert bool(constants.of(engine, "device", "inside", {}).peak_bytes) == counts
+
+
+def test_a_row_can_begin_at_a_stage_and_a_world_size(tmp_path: Path) -> None:
+    row = ROW + 'least_stage = 3\nleast_world_size = 2\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
+    constants = read_constants(written(tmp_path, HEAD + row))
+    assert constants.of(ask(2), "device", "inside", {}) == Interval()
+    assert constants.of(ask(3), "device", "inside", {}).peak_bytes == 2**20
+    assert constants.of(replace(ask(3), world_size=1), "device", "inside", {}) == Interval()
 
 
 @pytest.mark.parametrize(

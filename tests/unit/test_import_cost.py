@@ -14,10 +14,13 @@ REPORT = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules
     "code",
     [
         "import autods",
-        "from autods import InputError, Report, find_best_config",
+        "from autods import InputError, Report, find_best_config, plan",
         "from autods.cli import main; main(['--help'])",
         "from autods.cli import main; main(['fit', '--help'])",
+        "from autods.cli import main; main(['plan', '--help'])",
         "from autods.cli import main; main(['fit', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
+        "from autods.cli import main; main(['plan', 'no-such/config.json', '--gpus', '8', '--gpu-memory', '80GiB'])",
+        "from autods.catalogue import catalogue; catalogue()",
     ],
 )
 def test_nothing_heavy_is_imported_before_a_fit_runs(code: str) -> None:

@@ -191,6 +191,11 @@ def _simulated(said: dict[str, Any]) -> Simulated:
     traces = {}
     for tier, packed in said.pop("traces").items():
         events = array("q", base64.b64decode(packed["events"]))
-        traces[tier] = Trace(events=events, marks=tuple((count, phase) for count, phase in packed["marks"]))
+        traces[tier] = Trace(
+            events=events,
+            marks=tuple((count, phase) for count, phase in packed["marks"]),
+            unrounded=frozenset(packed.get("unrounded", ())),
+            emptied=tuple(packed.get("emptied", ())),
+        )
     assumed = tuple(said.pop("assumed"))
     return Simulated(traces=traces, assumed=assumed, **said)

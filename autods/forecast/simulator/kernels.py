@@ -47,7 +47,9 @@ class _SwapFiles:
 
     def new_cpu_locked_tensor(self, count: int, like: Any) -> Any:
         """A pinned buffer."""
-        return torch.empty(count, dtype=like.dtype, pin_memory=not self.books.one_memory)
+        tensor = torch.empty(count, dtype=like.dtype, pin_memory=not self.books.one_memory)
+        self.books.lock(tensor)
+        return tensor
 
     def free_cpu_locked_tensor(self, tensor: Any) -> bool:
         """The ledger sees it go."""

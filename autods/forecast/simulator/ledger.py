@@ -38,6 +38,8 @@ class Ledger:
         self._events = [array("q"), array("q"), array("q")]
         self._blocks = [0, 0, 0]
         self._marks: list[list[tuple[int, ForecastPhase]]] = [[], [], []]
+        self.emptied: list[int] = []  # events of the device before each empty_cache()
+        self.locked: list[int] = []  # pinned blocks that DeepSpeed locks itself
         self.kinds = bytearray()  # of the device's blocks: what allocated them
         self.kind_of_new = _unknown
 
@@ -57,6 +59,7 @@ class Ledger:
         self._events = [array("q"), array("q"), array("q")]
         self._blocks = [0, 0, 0]
         self._marks = [[], [], []]
+        self.emptied, locked, self.locked = [], set(self.locked), []
         self.begin("init")
         old_kinds, self.kinds = self.kinds, bytearray()
         for key, (size, tier, block, watch) in list(self._live.items()):  # insertion order: that of allocation
@@ -65,6 +68,8 @@ class Ledger:
             self._events[tier].append(size)
             if tier == DEVICE:
                 self.kinds.append(old_kinds[block])
+            elif tier == PINNED and block in locked:
+                self.locked.append(number)
             self._live[key] = (size, tier, number, watch)
 
     def forget(self) -> None:
@@ -74,6 +79,7 @@ class Ledger:
         self._by_phase.clear()
         self._events = [array("q"), array("q"), array("q")]
         self._blocks, self._marks, self.kinds = [0, 0, 0], [[], [], []], bytearray()
+        self.emptied, self.locked = [], []
 
     def see(self, tensor: Any, tier: int | None = None) -> None:
         """Enter the tensor's storage if it is new or has another size than before."""
@@ -107,6 +113,16 @@ class Ledger:
         watch = _Watch(storage, self._gone)
         watch.key = key = storage._cdata
         self._enter(key, size, DEVICE if kind == "cuda" or self.one_memory else HOST, watch)
+
+    def empty_cache(self, *args: Any) -> None:
+        """The allocator gives back what it caches."""
+        self.emptied.append(len(self._events[DEVICE]))
+
+    def lock(self, tensor: Any) -> None:
+        """A pinned tensor that does not come from torch's allocator, and is not rounded."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known is not None and known[1] == PINNED:
+            self.locked.append(known[2])
 
     def is_pinned(self, tensor: Any) -> bool:
         """Whether the tensor lies in pinned host memory."""

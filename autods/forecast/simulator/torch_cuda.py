@@ -126,6 +126,7 @@ def _memory(ledger: Ledger) -> dict[str, Any]:
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most),
         "memory_stats": lambda *args: collections.defaultdict(int),
         "mem_get_info": free_and_total,
+        "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,
     }
 

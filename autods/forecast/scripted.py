@@ -1,0 +1,72 @@
+"""A simulator that answers from a script: for tests of everything that asks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ..values import Device, ModelFacts, Tier
+from .protocol import Engine
+from .simulator import SimulationFailed
+from .values import Ask, ForecastPhase, Simulated
+
+# Engine and micro batch → what it allocates; raises SimulationFailed.
+Script = Callable[[Ask, int], Simulated]
+
+
+def allocates(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> Simulated:
+    """`allocates(1, init=4 * GIB, backward=6 * GIB)`: peaks of the tensors, a rank, without a trace."""
+    phases: Mapping[str, ForecastPhase] = {
+        "init": "init", "forward": "forward", "backward": "backward", "step": "step",
+    }  # fmt: skip
+    live: dict[ForecastPhase, Mapping[Tier, int]] = {
+        phases[phase]: {"device": size, "host": host} for phase, size in device.items()
+    }
+    most = max(device.values(), default=0)
+    shares = {"parameters": most // 2, "activations": most - most // 2}
+    return Simulated(micro_batch=micro_batch, live_bytes=live, traces={}, nvme_bytes=nvme, breakdown=shares)
+
+
+@dataclass(slots=True)
+class Scripted:
+    """Shipped beside the real one, see `protocol.Simulator`. engines, measured: what it was asked for, in order."""
+
+    known: ModelFacts
+    script: Script
+    engines: list[Ask] = field(default_factory=list)
+    measured: list[tuple[str, int]] = field(default_factory=list)
+
+    def facts(self, device: Device = "cuda") -> ModelFacts:
+        """What it was made with."""
+        return self.known
+
+    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+        """Each in turn, on one engine."""
+        with self.engine(ask) as engine:
+            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
+
+    @contextmanager
+    def engine(self, ask: Ask) -> Iterator[Engine]:
+        """An engine that answers by the script."""
+        self.engines.append(ask)
+        yield _ScriptedEngine(self, ask)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScriptedEngine:
+    simulator: Scripted
+    ask: Ask
+
+    def measure(self, micro_batch: int) -> Simulated:
+        self.simulator.measured.append((self.ask.rung, micro_batch))
+        return self.simulator.script(self.ask, micro_batch)
+
+
+def failing(kind: str, what: str, *, where: str | None = None, mend: str | None = None) -> Script:
+    """A script that fails so."""
+
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        raise SimulationFailed(kind=kind, what=what, where=where, mend=mend)
+
+    return script

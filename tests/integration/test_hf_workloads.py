@@ -1,0 +1,83 @@
+"""Models that only a config describes: built with random weights by the installed transformers, batches to match."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.workload import WorkloadError, load, source_of
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL, "vocab_size": 99, "max_position_embeddings": 64},
+    "gpt2": {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 99, "n_positions": 48},
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL, "max_position_embeddings": 40},
+    "t5": {
+        "model_type": "t5", "is_encoder_decoder": True, "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2,
+        "d_kv": 16, "vocab_size": 99,
+    },
+    "bart": {
+        "model_type": "bart", "is_encoder_decoder": True, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+        "vocab_size": 99, "max_position_embeddings": 32,
+    },
+    "vit": {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL, "image_size": 32,
+        "patch_size": 8,
+    },
+}  # fmt: skip
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> None:
+    workload = load(source_of(write(tmp_path, CONFIGS[name])))
+    model, batch = workload.build_model(), workload.build_batch(2)
+    assert isinstance(batch, dict)
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss.dim() == 0
+    assert all(tensor.shape[0] == 2 for tensor in batch.values())
+
+
+@pytest.mark.parametrize(("name", "length"), [("llama", 64), ("gpt2", 48), ("bert", 40), ("bart", 32), ("t5", 2048)])
+def test_the_sequence_is_the_longest_that_the_config_allows_and_no_longer_than_2048(
+    name: str, length: int, tmp_path: Path
+) -> None:
+    batch = load(source_of(write(tmp_path, CONFIGS[name]))).build_batch(1)
+    assert batch["input_ids"].shape == (1, length)  # type: ignore[call-overload]
+
+
+def test_lengths_that_were_asked_for_are_those_of_the_batch(tmp_path: Path) -> None:
+    batch = load(source_of(write(tmp_path, CONFIGS["t5"]), seq_len=20, target_len=7)).build_batch(3)
+    assert batch["input_ids"].shape == (3, 20)  # type: ignore[call-overload]
+    assert batch["labels"].shape == (3, 7)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "said"),
+    [
+        ({"model_type": "lamma"}, None, "has no architecture 'lamma'"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, None, "code that a config brings"),
+        (CONFIGS["bert"], "seq2seq", "bert has no model for --task seq2seq\n  give --task causal-lm or masked-lm"),
+        (CONFIGS["vit"], "causal-lm", "vit has no model for --task causal-lm\n  give --task image-classification"),
+        ({**CONFIGS["llama"], "hidden_size": "wide"}, None, "is not a config of llama"),
+    ],
+)
+def test_what_transformers_cannot_build_is_refused_in_two_lines(
+    config: dict[str, Any], task: str | None, said: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, config)
+    with pytest.raises(WorkloadError) as caught:
+        load(source_of(path, task=task))
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert len(str(caught.value).splitlines()) <= 2

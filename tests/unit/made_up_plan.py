@@ -1,0 +1,87 @@
+"""Made-up forecasts for the tests of their table, their JSON and the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autods.catalogue import machines_named
+from autods.forecast.values import Predicted, RungForecast, Verdict
+from autods.hardware import Hardware
+from autods.question import Site, pose
+from autods.report.plan_result import Forecast, SiteForecast
+from autods.values import ModelFacts, Tier, WorkloadSource
+
+GIB = 2**30
+LIMIT = 80 * GIB
+LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())
+SOURCE = WorkloadSource(
+    kind="hf_config", path="/models/llama/config.json", name="llama", digest="abc", task="causal-lm"
+)
+FACTS = ModelFacts(
+    parameters=6_738_415_616, largest_parameter=131_072_000, checkpointing=True, tokens_per_sample=2048,
+    has_optimizer=False,
+)  # fmt: skip
+
+
+def predicted(gib: float, limit: int | None = LIMIT) -> Predicted:
+    """An interval of 10 % about that many GiB."""
+    peak = int(gib * GIB)
+    return Predicted(peak_bytes=peak, low_bytes=int(0.9 * peak), high_bytes=int(1.1 * peak), limit_bytes=limit)
+
+
+def rung(
+    name: str, gib: float, *, verdict: Verdict, largest: int | None = None, host: float | None = None, **said: object
+) -> RungForecast:
+    memory: dict[Tier, Predicted] = {"device": predicted(gib)}
+    if host is not None:
+        memory["host"] = predicted(host, 1024 * GIB)
+        memory["pinned"] = predicted(host / 16, None)
+    size = int(gib * GIB)
+    return RungForecast(
+        rung=name,
+        verdict=verdict,
+        reason=f"needs {gib} GiB of 80.0 GiB; the optimizer step decides",
+        micro_batch=1,
+        memory=memory,
+        live_peak_bytes=int(0.8 * size),
+        by_phase={"init": size // 4, "forward": size // 2, "backward": size // 2, "step": size},
+        breakdown={"parameters": size // 4, "optimizer": size // 2, "activations": size // 20},
+        largest_micro_batch=largest,
+        **said,  # type: ignore[arg-type]
+    )
+
+
+def left_out(name: str, reason: str) -> RungForecast:
+    return RungForecast(rung=name, verdict="not_applicable", reason=reason, micro_batch=1)
+
+
+RUNGS = (
+    rung("ddp", 131, verdict="cannot_fit"),
+    rung("zero1", 77, verdict="tight", largest=1),
+    rung("zero2", 40, verdict="fits", largest=6),
+    rung("zero3-offload", 6, verdict="fits", largest=40, host=320, assumed=("the loss scale starts at 65536",)),
+    left_out("zero3-nvme", "no NVMe was named (--nvme 2TiB)"),
+)
+
+
+def site(on: str | None = None) -> Site:
+    asked: Mapping[str, object] = {"on": on} if on else {"gpu_memory": LIMIT, "host_memory": "1TiB"}
+    return pose(SOURCE, hardware=LAPTOP, gpus=8, **asked).sites[0]  # type: ignore[arg-type]
+
+
+def forecast(rungs: tuple[RungForecast, ...] = RUNGS) -> Forecast:
+    """One machine, as asked."""
+    sites = (SiteForecast(site=site(), rungs=rungs),)
+    return Forecast(sites=sites, source=SOURCE, facts=FACTS, assumed=("micro batch 1 (--micro-batch)",), seconds=12.3)
+
+
+def comparison() -> Forecast:
+    """Three machines of the catalogue: the first is too small, the second is enough."""
+    rungs = ((rung("zero3-offload", 90, verdict="cannot_fit"),), (RUNGS[2],), (rung("ddp", 50, verdict="fits"),))
+    names = [machine.name for machine in machines_named("l4-24gb,a100-80gb,h200-141gb")]
+    sites = tuple(SiteForecast(site=site(name), rungs=said) for name, said in zip(names, rungs, strict=True))
+    return Forecast(sites=sites, source=SOURCE, facts=FACTS, seconds=12.3)
+
+
+def hopeless() -> Forecast:
+    return forecast((RUNGS[0], rung("zero3-offload", 96, verdict="cannot_fit", host=320), RUNGS[4]))

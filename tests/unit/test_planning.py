@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autods.asks import Sizing, ask_for, groups_of
+from autods.errors import EnvironmentBroken, InputError, Interrupted
+from autods.forecast.events import Forecasted, ForecastEvent
+from autods.forecast.scripted import Script, Scripted, allocates, failing
+from autods.forecast.simulator import SimulationFailed
+from autods.forecast.values import Ask, Simulated
+from autods.hardware import Hardware
+from autods.planning import plan
+from autods.question import Question, pose
+from autods.report.plan_result import Forecast
+from autods.values import ModelFacts, WorkloadSource
+
+GIB = 2**30
+LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())
+SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
+FACTS = ModelFacts(
+    parameters=10**9, largest_parameter=10**7, checkpointing=True, tokens_per_sample=1024, has_optimizer=False
+)
+NEEDS = {
+    "ddp": 60, "zero1": 30, "zero2": 26, "zero2-offload": 14, "zero3": 10, "zero3-offload-param": 9,
+    "zero3-offload": 5, "zero3-nvme": 5,
+}  # fmt: skip
+
+
+def shrinking(ask: Ask, micro_batch: int) -> Simulated:
+    """GiB by rung, and half of one more for each sample."""
+    return allocates(micro_batch, init=GIB, backward=int((NEEDS[ask.rung] + micro_batch / 2) * GIB))
+
+
+def question(**said: Any) -> Question:
+    if "on" not in said:
+        said = {"gpus": 8, "gpu_memory": "40GiB", "host_memory": "512GiB", **said}
+    return pose(SOURCE, hardware=LAPTOP, **said)
+
+
+class Planned:
+    """A plan on a scripted simulator: what it said, what it was asked, what it told while it worked."""
+
+    def __init__(self, asked: Question, script: Script = shrinking, facts: ModelFacts = FACTS) -> None:
+        self.simulator = Scripted(facts, script)
+        self.events: list[ForecastEvent] = []
+        self.forecast: Forecast = plan(
+            asked, listen=self.events.append, start=lambda source: nullcontext(self.simulator)
+        )
+
+    def verdicts(self, machine: int = 0) -> dict[str, str]:
+        return {rung.rung: rung.verdict for rung in self.forecast.sites[machine].rungs}
+
+
+def test_every_rung_of_the_ladder_gets_a_verdict_and_the_fastest_that_fits_is_the_best() -> None:
+    planned = Planned(question(largest=False))
+    verdicts = planned.verdicts()
+    assert list(verdicts) == list(NEEDS)
+    assert verdicts["ddp"] == "cannot_fit"
+    assert verdicts["zero2-offload"] == "fits"
+    assert verdicts["zero3-nvme"] == "not_applicable"
+    site = planned.forecast.sites[0]
+    assert site.best is not None
+    assert site.best.verdict == "fits"
+    fitting = [rung.rung for rung in site.rungs if rung.verdict == "fits"]
+    assert site.best_rung == fitting[0]
+    assert planned.forecast.status == "fits"
+
+
+def test_each_rung_is_told_when_it_is_done() -> None:
+    planned = Planned(question(largest=False))
+    done = [event for event in planned.events if isinstance(event, Forecasted)]
+    assert {event.forecast.rung for event in done} == set(NEEDS)
+    assert max(event.done for event in done) == done[0].total == 8
+
+
+def test_one_engine_serves_a_rung_and_its_search_for_the_largest_micro_batch() -> None:
+    planned = Planned(question(ladder=("zero3",)))
+    (rung,) = planned.forecast.sites[0].rungs
+    assert len(planned.simulator.engines) == 1
+    assert rung.largest_micro_batch is not None
+    measured = [batch for _, batch in planned.simulator.measured]
+    assert len(measured) == len(set(measured)) <= 9
+    assert rung.largest_micro_batch in measured
+    assert rung.largest_micro_batch + 1 in measured
+    assert 30 < rung.largest_micro_batch < 60  # (40 − 10) GiB, half a GiB a sample, less what the runtime holds
+
+
+def test_the_largest_micro_batch_of_a_rung_that_is_too_large_as_asked_is_a_smaller_one() -> None:
+    (rung,) = Planned(question(ladder=("zero3",), micro_batch=128)).forecast.sites[0].rungs
+    assert rung.verdict == "cannot_fit"
+    assert rung.largest_micro_batch is not None
+    assert rung.largest_micro_batch < 128
+
+
+def test_no_search_is_made_when_none_was_asked_for() -> None:
+    planned = Planned(question(largest=False))
+    assert {batch for _, batch in planned.simulator.measured} == {1}
+    assert all(rung.largest_micro_batch is None for rung in planned.forecast.sites[0].rungs)
+
+
+def test_that_nothing_fits_is_a_result() -> None:
+    planned = Planned(question(gpu_memory="2GiB", largest=False))
+    assert planned.forecast.status == "nothing_fits"
+    assert planned.forecast.sites[0].best is None
+
+
+def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        if ask.rung == "zero1":
+            raise SimulationFailed(kind="engine", what="AssertionError: zero1 is out of order")
+        return shrinking(ask, micro_batch)
+
+    planned = Planned(question(largest=False), script)
+    rungs = {rung.rung: rung for rung in planned.forecast.sites[0].rungs}
+    assert rungs["zero1"].verdict == "not_applicable"
+    assert "could not be simulated: AssertionError: zero1 is out of order" in rungs["zero1"].reason
+    assert rungs["zero2-offload"].verdict == "fits"
+
+
+def test_when_no_rung_can_be_simulated_the_first_failure_is_the_answer() -> None:
+    with pytest.raises(InputError, match="refused"):
+        Planned(question(), failing("engine", "ValueError: refused"))
+
+
+@pytest.mark.parametrize("kind", ["user_code", "data_dependent", "unsupported"])
+def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Planned(question(), failing(kind, "NameError: x", where="model.py:3", mend="define x"))
+    assert str(caught.value) == "model.py:3: NameError: x\n  define x"
+
+
+def test_a_missing_compiler_is_a_broken_environment() -> None:
+    with pytest.raises(EnvironmentBroken, match="g\\+\\+"):
+        Planned(question(), failing("no_compiler", "no C++ compiler", mend="apt-get install g++"))
+
+
+def test_ctrl_c_is_an_interrupt() -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        Planned(question(), script)
+    assert threading.active_count() < 10
+
+
+def test_checkpointing_is_on_where_the_model_can_and_refused_where_it_cannot() -> None:
+    assert Planned(question(largest=False)).simulator.engines[0].checkpointing
+    cannot = replace(FACTS, checkpointing=False)
+    planned = Planned(question(largest=False), facts=cannot)
+    assert not planned.simulator.engines[0].checkpointing
+    assert any("no gradient checkpointing" in said for said in planned.forecast.all_assumed)
+    with pytest.raises(InputError, match="gradient_checkpointing_enable"):
+        Planned(question(checkpointing="on"), facts=cannot)
+    assert not Planned(question(checkpointing="off", largest=False)).simulator.engines[0].checkpointing
+
+
+def test_accumulation_is_no_longer_than_what_changes_memory() -> None:
+    planned = Planned(question(global_batch=1024, largest=False))
+    assert {ask.ds_config["gradient_accumulation_steps"] for ask in planned.simulator.engines} == {2}
+
+
+def test_machines_with_the_same_ranks_share_one_simulation_of_a_rung() -> None:
+    planned = Planned(question(on="a100-40gb,a100-80gb,h200-141gb", gpus=8, largest=False))
+    asked = [ask.rung for ask in planned.simulator.engines]
+    assert len(asked) == len(set(asked))
+    assert [site.site.machine.name for site in planned.forecast.sites] == ["a100-40gb", "a100-80gb", "h200-141gb"]
+    assert planned.verdicts(2)["ddp"] == "fits"
+    assert planned.verdicts(0)["ddp"] == "cannot_fit"
+
+
+def test_a_larger_machine_is_not_asked_about_rungs_below_the_first_that_fits() -> None:
+    planned = Planned(question(on="a100-40gb,h200-141gb", gpus=8, largest=False))
+    assert list(planned.verdicts(1)) == ["ddp"]
+
+
+def test_of_several_machines_only_the_best_rung_of_each_is_searched() -> None:
+    planned = Planned(question(on="a100-40gb,h200-141gb", gpus=8))
+    for site in planned.forecast.sites:
+        assert site.best is not None
+        assert site.best.largest_micro_batch is not None
+        others = [rung for rung in site.rungs if rung.rung != site.best_rung]
+        assert all(rung.largest_micro_batch is None for rung in others)
+
+
+def test_a_smaller_card_is_simulated_itself_where_deepspeed_would_branch_on_its_free_memory() -> None:
+    # Flattened on the device, init needs 50 GiB: on the smaller card DeepSpeed flattens in host memory instead.
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        init = 50 if ask.device_bytes > 60 * GIB else 12
+        return allocates(micro_batch, init=init * GIB, backward=20 * GIB)
+
+    planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
+    assert len(planned.simulator.engines) == 2
+    assert planned.verdicts(0) == {"zero1": "fits"}
+
+
+def test_it_is_not_simulated_again_where_another_phase_decides_anyway() -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        return allocates(micro_batch, init=50 * GIB, backward=70 * GIB)
+
+    planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
+    assert len(planned.simulator.engines) == 1
+    assert planned.verdicts(0) == {"zero1": "cannot_fit"}
+
+
+def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
+    sites = question(on="t4-16gb,v100-16gb,a100-80gb").sites
+    assert [[site.machine.name for site in group] for _, group in groups_of(sites)] == [
+        ["t4-16gb"], ["v100-16gb"], ["a100-80gb"],
+    ]  # fmt: skip
+
+
+def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
+    asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
+    sizing = Sizing(buckets_bytes=40 * GIB, device_bytes=40 * GIB)
+    asks = [ask_for(rung, asked.sites[0], asked, FACTS, sizing) for rung in asked.ladder]
+    assert all(isinstance(ask, Ask) for ask in asks)
+    nvme = asks[-1]
+    assert isinstance(nvme, Ask)
+    assert nvme.ds_config["zero_optimization"]["offload_param"]["nvme_path"] == "/local_nvme"
+    assert nvme.ds_config["train_batch_size"] == 8
+    assert (nvme.zero_init, nvme.checkpointing, nvme.device_bytes) == (True, False, 40 * GIB)
+    ddp = asks[0]
+    assert isinstance(ddp, Ask)
+    assert not ddp.zero_init

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.errors import InputError
+from autods.hardware import Card, Hardware
+from autods.question import Question, pose
+from autods.values import WorkloadSource
+
+GIB = 2**30
+LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())
+SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
+
+
+def asked(**said: Any) -> Question:
+    return pose(said.pop("source", SOURCE), hardware=said.pop("hardware", LAPTOP), **said)
+
+
+def refusal(**said: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        asked(**said)
+    assert len(str(caught.value).splitlines()) <= 2
+    return str(caught.value)
+
+
+def test_a_laptop_may_ask_for_eight_large_cards() -> None:
+    question = asked(gpus=8, gpu_memory="80GiB", host_memory="1TiB")
+    (site,) = question.sites
+    assert (site.world_size, site.ranks_per_node, site.nodes) == (8, 8, 1)
+    assert (site.machine.device_bytes, site.machine.host_bytes) == (80 * GIB, 1024 * GIB)
+    assert site.base == {"bf16": {"enabled": True}}
+    assert next(iter(question.ladder)).name == "ddp"
+
+
+def test_what_nobody_said_is_assumed_and_told() -> None:
+    assert asked(gpus=8, gpu_memory="80GiB").assumed == (
+        "micro batch 1 (--micro-batch)",
+        "host memory without a limit (--host-memory)",
+    )
+    assert asked(gpus=8, gpu_memory="80GiB", host_memory="1TiB", micro_batch=2).assumed == ()
+
+
+def test_without_a_card_and_without_a_size_there_is_nothing_to_forecast_for() -> None:
+    assert "--on all" in refusal(gpus=8)
+    assert "--gpus 8" in refusal(gpu_memory="80GiB")
+
+
+def test_the_cards_that_are_visible_answer_what_nobody_said() -> None:
+    card = Card(index=0, name="NVIDIA L4", total_bytes=22 * GIB, free_bytes=21 * GIB)
+    (site,) = asked(hardware=replace(LAPTOP, cards=(card, card))).sites
+    assert (site.world_size, site.machine.device_bytes, site.machine.host_bytes) == (2, 22 * GIB, 16 * GIB)
+
+
+def test_a_machine_of_the_catalogue_brings_its_node() -> None:
+    (site,) = asked(on="a100-80gb").sites
+    assert (site.world_size, site.ranks_per_node) == (8, 8)
+    assert site.machine.host_bytes == 1152 * GIB
+    assert site.nvme_path is not None
+    (cut,) = asked(on="a100-80gb", host_memory="512GiB").sites
+    assert cut.machine.host_bytes == 512 * GIB
+
+
+def test_ranks_beyond_a_node_of_the_catalogue_take_more_nodes() -> None:
+    (site,) = asked(on="a100-80gb", gpus=64).sites
+    assert (site.world_size, site.ranks_per_node, site.nodes) == (64, 8, 8)
+
+
+def test_ranks_are_spread_evenly_over_the_nodes_that_were_asked_for() -> None:
+    (site,) = asked(gpus=16, nodes=2, gpu_memory="80GiB").sites
+    assert (site.ranks_per_node, site.nodes) == (8, 2)
+    assert "split evenly" in refusal(gpus=15, nodes=2, gpu_memory="80GiB")
+    assert "at least one node" in refusal(gpus=8, nodes=0, gpu_memory="80GiB")
+
+
+def test_a_card_without_bf16_trains_in_fp16_unless_bf16_was_asked_for() -> None:
+    (site,) = asked(on="t4-16gb").sites
+    assert site.precision == "fp16"
+    assert "no bf16" in refusal(on="t4-16gb", precision="bf16")
+
+
+def test_of_several_machines_the_one_without_bf16_is_kept_with_its_reason() -> None:
+    sites = asked(on="t4-16gb,a100-80gb", precision="bf16").sites
+    assert [site.problem for site in sites] == ["NVIDIA T4 16 GB has no bf16", None]
+
+
+def test_nvme_is_a_size_or_a_folder_that_need_not_be_here() -> None:
+    assert asked(gpus=1, gpu_memory="16GiB").sites[0].nvme_path is None
+    sized = asked(gpus=1, gpu_memory="16GiB", nvme="1TiB").sites[0]
+    assert (sized.machine.nvme_bytes, sized.nvme_path is not None) == (1024 * GIB, True)
+    assert asked(gpus=1, gpu_memory="16GiB", nvme_path="/nowhere").sites[0].nvme_path == Path("/nowhere")
+
+
+def test_the_micro_batch_of_the_base_config_counts_unless_another_is_given() -> None:
+    base = {"train_micro_batch_size_per_gpu": 4}
+    assert asked(gpus=2, gpu_memory="16GiB", base_config=base).sites[0].micro_batch == 4
+    assert asked(gpus=2, gpu_memory="16GiB", base_config=base, micro_batch=2).sites[0].micro_batch == 2
+
+
+def test_a_micro_batch_must_divide_the_global_batch() -> None:
+    assert asked(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=8).sites[0].global_batch == 64
+    assert "does not divide the global batch 64" in refusal(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"gpus": 0, "gpu_memory": "1GiB"}, "at least one rank"),
+        ({"gpus": 1, "gpu_memory": "banana"}, "--gpu-memory 'banana' is not a size"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "host_memory": "banana"}, "--host-memory 'banana'"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "nvme": "banana"}, "--nvme 'banana'"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "device": "tpu"}, "no device 'tpu'"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "micro_batch": 0}, "--micro-batch 0"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "checkpointing": "maybe"}, "on or off"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "ladder": ("zero9",)}, "no rung 'zero9'"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "on": "all"}, "drop one of the two"),
+        ({"gpus": 1, "device": "cpu"}, "give --gpu-memory"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "precision": "int8"}, "no precision 'int8'"),
+    ],
+)
+def test_wrong_input_is_refused_in_two_lines(wrong: dict[str, Any], said: str) -> None:
+    assert said in refusal(**wrong)
