@@ -49,11 +49,17 @@ class Replayed:
 
 
 def replay(
-    trace: Trace, *, expandable: bool = False, limit_bytes: int | None = None, max_split_bytes: int | None = None
+    trace: Trace,
+    *,
+    expandable: bool = False,
+    limit_bytes: int | None = None,
+    max_split_bytes: int | None = None,
+    whole: bool = True,
 ) -> Replayed:
     """The allocator's reserved and allocated bytes over a trace.
 
     limit_bytes: what the allocator may reserve; None: as much as it asks for. max_split_bytes: torch's max_split_size.
+    whole: False ends the replay with the phase in which it is found not to run well.
     """
     kind = ExpandableHeap if expandable else Heap
     heap = kind(limit_bytes=limit_bytes, max_split_bytes=max_split_bytes)
@@ -79,6 +85,8 @@ def replay(
                 allocated_bytes=heap.allocated * UNIT,
             )
             break
+        if not whole and early is not None and heap.retries > early:
+            break
     return Replayed(
         peak_reserved_bytes=peak * UNIT,
         peak_allocated_bytes=max(allocated.values(), default=0),
@@ -99,7 +107,7 @@ def squeezed(trace: Trace, roomy: Replayed, *, expandable: bool = False, within:
     low, high, best = roomy.peak_allocated_bytes, roomy.peak_reserved_bytes, roomy
     while high - low > max(2**21, within * high):
         middle = (low + high) // 2
-        tried = replay(trace, expandable=expandable, limit_bytes=middle)
+        tried = replay(trace, expandable=expandable, limit_bytes=middle, whole=False)
         if tried.runs_well:
             high, best = middle, tried
         else:

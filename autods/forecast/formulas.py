@@ -39,6 +39,7 @@ class _Engine:
     bucket: int
     buckets: int  # two if communication overlaps the backward pass
     gathered: int
+    whole_bytes: int  # stage 3: of the model before it is split; 0 under zero.Init
     sub_group: int
     accumulates: bool
     world_size: int
@@ -90,6 +91,7 @@ def _read(ask: Ask, facts: ModelFacts) -> _Engine:
         bucket=int(zero("reduce_bucket_size", 5e8)),
         buckets=2 if overlaps(ask) else 1,
         gathered=min(facts.parameters, max(live, facts.largest_parameter)),
+        whole_bytes=0 if ask.zero_init else (2 if half else 4) * facts.parameters,
         sub_group=int(zero("sub_group_size", 1e9)),
         accumulates=int(config.get("gradient_accumulation_steps") or 1) > 1,
         world_size=ask.world_size,
@@ -148,7 +150,8 @@ def _partitioned(engine: _Engine, activations: int) -> _Found:
     peaks: dict[ForecastPhase, int] = {
         "init": max(flat, rest - (0 if offloaded else engine.moments_bytes * s)),
         "forward": rest + activations,
-        "backward": rest + gradients + backward + activations // 2,  # most are gone where most gradients are there
+        # Either most activations are still there, or most gradients already.
+        "backward": rest + max(activations + buckets + transient, gradients + backward + activations // 2),
         "step": rest + step,
     }
     return peaks, _breakdown(b * p, gradients or b * s, states, activations, buckets, peaks)
@@ -164,7 +167,8 @@ def _fully_sharded(engine: _Engine, activations: int) -> _Found:
     gathered = b * engine.gathered
     rest = parameters + states + gradients + bucket
     peaks: dict[ForecastPhase, int] = {
-        "init": parameters + (8 * s if on_device else bucket + b * engine.largest),
+        # Without zero.Init the whole model is moved to the device before it is split.
+        "init": max(parameters + (8 * s if on_device else bucket + b * engine.largest), engine.whole_bytes),
         "forward": rest + gathered + activations,
         "backward": rest + gathered + activations + b * max(engine.bucket, engine.largest),
         "step": rest + (6 * min(s, engine.sub_group) if on_device else 0),

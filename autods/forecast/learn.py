@@ -19,14 +19,13 @@ def pair_of(
     *,
     constants: Constants | None = None,
     expandable: bool = False,
-    exact: bool = True,
 ) -> Pair | None:
     """The device's pair, or None where the trial says nothing of it: it failed, or another tier ran out.
 
     `ask` and `simulated` are of the config that the trial ran: one with torch's optimizer in place of DeepSpeed's is
     another. On CUDA a trial measures what was reserved within its limit, which is more than it needed.
     """
-    need = need_of(ask, simulated, constants or read_constants(), expandable=expandable, exact=exact)
+    need = need_of(ask, simulated, constants or read_constants(), expandable=expandable)
     predicted = need.device.peak_bytes
     match outcome:
         case Fit():

@@ -38,7 +38,7 @@ class Need:
     by_phase: Mapping[ForecastPhase, int]
 
 
-def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable: bool, exact: bool) -> Need:
+def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable: bool) -> Need:
     """What a rank needs. Without a trace of the device (an estimate) the allocator's share is the usual one."""
     live = _live(simulated, "device")
     tensors, by_phase = _tensors(ask, simulated, expandable=expandable)
@@ -85,11 +85,11 @@ def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Inter
         held = replay(trace, expandable=expandable)
         roomy = held.peak_reserved_bytes
         least, held = squeezed(trace, held, expandable=expandable)
-    by_phase = {phase: max(size, held.by_phase.get(phase, 0)) for phase, size in live.items()}
+    blocks = {phase: max(size, held.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
     peak = max([least, *live.values()])
-    top = max(by_phase, key=lambda phase: by_phase[phase], default=None)
-    if top is not None:
-        by_phase[top] = peak
+    # The phase with the most in use decides, not the one in which the cache happened to grow.
+    share = peak / max([1, *blocks.values()])
+    by_phase = {phase: int(size * share) for phase, size in blocks.items()}
     low = min(peak, max([held.peak_allocated_bytes, *live.values()]))
     high = peak + int(max(0, roomy - peak) * _OF_WHAT_IS_CACHED)
     return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high), by_phase

@@ -4,7 +4,7 @@ checkpointing.
 python tests/benchmarks/forecast_golden.py [--models gpt2,llama] [--rungs zero3] [--precision bf16] [--json]
 
 cpu: the forecast for CPU ranks, the models as they come (SDPA, dropout). cuda: the simulated GPU, the sum of its tiers,
-models with eager attention and without dropout, because both are other kernels on a GPU.
+models with eager attention and without dropout, because both are other kernels on a GPU, and nothing pinned.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compared(device: Any, architecture: str, options: argparse.Namespace) -> lis
     cases = list(product(options.rungs.split(","), options.accumulation.split(","), options.checkpointing.split(",")))
     asks = {}
     for rung, accumulation, checkpointing in cases:
-        config = golden.config_of(rung, accumulation=int(accumulation), precision=options.precision)
+        config = golden.config_of(rung, accumulation=int(accumulation), pinned=not plain, precision=options.precision)
         asks[(rung, accumulation, checkpointing)] = Ask(
             rung=rung, ds_config=config, world_size=golden.WORLD, ranks_per_node=golden.WORLD, device_bytes=16 << 30,
             device=device, checkpointing=checkpointing == "on",

@@ -17,17 +17,18 @@ from typing import Any
 
 from autods.ds_config import compose
 from autods.ladder import all_rungs
-from autods.values import Knobs
+from autods.values import Knobs, Scalar
 
 WORLD = 8
 ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
 _SIZES = {
-    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64},
+    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
     "llama": {
         "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 1000,
     },
-    "t5": {"num_layers": 2, "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "vocab_size": 1000},
+    "t5": {"num_layers": 2, "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "vocab_size": 1000,
+           "decoder_start_token_id": 0},
     "bert": {
         "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4,
         "vocab_size": 1000,
@@ -81,8 +82,11 @@ def workload_file(architecture: str, folder: Path, *, plain: bool) -> Path:
     return path
 
 
-def config_of(rung: str, *, accumulation: int, precision: str = "bf16") -> dict[str, Any]:
-    """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op."""
+def config_of(rung: str, *, accumulation: int, pinned: bool = True, precision: str = "bf16") -> dict[str, Any]:
+    """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op.
+
+    pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy.
+    """
     found = all_rungs()[rung]
     small = {
         "reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000, "sub_group_size": 300_000,
@@ -91,7 +95,12 @@ def config_of(rung: str, *, accumulation: int, precision: str = "bf16") -> dict[
     }  # fmt: skip
     base: dict[str, Any] = {precision: {"enabled": True}} if precision != "fp32" else {}
     base |= {"steps_per_print": 10**9, "zero_optimization": small}
-    sized = {"zero_optimization.offload_param.buffer_size": 150_000} if found.needs_nvme_path else {}
+    sized: dict[str, Scalar] = {}
+    for part in ("offload_param", "offload_optimizer"):
+        if not pinned and part in found.ds_config["zero_optimization"]:
+            sized[f"zero_optimization.{part}.pin_memory"] = False
+    if found.needs_nvme_path:
+        sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
         found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=WORLD,
         own_optimizer=False, native_optimizer=False, nvme_path=Path("/nvme"),

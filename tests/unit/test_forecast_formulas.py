@@ -16,6 +16,7 @@ from autods.ladder import all_rungs
 from autods.values import Knobs, ModelFacts
 
 GIB = 2**30
+# Stage 3 under zero.Init.
 # 32 layers of width 4096, vocabulary 32000; sequence 2048, batch 1, recomputed: the forward pass adds 1.15 GiB.
 LLAMA = ModelFacts(
     parameters=6_738_415_616, largest_parameter=131_072_000, checkpointing=True, tokens_per_sample=2048,
@@ -36,7 +37,7 @@ SIMULATED: Mapping[str, tuple[float, float, float, float, float, float]] = {
 }
 
 
-def ask(rung: str, world_size: int = 8, **base: Any) -> Ask:
+def ask(rung: str, world_size: int = 8, zero_init: bool = True, **base: Any) -> Ask:
     config = compose(
         all_rungs()[rung],
         Knobs(),
@@ -45,7 +46,9 @@ def ask(rung: str, world_size: int = 8, **base: Any) -> Ask:
         own_optimizer=False,
         nvme_path=Path("/nvme"),
     )
-    return Ask(rung=rung, ds_config=config, world_size=world_size, ranks_per_node=8, device_bytes=80 * GIB)
+    return Ask(
+        rung=rung, ds_config=config, world_size=world_size, ranks_per_node=8, device_bytes=80 * GIB, zero_init=zero_init
+    )  # fmt: skip
 
 
 def of(rung: str, world_size: int = 8, **base: Any) -> Simulated:
@@ -70,6 +73,16 @@ def test_host_memory_is_within_2_percent_of_the_engine(rung: str) -> None:
     tiers = of(rung).live_bytes["step"]
     assert tiers["host"] / GIB == pytest.approx(SIMULATED[rung][4], rel=0.02)
     assert tiers["pinned"] / GIB == pytest.approx(SIMULATED[rung][5], rel=0.02)
+
+
+def test_without_zero_init_the_whole_model_lies_on_the_device_for_a_moment() -> None:
+    split, whole = (ask("zero3-offload", zero_init=zero_init) for zero_init in (True, False))
+
+    def init(engine: Ask) -> int:
+        return estimated(engine, LLAMA, micro_batch=1, activation_bytes=0).live_bytes["init"]["device"]
+
+    assert init(whole) == 2 * LLAMA.parameters
+    assert init(split) < init(whole) / 10
 
 
 def test_nvme_holds_18_bytes_of_each_parameter_of_a_shard() -> None:
@@ -100,7 +113,7 @@ def test_the_breakdown_adds_up_to_the_peak(rung: str) -> None:
 
 
 def test_an_estimate_can_be_judged_and_says_that_it_is_one() -> None:
-    forecast = judged(ask("zero2"), of("zero2"), limits={"device": 80 * GIB}, exact=False)
+    forecast = judged(ask("zero2"), of("zero2"), limits={"device": 80 * GIB})
     assert (forecast.verdict, forecast.exact, forecast.assumed) == ("fits", False, (ASSUMED,))
     assert forecast.decides == "step"
     held = forecast.memory["device"]

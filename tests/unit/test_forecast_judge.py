@@ -201,9 +201,7 @@ def test_a_phase_that_the_trace_does_not_hold_counts_its_live_bytes() -> None:
 
 
 def test_an_estimate_is_wider_than_a_simulation_and_says_what_it_is() -> None:
-    rough = judged(
-        ask(), replace(simulated(), traces={}), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE, exact=False
-    )
+    rough = judged(ask(), replace(simulated(), traces={}), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE)
     sure, unsure = said().memory["device"], rough.memory["device"]
     assert not rough.exact
     assert unsure.high_bytes - unsure.low_bytes > 3 * (sure.high_bytes - sure.low_bytes)

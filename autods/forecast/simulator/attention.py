@@ -1,4 +1,7 @@
-"""scaled_dot_product_attention as CUDA would run it: under FakeTensor torch takes the math kernel, which keeps s² bytes."""
+"""scaled_dot_product_attention by the kernel that the device would take: for FakeTensor torch takes the math one.
+
+The math kernel keeps the whole matrix of scores, which the fused ones do not.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,47 @@ _aten = torch.ops.aten
 _LARGEST_HEAD = 256  # of the flash kernel
 
 
-def install() -> None:
-    """Route calls with CUDA tensors to the fused operators."""
+def install(*, cpu: bool) -> None:
+    """Route calls to the fused operators."""
     functional = torch.nn.functional
     plain = functional.scaled_dot_product_attention
+    route = _on_cpu if cpu else _on_cuda
 
     def attention(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
-        shapes_fit = query.dim() == 4 and key.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-        half = query.dtype in (torch.bfloat16, torch.float16)
-        if query.device.type == "cuda" and shapes_fit and query.shape[-1] <= _LARGEST_HEAD:
-            if half and attn_mask is None:
-                return _flash(query, key, value, dropout_p, is_causal, scale)
-            if not enable_gqa and (half or query.dtype == torch.float32):
-                return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if query.dim() == 4 and key.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            out = route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            if out is not None:
+                return out
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     functional.scaled_dot_product_attention = attention
+
+
+def _on_cuda(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Any:
+    if query.device.type != "cuda" or query.shape[-1] > _LARGEST_HEAD:
+        return None
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if half and mask is None:
+        return _flash(query, key, value, dropout, causal, scale)
+    if not gqa and (half or query.dtype == torch.float32):
+        return _efficient(query, key, value, mask, dropout, causal, scale)
+    return None
+
+
+def _on_cpu(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Any:
+    if query.device.type != "cpu" or dropout or (mask is not None and mask.requires_grad):
+        return None
+    mask = _as_bias(mask, query.dtype)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+    )[0]
 
 
 def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale: float | None) -> Any:
@@ -45,8 +70,13 @@ def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale
 
 def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None) -> Any:
     if mask is not None:
-        if mask.dtype == torch.bool:  # turned into a bias of the query's type
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        mask = _as_bias(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
     keep = any(one.requires_grad for one in (query, key, value))
     return _aten._scaled_dot_product_efficient_attention(query, key, value, mask, keep, dropout, causal, scale=scale)[0]
+
+
+def _as_bias(mask: Any, dtype: Any) -> Any:
+    """What torch adds to the scores: a mask of true and false becomes a tensor of the query's type."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)

@@ -17,7 +17,7 @@ from ...trial.survey import facts_of
 from ...values import Phase
 from ...workload import Workload
 from ..values import Ask, ForecastPhase
-from . import collectives, states
+from . import collectives, large_worlds, states
 from .ledger import DEVICE, PINNED, Ledger
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
@@ -35,7 +35,7 @@ class Stage:
         self.ledger = Ledger(one_memory=cpu)
         if not cpu:
             torch_cuda.install(self.ledger)
-            attention.install()
+        attention.install(cpu=cpu)
         fake_tensors.install(self.ledger)
         kernels.install(self.ledger)
         collectives.agree_with_everybody()
@@ -84,6 +84,7 @@ class Engine:
     def _start(self, micro_batch: int) -> Any:
         ledger, workload = self._stage.ledger, self._workload
         collectives.join(self._ask.world_size, self._ask.ranks_per_node)
+        large_worlds.install(self._ask.world_size)
         if self._ask.zero_init:
             workload = replace(workload, build_model=self._under_zero_init)
         ledger.kind_of_new = states.KindOfNew(ledger)
