@@ -16,6 +16,16 @@ from .progress import mark_of
 from .result import Report
 
 
+def foretold(report: Report) -> dict[str, TierUse]:
+    """Rungs that were not tried because they cannot fit → what their device would have had to hold."""
+    tried = {record.trial.rung for record in report.trials}
+    return {
+        row["rung"]: TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=row["device"]["limit_bytes"])
+        for row in report.forecast
+        if row["verdict"] == "cannot_fit" and row.get("device") and row["rung"] not in tried
+    }
+
+
 def rows_of(report: Report) -> dict[str, Record | str]:
     """Rung → the trial that stands for it, or why it was skipped; in the ladder's order where the question names it."""
     rows: dict[str, Record | str] = {}
@@ -57,11 +67,14 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
     table.add_column("samples/s", justify="right", no_wrap=True)
     if wide:
         table.add_column("why", ratio=1)
-    reasons = dict(reasons_of(report))
+    reasons, told = dict(reasons_of(report)), foretold(report)
     for rung, row in rows_of(report).items():
         winner = report.status == "fit" and rung == report.rung
         cells: list[RenderableType] = [Text(rung, style="bold" if winner else "")]
-        cells += [_verdict(row), _memory(report, row, winner), _rate(report, row, winner)]
+        if rung in told:
+            cells += [Text("✗ cannot fit", style="red"), _use("device", told[rung], sign="~"), Text()]
+        else:
+            cells += [_verdict(row), _memory(report, row, winner), _rate(report, row, winner)]
         table.add_row(*cells, *([Text(reasons.get(rung, ""))] if wide else []))
     return table
 
@@ -83,15 +96,16 @@ def _memory(report: Report, row: Record | str, winner: bool) -> Text:
             memory = report.memory if winner and report.memory else row.outcome.memory
             return Text("\n").join(_use(tier, memory[tier]) for tier in TIERS if tier in memory)
         case OutOfMemory(limit_bytes=int(limit), missing_bytes=int(missing)):
-            return _use(row.outcome.tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), at_least=True)
+            return _use(row.outcome.tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), sign="≥")
         case OutOfMemory(limit_bytes=int(limit)):
             return Text.assemble((f"{row.outcome.tier:<8}", "dim"), f"full: {show_bytes(limit)}")
         case _:
             return Text()
 
 
-def _use(tier: Tier, use: TierUse, *, at_least: bool = False) -> Text:
-    return Text.assemble((f"{tier:<7}", "dim"), "≥" if at_least else " ", words.of_use(use))
+def _use(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
+    """sign: ≥ for a lower bound, ~ for a forecast."""
+    return Text.assemble((f"{tier:<7}", "dim"), sign, words.of_use(use))
 
 
 def _rate(report: Report, row: Record | str, winner: bool) -> Text:

@@ -95,13 +95,13 @@ def test_every_option_reaches_the_fit() -> None:
     fake = Fake(fitting_report)
     more = ("--global-batch", "64", "--precision", "fp16", "--deepspeed-config", "base.json", "--config", "quick")
     rest = ("--ladder", "zero1,zero2", "--strategies", "a", "--strategies", "b", "--nvme-path", "/n", "--seed", "7")
-    last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh")
+    last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh", "--no-forecast")
     assert fake(*CPU, *more, *rest, *last) == 0
     assert fake.asked == {
         "workload": "model.py", "gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "global_batch": 64,
         "precision": "fp16", "base_config": "base.json", "config": "quick", "ladder": "zero1,zero2",
         "strategies": (Path("a"), Path("b")), "nvme_path": "/n", "task": "seq2seq", "seq_len": 512,
-        "target_len": 64, "out": "here", "seed": 7,
+        "target_len": 64, "out": "here", "seed": 7, "forecast": False,
     }  # fmt: skip
     assert fake.fresh is True
 

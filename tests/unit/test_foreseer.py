@@ -1,0 +1,131 @@
+"""Forecasts beside a fit: simulated once, ahead of the walk, corrected by what trials measure, and never in the way."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from test_walk import FACTS, SETTINGS
+
+from autods.cluster.scripted import fit, out_of_memory
+from autods.ds_config import compose
+from autods.forecast.foreseer import Foreseer
+from autods.forecast.scripted import Script, Scripted, allocates, failing
+from autods.forecast.values import Ask, Simulated
+from autods.journal import key_of
+from autods.search.candidates import candidates
+from autods.values import Outcome, Trial
+
+GIB = 2**30
+MIB = 2**20
+CANDIDATES = candidates(replace(SETTINGS, device_bytes=16 * GIB), FACTS, {})
+
+
+def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> Trial:
+    knobs = next(one.knobs for one in CANDIDATES if one.rung.name == rung)
+    return Trial(rung=rung, knobs=replace(knobs, micro_batch=micro_batch, accumulation=accumulation), purpose="walk")
+
+
+def ask_of(trial: Trial) -> Ask:
+    rung = next(one.rung for one in CANDIDATES if one.rung.name == trial.rung)
+    config = compose(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
+    return Ask(rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu")
+
+
+def grows(ask: Ask, micro_batch: int) -> Simulated:
+    return allocates(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
+
+
+def foreseer(script: Script = grows) -> tuple[Foreseer, Scripted, list[str]]:
+    simulator, told = Scripted(FACTS, script), []
+    made = Foreseer(
+        simulator=simulator, ask_of=ask_of, key_of=key_of, limits={"device": 16 * GIB}, emulated=True, tell=told.append
+    )
+    return made, simulator, told
+
+
+@pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])
+def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: str) -> None:
+    forecast = foreseer()[0].forecast(trial(micro_batch=micro_batch))
+    assert forecast is not None
+    assert forecast.verdict == verdict
+    assert forecast.memory["device"].limit_bytes == 16 * GIB
+
+
+def test_trials_that_allocate_the_same_are_simulated_once() -> None:
+    made, simulator, _ = foreseer()
+    for accumulation in (2, 4, 8):
+        made.forecast(trial(accumulation=accumulation))
+    assert len(simulator.measured) == 1
+
+
+def test_the_first_forecast_of_a_rung_is_kept_for_the_report() -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    made.forecast(trial(micro_batch=2))
+    assert made.said["zero1"].micro_batch == 1
+
+
+def test_a_simulation_that_fails_is_told_once_and_foresees_nothing() -> None:
+    made, _, told = foreseer(failing("unsupported", "flash_attn has no fake implementation"))
+    assert made.forecast(trial()) is None
+    assert made.forecast(trial("zero2")) is None
+    assert made.largest(trial(), range(1, 9), 15 * GIB) is None
+    assert told == ["no forecast of zero1, so it is tried: flash_attn has no fake implementation"]
+
+
+def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
+    made, simulator, _ = foreseer()
+    found = made.largest(trial(), range(1, 65), 15 * GIB)
+    assert found is not None
+    assert 9 <= found <= 13  # 2 GiB and one a sample, and what a process needs besides
+    assert len(simulator.engines) == 1
+
+
+def test_what_a_trial_measures_corrects_the_next_forecast() -> None:
+    made, _, _ = foreseer()
+    before = made.forecast(trial())
+    assert before is not None
+    peak = before.memory["device"].peak_bytes
+    for micro_batch in (1, 2, 3):
+        made.forecast(trial(micro_batch=micro_batch))
+        assert made.learn(trial(micro_batch=micro_batch), fit(peak_bytes=int((peak + (micro_batch - 1) * GIB) * 1.1)))
+    after = made.forecast(trial())
+    assert after is not None
+    assert 1.05 < after.memory["device"].peak_bytes / peak < 1.12
+
+
+def test_a_trial_teaches_once() -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    assert made.learn(trial(), fit(peak_bytes=GIB)) is not None
+    assert made.learn(trial(), fit(peak_bytes=GIB)) is None
+
+
+@pytest.mark.parametrize("outcome", [out_of_memory(tier="host"), out_of_memory(missing_bytes=5)])
+def test_what_ran_out_elsewhere_or_of_an_unknown_limit_teaches_nothing(outcome: Outcome) -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    assert made.learn(trial(), outcome) is None
+
+
+def test_a_trial_without_the_limit_teaches_what_it_measured() -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    assert made.learn(replace(trial(), limited=False), fit(peak_bytes=4 * GIB)) is not None
+
+
+def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
+    begin = threading.Event()
+
+    def slow(ask: Ask, micro_batch: int) -> Simulated:
+        begin.wait(10)
+        return allocates(micro_batch, init=GIB)
+
+    made, simulator, _ = foreseer(slow)
+    made.prepare(trial(micro_batch=size) for size in range(1, 10))
+    threading.Timer(0.2, begin.set).start()
+    made.settle()
+    assert len(simulator.measured) == 2  # those that were under way
+    assert made.forecast(trial(micro_batch=9)) is not None
