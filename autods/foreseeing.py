@@ -64,6 +64,7 @@ def foreseeing(
             return None if pair is None else asdict(pair)
 
         memory.learn = learn
+        foreseer.warm(settings.device)
         try:
             yield foreseer
         finally:

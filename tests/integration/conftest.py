@@ -52,9 +52,20 @@ def runners(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def question(workload: str | Workload, folder: Path, **asked: object) -> Settings:
-    """Settings for 2 CPU ranks; a workload's name is a file beside this one. Short limits: nothing here is slow."""
+    """Settings for 2 CPU ranks; a workload's name is a file beside this one. Short limits: nothing here is slow.
+
+    Without a forecast, unless it is asked for: it costs some seconds a fit.
+    """
     source = source_of(HERE / "workloads" / workload if isinstance(workload, str) else workload, folder=folder)
-    said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder, **asked}
+    said = {
+        "gpus": 2,
+        "device": "cpu",
+        "gpu_memory": "1GiB",
+        "config": "quick",
+        "out": folder,
+        "forecast": False,
+        **asked,
+    }
     settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
     limits = replace(settings.profile.limits, stall_s=6.0, init_s=30.0)
     return replace(settings, profile=replace(settings.profile, limits=limits))

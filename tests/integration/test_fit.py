@@ -155,3 +155,22 @@ def test_a_workload_may_bring_optimizer_loss_and_config(ray, tmp_path):
     assert report.status == "fit"
     assert "optimizer" not in report.ds_config
     assert report.ds_config["gradient_clipping"] == 0.5
+
+
+def test_with_a_forecast_fewer_trials_give_the_same_answer(ray, tmp_path):
+    settings = question("wide.py", tmp_path / "with", gpu_memory="216MiB", ladder=("ddp", "zero1"))
+    with RayRunner(settings, ignore) as started:
+
+        def fitted(folder, **said):
+            started.settings = replace(settings, out=tmp_path / folder, **said)
+            return fit(started.settings, listen=ignore, start=lambda settings, listen: contextlib.nullcontext(started))
+
+        foreseen, walked = fitted("with", forecast=True), fitted("without")
+    assert foreseen.rung == walked.rung == "zero1"
+    cannot = {row["rung"] for row in foreseen.forecast if row["verdict"] == "cannot_fit"}
+    assert cannot == {skip.rung for skip in foreseen.skipped} == {"ddp"}
+    tried = [{record.trial.rung for record in report.trials} for report in (foreseen, walked)]
+    assert tried == [{"zero1"}, {"ddp", "zero1"}]
+    rows = [json.loads(line) for line in (tmp_path / "with" / "journal.jsonl").read_text().splitlines()]
+    pair = next(row["forecast"] for row in rows if row["kind"] == "forecast")
+    assert pair["measured_bytes"] == pytest.approx(pair["predicted_bytes"], rel=0.2)
