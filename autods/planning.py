@@ -38,7 +38,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
             work = Work(question, facts, simulator, listen)
             _work_through(work)
     except SimulationFailed as failed:
-        raise _told(failed) from None
+        raise _told(failed, question.source) from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
     return Forecast(
@@ -108,11 +108,12 @@ def _of_site(work: Work, site: Site) -> SiteForecast:
     return SiteForecast(site=site, rungs=tuple(forecast for forecast in said if forecast is not None))
 
 
-def _told(failed: SimulationFailed) -> AutodsError:
+def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
     """Whose it is to mend: the machine's, else the workload's."""
     if failed.kind in _ENVIRONMENT:
         return EnvironmentBroken(str(failed))
-    return InputError(failed.what, where=failed.where, mend=failed.mend)
+    where = failed.where or (None if failed.kind == "engine" else source.path)
+    return InputError(failed.what, where=where, mend=failed.mend)
 
 
 def _simulated(source: WorkloadSource) -> AbstractContextManager[Simulator]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..forecast.values import PHASES, RungForecast
+from ..forecast.values import PHASES, Predicted, RungForecast
 from ..question import Site
 from ..values import Device, ModelFacts, Tier, WorkloadSource
 
 Status = Literal["fits", "tight", "nothing_fits"]
 
+_NOTHING = Predicted(peak_bytes=0, low_bytes=0, high_bytes=0)
 _PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 
 
@@ -99,7 +100,7 @@ def _site(said: SiteForecast) -> dict[str, Any]:
 
 
 def _rung(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
-    """Bytes per rank; of host and NVMe per node, too. A tier that was not forecast is null."""
+    """Bytes per rank; of host and NVMe per node, too. Every tier is null where nothing was forecast."""
     row: dict[str, Any] = {
         "rung": rung.rung,
         "verdict": rung.verdict,
@@ -113,12 +114,12 @@ def _rung(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
     }
     tiers: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
     for tier in tiers:
-        row[tier] = _tier(rung, tier, ranks_per_node) if tier in rung.memory else None
+        row[tier] = _tier(rung, tier, ranks_per_node) if rung.memory else None
     return row
 
 
 def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]:
-    said = rung.memory[tier]
+    said = rung.memory.get(tier, _NOTHING)
     sizes = {"peak_bytes": said.peak_bytes, "low_bytes": said.low_bytes, "high_bytes": said.high_bytes}
     limit = {"limit_bytes": said.limit_bytes}
     if tier in _PER_NODE:

@@ -100,7 +100,8 @@ def test_json_keeps_the_contract() -> None:
     assert set(row["device"]) >= {"peak_bytes", "live_peak_bytes", "low_bytes", "high_bytes", "by_phase", "breakdown"}
     assert row["device"]["peak_bytes"] == 40 * GIB
     assert list(row["device"]["by_phase"]) == ["init", "forward", "backward", "step"]
-    assert row["host"] is None
+    assert row["nvme"]["peak_bytes"] == 0
+    assert data["rungs"][4]["device"] is data["rungs"][4]["nvme"] is None
     assert data["hardware"]["device_bytes"] == LIMIT
     assert (data["workload"]["seq_len"], data["workload"]["parameters"]) == (2048, 6_738_415_616)
     assert [said["verdict"] for said in data["rungs"]] == ["cannot_fit", "tight", "fits", "fits", "not_applicable"]
