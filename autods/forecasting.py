@@ -39,7 +39,7 @@ class Work:
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     failures: list[SimulationFailed] = field(default_factory=list)
-    slopes: dict[str, float] = field(default_factory=dict)  # by machine, of the last search
+    sample_bytes: float | None = None  # on the device, as the last search found; rungs share their activations
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
@@ -111,10 +111,10 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
         work.tell(site, forecast)
         sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
         first = (site.micro_batch, fill_of(forecast))
-        slope = work.slopes.get(site.machine.name)
+        slope = work.sample_bytes / site.machine.device_bytes if work.sample_bytes is not None else None
         found = largest(lambda size: fill_of(said_of(size)), sizes, known=first, slope=slope)
         if found.slope is not None and math.isfinite(found.slope):
-            work.slopes[site.machine.name] = found.slope
+            work.sample_bytes = found.slope * site.machine.device_bytes
         forecast = _with_largest(forecast, found)
     work.tell(site, forecast)
 

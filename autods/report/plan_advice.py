@@ -31,15 +31,16 @@ def sentences(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
     if best.verdict == "tight":
         yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
     faster = [rung for rung in said.rungs if _comes_before(said, rung, best) and rung.memory]
+    tight = [rung.rung for rung in faster if rung.verdict == "tight"]
+    if tight and best.verdict == "fits":
+        yield f"faster, but tight: {', '.join(tight)}; only a real trial can tell (autods fit)"
     if faster:
         yield f"the next faster one, {faster[-1].rung}, {_need(faster[-1])}"
     leaner = next((rung for rung in said.rungs if _is_leaner(rung, best)), None)
     if leaner is not None:
         more = f", up to micro batch {leaner.largest_micro_batch}" if leaner.largest_micro_batch else ""
         yield f"{leaner.rung} leaves more room: {_need(leaner)}{more}"
-    if best.largest_micro_batch and best.largest_micro_batch > best.micro_batch:
-        yield f"prove it on the machine itself: autods fit, which starts there and grows to micro batch {best.largest_micro_batch}"  # noqa: E501
-    else:
+    if best.verdict == "fits":
         yield "prove it on the machine itself: autods fit"
 
 

@@ -54,6 +54,7 @@ def test_every_rung_has_its_verdict_peak_bar_and_reason_at_any_width(width: int)
 def test_the_recommendation_names_the_fastest_that_fits_and_its_neighbours() -> None:
     text = sentence(printed(forecast()))
     assert "zero2 is the fastest rung that fits, up to micro batch 6" in text
+    assert "faster, but tight: zero1; only a real trial can tell" in text
     assert "the next faster one, zero1, needs 77.0 GiB of device memory" in text
     assert "zero3-offload leaves more room: needs 6.0 GiB of device memory, up to micro batch 40" in text
 
