@@ -22,7 +22,10 @@ from autods.values import Knobs, Scalar
 WORLD = 8
 ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
 _SIZES = {
-    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {
+        "n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64, "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "llama": {
         "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 1000,

@@ -1,4 +1,4 @@
-"""The side of the simulated device that asks: starts the worker, sends asks, reads what was allocated. No torch here."""
+"""The side of the simulated device that asks: starts the worker, sends asks, reads what was allocated. No torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ..values import Ask, Simulated, Trace
 class SimulationFailed(AutodsError):
     """It cannot be simulated. The message is one or two lines for a person.
 
-    kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised), data_dependent
-    (its shapes depend on values), unsupported (an operator without a fake implementation), engine (DeepSpeed refused),
-    crashed (the process died).
+    kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised),
+    data_dependent (its shapes depend on values), unsupported (an operator without a fake implementation), engine
+    (DeepSpeed refused), crashed (the process died).
     """
 
     def __init__(self, *, kind: str, what: str, where: str | None = None, mend: str | None = None) -> None:

@@ -32,11 +32,11 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
     return handler(func, args, kwargs or {})
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lies above FakeTensorMode; every operator that Python or autograd dispatches passes here."""
 
     def __init__(self, ledger: Ledger, mode: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
         self._recipes = Recipes(mode, ledger)
         self._handlers: dict[Any, Handler] = {
@@ -103,7 +103,8 @@ class Recorder(TorchDispatchMode):
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._assume("the size of a tensor depends on values (masked_select): the largest possible was taken")
-        return self._made(args[0], (torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        return self._made(args[0], (shape.numel(),), args[0].dtype)
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, indices = args[0], args[1]

@@ -16,12 +16,12 @@ _DEVICE = "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "f
 
 def install(ledger: Ledger) -> None:
     """Patch this process's FakeTensor and nn.Module."""
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch._C._set_only_lift_cpu_tensors(True)
     fake_tensor.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment, method-assign]
     FakeTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
-    FakeTensor.data_ptr = _address  # type: ignore[method-assign]
-    FakeTensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
+    FakeTensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     FakeTensor.is_pinned = lambda self, device=None: ledger.is_pinned(self)  # type: ignore[method-assign]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
