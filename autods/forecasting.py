@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 
-from .asks import Sizing, ask_for, holds_for, limits_of, on_site
+from .asks import Sizing, ask_for, holds_for, limits_of, on_site, overruled
 from .forecast.events import Forecasted, ForecastListener, Simulating
 from .forecast.judge import judged
 from .forecast.largest import MOST_MICRO_BATCH, Largest, largest
@@ -104,7 +104,8 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
     here = on_site(ask, site)
 
     def said_of(micro_batch: int) -> RungForecast:
-        return judged(here, measure(micro_batch), limits=limits, emulated=here.device == "cpu")
+        said = judged(here, measure(micro_batch), limits=limits, emulated=here.device == "cpu")
+        return replace(said, assumed=(*said.assumed, *overruled(ask, site.base)))
 
     forecast = said_of(site.micro_batch)
     if search and forecast.memory:
