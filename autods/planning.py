@@ -47,6 +47,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
         facts=facts,
         device=question.device,
         checkpointing=checkpointing,
+        zero_init=question.zero_init,
         assumed=question.assumed,
         versions=versions(),
         seconds=time.monotonic() - began,

@@ -46,7 +46,8 @@ class SiteForecast:
 class Forecast:
     """What a plan found, machine by machine, smallest device first.
 
-    assumed: what nobody said and the answer depends on, in sentences; each rung adds its own.
+    assumed: what nobody said and the answer depends on, in sentences; each rung adds its own. zero_init: stage 3 was
+    built under `deepspeed.zero.Init`.
     """
 
     sites: tuple[SiteForecast, ...]
@@ -54,6 +55,7 @@ class Forecast:
     facts: ModelFacts
     device: Device = "cuda"
     checkpointing: bool = True
+    zero_init: bool = False
     assumed: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -146,6 +148,7 @@ def _workload(forecast: Forecast) -> dict[str, Any]:
         "seq_len": facts.tokens_per_sample,
         "target_len": source.target_len,
         "checkpointing": forecast.checkpointing,
+        "zero_init": forecast.zero_init,
         "device": forecast.device,
         **{name: value for name, value in asdict(facts).items() if name not in ("checkpointing", "tokens_per_sample")},
         "can_checkpoint": facts.checkpointing,

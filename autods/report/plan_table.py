@@ -180,7 +180,8 @@ def _workload(forecast: Forecast) -> str:
     target = f" to {source.target_len}" if source.target_len else ""
     sequence = f", sequence {facts.tokens_per_sample}{target}" if facts.tokens_per_sample else ""
     recomputes = "on" if forecast.checkpointing else "off"
-    return f"{source.name}, {show_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}"
+    split = ", zero.Init" if forecast.zero_init else ""
+    return f"{source.name}, {show_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}{split}"
 
 
 def _list(lines: Iterable[str], *, style: str = "") -> RenderableType:

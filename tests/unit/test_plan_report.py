@@ -78,6 +78,12 @@ def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:
     assert "more ranks (--gpus 16)" in text
 
 
+def test_where_the_host_is_what_lacks_splitting_the_model_at_once_is_advised() -> None:
+    text = sentence(printed(forecast((rung("zero3", 20, verdict="cannot_fit", host=2048),))))
+    assert "zero3 comes closest: it needs 2.0 TiB of host memory on a node, 1.0 TiB more than there is" in text
+    assert "--zero-init" in text
+
+
 def test_what_was_assumed_is_told_once() -> None:
     text = sentence(printed(forecast()))
     assert "sequences of 2048 tokens, the config's longest, at most 2048 (--seq-len)" in text
