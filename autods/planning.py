@@ -48,7 +48,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
         device=question.device,
         checkpointing=checkpointing,
         zero_init=question.zero_init,
-        assumed=question.assumed,
+        assumed=(*question.assumed, *_shared(question)),
         versions=versions(),
         seconds=time.monotonic() - began,
     )
@@ -102,6 +102,13 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
     finally:
         # Not waited for: leaving the simulator ends its processes, and with them whoever waits for an answer.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _shared(question: Question) -> tuple[str, ...]:
+    """What is said of simulations that answer for more than one machine."""
+    if all(len(sites) == 1 for _, sites in groups_of(question.sites)):
+        return ()
+    return ("machines with the same ranks and precision share simulations: their buckets suit the smallest of them",)
 
 
 def _of_site(work: Work, site: Site) -> SiteForecast:

@@ -169,6 +169,7 @@ def test_machines_with_the_same_ranks_share_one_simulation_of_a_rung() -> None:
     asked = [ask.rung for ask in planned.simulator.engines]
     assert len(asked) == len(set(asked))
     assert [site.site.machine.name for site in planned.forecast.sites] == ["a100-40gb", "a100-80gb", "h200-141gb"]
+    assert any("share simulations" in said for said in planned.forecast.assumed)
     assert planned.verdicts(2)["ddp"] == "fits"
     assert planned.verdicts(0)["ddp"] == "cannot_fit"
 
