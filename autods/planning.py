@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from .asks import Sizing, checkpointing_of, groups_of
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .forecast.events import ForecastListener
+from .forecast.fallback import WithFormulas
 from .forecast.protocol import Simulator, Start
 from .forecast.simulator import SimulationFailed
 from .forecasting import Work, forecast_rung
@@ -124,7 +126,10 @@ def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
     return InputError(failed.what, where=where, mend=failed.mend)
 
 
-def _simulated(source: WorkloadSource) -> AbstractContextManager[Simulator]:
-    from .forecast.simulator import Simulator
+@contextmanager
+def _simulated(source: WorkloadSource) -> Iterator[Simulator]:
+    """The simulated device; where it cannot be built, the formulas, which say that they are estimates."""
+    from .forecast import simulator
 
-    return Simulator(source, processes=_PROCESSES)
+    with simulator.Simulator(source, processes=_PROCESSES) as real:
+        yield WithFormulas(real)
