@@ -85,7 +85,9 @@ def workload_file(architecture: str, folder: Path, *, plain: bool) -> Path:
     return path
 
 
-def config_of(rung: str, *, accumulation: int, pinned: bool = True, precision: str = "bf16") -> dict[str, Any]:
+def config_of(
+    rung: str, *, accumulation: int, pinned: bool = True, precision: str = "bf16", world: int = WORLD
+) -> dict[str, Any]:
     """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op.
 
     pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy.
@@ -105,7 +107,7 @@ def config_of(rung: str, *, accumulation: int, pinned: bool = True, precision: s
     if found.needs_nvme_path:
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
-        found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=WORLD,
+        found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
         own_optimizer=False, native_optimizer=False, nvme_path=Path("/nvme"),
     )  # fmt: skip
 
