@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .ds_config import compose, get, start_settings
 from .errors import InputError
@@ -89,6 +90,20 @@ def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizin
         device=question.device,
         checkpointing=knobs.checkpointing,
         zero_init=question.zero_init and rung.stage == 3,
+    )
+
+
+def overruled(ask: Ask, base: Mapping[str, Any]) -> tuple[str, ...]:
+    """Numbers of the base config's ZeRO section that the forecast's engine does not have, in sentences.
+
+    As a fit does, it starts with buckets that suit the device.
+    """
+    ours = get(ask.ds_config, "zero_optimization") or {}
+    users = {key: value for key, value in (get(base, "zero_optimization") or {}).items() if key != "stage"}
+    return tuple(
+        f"{ask.rung}: {key} {ours[key]:,}, as a fit would start, not the base config's {value:,.0f}"
+        for key, value in users.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and key in ours and ours[key] != value
     )
 
 

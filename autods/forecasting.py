@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 
-from .asks import Sizing, ask_for, holds_for, limits_of, on_site
+from .asks import Sizing, ask_for, holds_for, limits_of, on_site, overruled
 from .forecast.events import Forecasted, ForecastListener, Simulating
 from .forecast.judge import judged
 from .forecast.largest import MOST_MICRO_BATCH, Largest, largest
@@ -39,7 +39,7 @@ class Work:
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     failures: list[SimulationFailed] = field(default_factory=list)
-    slopes: dict[str, float] = field(default_factory=dict)  # by machine, of the last search
+    sample_bytes: float | None = None  # on the device, as the last search found; rungs share their activations
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
@@ -104,17 +104,18 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
     here = on_site(ask, site)
 
     def said_of(micro_batch: int) -> RungForecast:
-        return judged(here, measure(micro_batch), limits=limits, emulated=here.device == "cpu")
+        said = judged(here, measure(micro_batch), limits=limits, emulated=here.device == "cpu")
+        return replace(said, assumed=(*said.assumed, *overruled(ask, site.base)))
 
     forecast = said_of(site.micro_batch)
     if search and forecast.memory:
         work.tell(site, forecast)
         sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
         first = (site.micro_batch, fill_of(forecast))
-        slope = work.slopes.get(site.machine.name)
+        slope = work.sample_bytes / site.machine.device_bytes if work.sample_bytes is not None else None
         found = largest(lambda size: fill_of(said_of(size)), sizes, known=first, slope=slope)
         if found.slope is not None and math.isfinite(found.slope):
-            work.slopes[site.machine.name] = found.slope
+            work.sample_bytes = found.slope * site.machine.device_bytes
         forecast = _with_largest(forecast, found)
     work.tell(site, forecast)
 

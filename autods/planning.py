@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from .asks import Sizing, checkpointing_of, groups_of
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .forecast.events import ForecastListener
+from .forecast.fallback import WithFormulas
 from .forecast.protocol import Simulator, Start
 from .forecast.simulator import SimulationFailed
 from .forecasting import Work, forecast_rung
@@ -38,7 +40,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
             work = Work(question, facts, simulator, listen)
             _work_through(work)
     except SimulationFailed as failed:
-        raise _told(failed) from None
+        raise _told(failed, question.source) from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
     return Forecast(
@@ -47,7 +49,8 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
         facts=facts,
         device=question.device,
         checkpointing=checkpointing,
-        assumed=question.assumed,
+        zero_init=question.zero_init,
+        assumed=(*question.assumed, *_shared(question)),
         versions=versions(),
         seconds=time.monotonic() - began,
     )
@@ -103,19 +106,30 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _shared(question: Question) -> tuple[str, ...]:
+    """What is said of simulations that answer for more than one machine."""
+    if all(len(sites) == 1 for _, sites in groups_of(question.sites)):
+        return ()
+    return ("machines with the same ranks and precision share simulations: their buckets suit the smallest of them",)
+
+
 def _of_site(work: Work, site: Site) -> SiteForecast:
     said = (work.found.get((site.machine.name, rung.name)) for rung in work.question.ladder)
     return SiteForecast(site=site, rungs=tuple(forecast for forecast in said if forecast is not None))
 
 
-def _told(failed: SimulationFailed) -> AutodsError:
+def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
     """Whose it is to mend: the machine's, else the workload's."""
     if failed.kind in _ENVIRONMENT:
         return EnvironmentBroken(str(failed))
-    return InputError(failed.what, where=failed.where, mend=failed.mend)
+    where = failed.where or (None if failed.kind == "engine" else source.path)
+    return InputError(failed.what, where=where, mend=failed.mend)
 
 
-def _simulated(source: WorkloadSource) -> AbstractContextManager[Simulator]:
-    from .forecast.simulator import Simulator
+@contextmanager
+def _simulated(source: WorkloadSource) -> Iterator[Simulator]:
+    """The simulated device; where it cannot be built, the formulas, which say that they are estimates."""
+    from .forecast import simulator
 
-    return Simulator(source, processes=_PROCESSES)
+    with simulator.Simulator(source, processes=_PROCESSES) as real:
+        yield WithFormulas(real)

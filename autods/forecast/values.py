@@ -107,4 +107,6 @@ class RungForecast:
     @property
     def decides(self) -> ForecastPhase | None:
         """The phase whose peak decides."""
-        return max(self.by_phase, key=lambda phase: self.by_phase[phase]) if self.by_phase else None
+        if not self.by_phase:
+            return None
+        return max(self.by_phase, key=lambda phase: self.by_phase[phase])

@@ -26,20 +26,21 @@ def sentences(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
     """What a neighbour would need, and what to do, the most useful first."""
     best = said.best
     if best is None:
-        yield from _when_nothing_fits(said)
+        yield from _when_nothing_fits(forecast, said)
         return
     if best.verdict == "tight":
         yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
     faster = [rung for rung in said.rungs if _comes_before(said, rung, best) and rung.memory]
+    tight = [rung.rung for rung in faster if rung.verdict == "tight"]
+    if tight and best.verdict == "fits":
+        yield f"faster, but tight: {', '.join(tight)}; only a real trial can tell (autods fit)"
     if faster:
         yield f"the next faster one, {faster[-1].rung}, {_need(faster[-1])}"
     leaner = next((rung for rung in said.rungs if _is_leaner(rung, best)), None)
     if leaner is not None:
         more = f", up to micro batch {leaner.largest_micro_batch}" if leaner.largest_micro_batch else ""
         yield f"{leaner.rung} leaves more room: {_need(leaner)}{more}"
-    if best.largest_micro_batch and best.largest_micro_batch > best.micro_batch:
-        yield f"prove it on the machine itself: autods fit, which starts there and grows to micro batch {best.largest_micro_batch}"  # noqa: E501
-    else:
+    if best.verdict == "fits":
         yield "prove it on the machine itself: autods fit"
 
 
@@ -68,13 +69,16 @@ def _need(rung: RungForecast) -> str:
     return f"needs {show_bytes(said.peak_bytes)} {_TIERS[tier]}, {show_bytes(lacking)} more than there is"
 
 
-def _when_nothing_fits(said: SiteForecast) -> Iterator[str]:
+def _when_nothing_fits(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
     tried = [rung for rung in said.rungs if rung.memory]
     if not tried:
         yield "no rung applies: see the reasons above"
         return
     closest = min(tried, key=_overdraft)
     yield f"{closest.rung} comes closest: it {_need(closest)}"
+    over = missing(closest)
+    if over is not None and over[0] == "host" and not forecast.zero_init:
+        yield "--zero-init: under deepspeed.zero.Init no rank builds the whole model in host memory (stage 3)"
     for rung in said.rungs:
         if rung.verdict == "not_applicable" and "NVMe" in rung.reason:
             yield f"--nvme 2TiB, if a node has a disk: {rung.rung} was left out for want of it"

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..forecast.values import PHASES, RungForecast
+from ..forecast.values import PHASES, Predicted, RungForecast
 from ..question import Site
 from ..values import Device, ModelFacts, Tier, WorkloadSource
 
 Status = Literal["fits", "tight", "nothing_fits"]
 
+_NOTHING = Predicted(peak_bytes=0, low_bytes=0, high_bytes=0)
 _PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 
 
@@ -45,7 +46,8 @@ class SiteForecast:
 class Forecast:
     """What a plan found, machine by machine, smallest device first.
 
-    assumed: what nobody said and the answer depends on, in sentences; each rung adds its own.
+    assumed: what nobody said and the answer depends on, in sentences; each rung adds its own. zero_init: stage 3 was
+    built under `deepspeed.zero.Init`.
     """
 
     sites: tuple[SiteForecast, ...]
@@ -53,6 +55,7 @@ class Forecast:
     facts: ModelFacts
     device: Device = "cuda"
     checkpointing: bool = True
+    zero_init: bool = False
     assumed: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -99,7 +102,7 @@ def _site(said: SiteForecast) -> dict[str, Any]:
 
 
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
-    """Bytes per rank; of host and NVMe per node, too. A tier that was not forecast is null."""
+    """Bytes per rank; of host and NVMe per node, too. Every tier is null where nothing was forecast."""
     row: dict[str, Any] = {
         "rung": rung.rung,
         "verdict": rung.verdict,
@@ -113,12 +116,12 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
     }
     tiers: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
     for tier in tiers:
-        row[tier] = _tier(rung, tier, ranks_per_node) if tier in rung.memory else None
+        row[tier] = _tier(rung, tier, ranks_per_node) if rung.memory else None
     return row
 
 
 def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]:
-    said = rung.memory[tier]
+    said = rung.memory.get(tier, _NOTHING)
     sizes = {"peak_bytes": said.peak_bytes, "low_bytes": said.low_bytes, "high_bytes": said.high_bytes}
     limit = {"limit_bytes": said.limit_bytes}
     if tier in _PER_NODE:
@@ -145,6 +148,7 @@ def _workload(forecast: Forecast) -> dict[str, Any]:
         "seq_len": facts.tokens_per_sample,
         "target_len": source.target_len,
         "checkpointing": forecast.checkpointing,
+        "zero_init": forecast.zero_init,
         "device": forecast.device,
         **{name: value for name, value in asdict(facts).items() if name not in ("checkpointing", "tokens_per_sample")},
         "can_checkpoint": facts.checkpointing,

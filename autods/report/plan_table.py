@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 
 from rich import box
@@ -82,7 +83,8 @@ def _show_several(forecast: Forecast, console: Console) -> None:
     assert enough.best is not None
     head = f"{enough.site.machine.name} is the smallest that is enough: {enough.best.rung} on {_ranks(enough)}"
     console.print(Text(head, style="bold green"), spent)
-    console.print(_list([f"all of it: autods plan {forecast.source.path} --on {enough.site.machine.name}"]))
+    again = f"autods plan {shlex.quote(forecast.source.path)} --gpus {enough.site.world_size}"
+    console.print(_list([f"all of its rungs: {again} --on {enough.site.machine.name}"]))
 
 
 def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -> Table:
@@ -180,7 +182,8 @@ def _workload(forecast: Forecast) -> str:
     target = f" to {source.target_len}" if source.target_len else ""
     sequence = f", sequence {facts.tokens_per_sample}{target}" if facts.tokens_per_sample else ""
     recomputes = "on" if forecast.checkpointing else "off"
-    return f"{source.name}, {show_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}"
+    split = ", zero.Init" if forecast.zero_init else ""
+    return f"{source.name}, {show_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}{split}"
 
 
 def _list(lines: Iterable[str], *, style: str = "") -> RenderableType:

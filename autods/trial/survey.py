@@ -19,7 +19,7 @@ def survey(workload: Workload) -> dict[str, Any]:
 
 
 def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
-    """`ModelFacts` as a dict, of a model and a batch that are built already. WorkloadError when it cannot be trained."""
+    """`ModelFacts` as a dict, of what is built already. WorkloadError when it cannot be trained."""
     import torch
 
     if not isinstance(model, torch.nn.Module):

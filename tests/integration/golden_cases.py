@@ -22,7 +22,10 @@ from autods.values import Knobs, Scalar
 WORLD = 8
 ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
 _SIZES = {
-    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {
+        "n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64, "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "llama": {
         "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 1000,
@@ -82,7 +85,9 @@ def workload_file(architecture: str, folder: Path, *, plain: bool) -> Path:
     return path
 
 
-def config_of(rung: str, *, accumulation: int, pinned: bool = True, precision: str = "bf16") -> dict[str, Any]:
+def config_of(
+    rung: str, *, accumulation: int, pinned: bool = True, precision: str = "bf16", world: int = WORLD
+) -> dict[str, Any]:
     """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op.
 
     pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy.
@@ -102,7 +107,7 @@ def config_of(rung: str, *, accumulation: int, pinned: bool = True, precision: s
     if found.needs_nvme_path:
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
-        found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=WORLD,
+        found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
         own_optimizer=False, native_optimizer=False, nvme_path=Path("/nvme"),
     )  # fmt: skip
 

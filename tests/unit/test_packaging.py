@@ -12,11 +12,13 @@ SHOW = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import autods
+from autods.catalogue import catalogue
 from autods.ladder import all_rungs
 from autods.settings import read_profile
 assert autods.__file__.startswith(sys.argv[1]), autods.__file__
 print(*all_rungs())
 print(*(read_profile(name).name for name in ("default", "quick", "thorough")))
+print(*catalogue())
 """
 
 
@@ -40,9 +42,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_installed_autods_knows_all_rungs_and_configs_from_any_folder(installed: Path, tmp_path: Path) -> None:
     # -I: neither the current folder nor PYTHONPATH is searched; the editable install comes after the one given.
-    rungs, configs = python("-I", "-c", SHOW, installed, cwd=tmp_path).splitlines()
+    rungs, configs, machines = python("-I", "-c", SHOW, installed, cwd=tmp_path).splitlines()
     assert rungs == "ddp zero1 zero2 zero2-offload zero3 zero3-offload-param zero3-offload zero3-nvme"
     assert configs == "default quick thorough"
+    assert machines.split()[0] == "t4-16gb"
+    assert "a100-80gb" in machines
 
 
 def test_no_package_but_autods_is_installed(installed: Path) -> None:

@@ -54,6 +54,7 @@ def test_every_rung_has_its_verdict_peak_bar_and_reason_at_any_width(width: int)
 def test_the_recommendation_names_the_fastest_that_fits_and_its_neighbours() -> None:
     text = sentence(printed(forecast()))
     assert "zero2 is the fastest rung that fits, up to micro batch 6" in text
+    assert "faster, but tight: zero1; only a real trial can tell" in text
     assert "the next faster one, zero1, needs 77.0 GiB of device memory" in text
     assert "zero3-offload leaves more room: needs 6.0 GiB of device memory, up to micro batch 40" in text
 
@@ -75,6 +76,12 @@ def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:
     assert "zero3-offload comes closest: it needs 96.0 GiB of device memory, 16.0 GiB more than there is" in text
     assert "--nvme 2TiB, if a node has a disk" in text
     assert "more ranks (--gpus 16)" in text
+
+
+def test_where_the_host_is_what_lacks_splitting_the_model_at_once_is_advised() -> None:
+    text = sentence(printed(forecast((rung("zero3", 20, verdict="cannot_fit", host=2048),))))
+    assert "zero3 comes closest: it needs 2.0 TiB of host memory on a node, 1.0 TiB more than there is" in text
+    assert "--zero-init" in text
 
 
 def test_what_was_assumed_is_told_once() -> None:
@@ -100,7 +107,8 @@ def test_json_keeps_the_contract() -> None:
     assert set(row["device"]) >= {"peak_bytes", "live_peak_bytes", "low_bytes", "high_bytes", "by_phase", "breakdown"}
     assert row["device"]["peak_bytes"] == 40 * GIB
     assert list(row["device"]["by_phase"]) == ["init", "forward", "backward", "step"]
-    assert row["host"] is None
+    assert row["nvme"]["peak_bytes"] == 0
+    assert data["rungs"][4]["device"] is data["rungs"][4]["nvme"] is None
     assert data["hardware"]["device_bytes"] == LIMIT
     assert (data["workload"]["seq_len"], data["workload"]["parameters"]) == (2048, 6_738_415_616)
     assert [said["verdict"] for said in data["rungs"]] == ["cannot_fit", "tight", "fits", "fits", "not_applicable"]

@@ -169,6 +169,7 @@ def test_machines_with_the_same_ranks_share_one_simulation_of_a_rung() -> None:
     asked = [ask.rung for ask in planned.simulator.engines]
     assert len(asked) == len(set(asked))
     assert [site.site.machine.name for site in planned.forecast.sites] == ["a100-40gb", "a100-80gb", "h200-141gb"]
+    assert any("share simulations" in said for said in planned.forecast.assumed)
     assert planned.verdicts(2)["ddp"] == "fits"
     assert planned.verdicts(0)["ddp"] == "cannot_fit"
 
@@ -227,3 +228,12 @@ def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
     ddp = asks[0]
     assert isinstance(ddp, Ask)
     assert not ddp.zero_init
+
+
+def test_a_bucket_of_the_base_config_that_is_not_taken_is_told() -> None:
+    zero = {"stage": 3, "stage3_max_live_parameters": 3e10, "reduce_bucket_size": 1000, "overlap_comm": True}
+    planned = Planned(question(ladder=("zero3",), base_config={"zero_optimization": zero}, largest=False))
+    (said,) = [said for said in planned.forecast.all_assumed if "base config's" in said]
+    assert "zero3: stage3_max_live_parameters" in said
+    assert "not the base config's 30,000,000,000" in said
+    assert planned.simulator.engines[0].ds_config["zero_optimization"]["reduce_bucket_size"] == 1000

@@ -1,4 +1,4 @@
-"""The side of the simulated device that asks: starts the worker, sends asks, reads what was allocated. No torch here."""
+"""The side of the simulated device that asks: starts the worker, sends asks, reads what was allocated. No torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ..values import Ask, Simulated, Trace
 class SimulationFailed(AutodsError):
     """It cannot be simulated. The message is one or two lines for a person.
 
-    kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised), data_dependent
-    (its shapes depend on values), unsupported (an operator without a fake implementation), engine (DeepSpeed refused),
-    crashed (the process died).
+    kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised),
+    data_dependent (its shapes depend on values), unsupported (an operator without a fake implementation), engine
+    (DeepSpeed refused), crashed (the process died).
     """
 
     def __init__(self, *, kind: str, what: str, where: str | None = None, mend: str | None = None) -> None:
@@ -140,7 +140,7 @@ class _Worker:
         self.log: IO[bytes] = tempfile.TemporaryFile()
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        command = [sys.executable, "-m", __name__.rpartition(".")[0] + ".worker"]
+        command = [sys.executable, "-W", "ignore", "-m", __name__.rpartition(".")[0] + ".worker"]
         told = [str(theirs.fileno()), device, json.dumps(asdict(source))]
         self._process = subprocess.Popen(
             command + told, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
@@ -178,8 +178,9 @@ def _answer(line: bytes, log: IO[bytes]) -> dict[str, Any]:
 
 def _tail(log: IO[bytes]) -> str:
     size = os.fstat(log.fileno()).st_size
-    lines = os.pread(log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    lines = os.pread(log.fileno(), 20_000, max(0, size - 20_000)).decode(errors="replace").strip().splitlines()
+    fatal = [line for line in lines if line.startswith("Fatal Python error")]
+    return (fatal or lines or ["it said nothing"])[-1]
 
 
 def _environment() -> dict[str, str]:

@@ -32,11 +32,11 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
     return handler(func, args, kwargs or {})
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lies above FakeTensorMode; every operator that Python or autograd dispatches passes here."""
 
     def __init__(self, ledger: Ledger, mode: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
         self._recipes = Recipes(mode, ledger)
         self._handlers: dict[Any, Handler] = {
@@ -46,6 +46,9 @@ class Recorder(TorchDispatchMode):
             _aten.nonzero.default: self._nonzero,
             _aten.masked_select.default: self._masked_select,
             _aten.index.Tensor: self._index,
+            _aten._unique2.default: self._unique,
+            _aten.all.default: self._all,
+            _aten.all.dim: self._all,
         }
 
     def _handler_of(self, func: Any) -> Handler:
@@ -88,9 +91,17 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         if getattr(tensor, "constant", None) is not None:
             return func(*args, **kwargs)
-        value: Any = False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 0
+        value: Any = 1.0 if tensor.is_floating_point() else 0
+        if tensor.dtype == torch.bool:
+            value = hasattr(tensor, "autods_is_all")
         self._assume(f"the value of a tensor is read, and {value} was taken for it")
         return value
+
+    def _all(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Asked as "are all as usual?" (no padding, one sequence a row): yes is the value to take."""
+        out = self._remembered(func, args, kwargs)
+        out.autods_is_all = True
+        return out
 
     def _equal(self, func: Any, args: Any, kwargs: Any) -> bool:
         self._assume("two tensors are compared, and were taken to be equal")
@@ -103,7 +114,18 @@ class Recorder(TorchDispatchMode):
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._assume("the size of a tensor depends on values (masked_select): the largest possible was taken")
-        return self._made(args[0], (torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        return self._made(args[0], (shape.numel(),), args[0].dtype)
+
+    def _unique(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._assume("the size of a tensor depends on values (unique): the largest possible was taken")
+        tensor, wanted = args[0], (*args[2:], *kwargs.values())
+        inverse, counts = (bool(wanted[place : place + 1] and wanted[place]) for place in (0, 1))
+        return (
+            self._made(tensor, (tensor.numel(),), tensor.dtype),
+            self._made(tensor, tuple(tensor.shape) if inverse else (0,), torch.long),
+            self._made(tensor, (tensor.numel() if counts else 0,), torch.long),
+        )
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, indices = args[0], args[1]
@@ -130,7 +152,9 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             returns = [str(result.type) for result in func._schema.returns]
             first = next((one for one in args if isinstance(one, FakeTensor)), None)
-            unsupported = type(error).__name__ in ("UnsupportedOperatorException", "NotImplementedError")
+            unsupported = "Unsupported" in type(error).__name__ or any(
+                part in str(error) for part in ("no fake impl", "meta kernel", "'Meta' backend")
+            )
             if not unsupported or returns != ["Tensor"] or first is None:
                 raise
             out = torch.ops.aten.empty_like.default(first)
@@ -148,7 +172,7 @@ class Recorder(TorchDispatchMode):
 
 
 # Code whose reading of values is its own business: gradient norms, overflow checks, random states.
-_OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
+_OWN = ("/torch/", "/deepspeed/", "/autods/", "/transformers/masking_utils.py", "<frozen", "<string>", "/contextlib.py")
 
 
 # Set after the class is made: torch wraps what it finds in the class in a guard against torch.compile, which costs as

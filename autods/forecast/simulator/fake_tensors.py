@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -16,13 +17,19 @@ _DEVICE = "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "f
 
 def install(ledger: Ledger) -> None:
     """Patch this process's FakeTensor and nn.Module."""
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    torch._C._set_only_lift_cpu_tensors(True)
     fake_tensor.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment, method-assign]
     FakeTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
-    FakeTensor.data_ptr = _address  # type: ignore[method-assign]
-    FakeTensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    FakeTensor.data_ptr = _address  # type: ignore[method-assign, assignment]
+    FakeTensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     FakeTensor.is_pinned = lambda self, device=None: ledger.is_pinned(self)  # type: ignore[method-assign]
+    FakeTensor.numpy = _numpy  # type: ignore[method-assign, assignment]
+    with contextlib.suppress(ImportError):
+        from transformers.utils import import_utils
+
+        # Models take other branches when they are traced: an explicit mask, and so another kernel of attention.
+        import_utils.is_fake_tensor = lambda tensor: False
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
@@ -35,6 +42,16 @@ def _set_data(tensor: Any, value: Any) -> None:
 def _address(tensor: Any) -> int:
     """Another one for each storage: DeepSpeed compares addresses."""
     return int((tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size())
+
+
+class NoValues(Exception):
+    """A tensor's values are wanted, and it has none."""
+
+
+def _numpy(tensor: Any, *, force: bool = False) -> Any:
+    if tensor.constant is None:
+        raise NoValues("a tensor is turned into a NumPy array, and a simulated tensor has no values")
+    return tensor.constant.numpy(force=force)
 
 
 def _apply(module: Any, function: Any, recurse: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""Stage 3 without its loops over all ranks: what they allocate is the same, what they cost does not grow with the world.
+"""Stage 3 without its loops over all ranks: they allocate the same, and their cost does not grow with the world.
 
 DeepSpeed cuts every gradient and every gathered buffer into one view a rank. Rank 0 uses its own, and the concatenation
 of all, so the views of the others are left out. AUTODS_EVERY_RANK=1 keeps DeepSpeed's own loops.
@@ -41,10 +41,8 @@ def _reduce_scatter_coalesced(tensors: list[Any], group: Any = None) -> list[Any
     with torch.no_grad():
         missing = [chunk * world - tensor.numel() for chunk, tensor in zip(chunks, tensors, strict=True)]
         padding = [tensor.new_empty(count) for count, tensor in zip(missing, tensors, strict=True) if count]
-        if len(tensors) == 1 and not padding:
-            flat = tensors[0].view(-1)
-        else:
-            flat = tensors[0].new_empty(sum(chunks) * world)
+        whole = len(tensors) == 1 and not padding
+        flat = tensors[0].view(-1) if whole else tensors[0].new_empty(sum(chunks) * world)
         flat.div_(world)
         own = flat.narrow(0, 0, sum(chunks))
         starts = [sum(chunks[:index]) for index in builtins.range(len(chunks))]

@@ -73,7 +73,7 @@ class Recipes:
             return run(func, args, kwargs)
         if known is None:
             return run(func, args, kwargs)
-        if known is not _Unfit:
+        if isinstance(known, tuple):
             container, steps = known
             if container is None:
                 return self._make(steps[0], args, kwargs)

@@ -47,7 +47,7 @@ _HELD = {
         "fp32_groups_flat_partition", "fp32_groups", "master_params",
     ),
     _GRADIENTS: ("averaged_gradients", "grad_partitions_flat_buffer", "all_grad_tensors", "fp32_groups_gradients"),
-    _BUCKETS: ("ipg_buffer", "ipg_buckets", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"),
+    _BUCKETS: ("ipg_buffer", "ipg_buckets"),
     _PARAMETERS: ("bit16_groups_flat", "fp16_groups_flat", "fp16_partitioned_groups_flat", "lp_param_buffer"),
 }  # fmt: skip
 
@@ -136,5 +136,5 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
     elif depth < 4 and isinstance(value, (list, tuple)):
         for one in value:
             yield from _tensors(one, depth + 1)
-    elif depth < 4 and type(value).__name__ in ("IPGBucket",):
+    elif depth < 4 and type(value).__name__.startswith("IPGBucket"):
         yield from _tensors(list(vars(value).values()), depth + 1)

@@ -71,7 +71,7 @@ def install(ledger: Ledger) -> None:
     """Put the answers in place of torch.cuda's functions."""
     for name, value in (_quiet() | _memory(ledger)).items():
         setattr(torch.cuda, name, value)
-    torch.cuda.nccl.version = lambda: (2, 27, 0)  # type: ignore[assignment]
+    torch.cuda.nccl.version = lambda: (2, 27, 0)
     torch.version.cuda = torch.version.cuda or "12.8"
 
 

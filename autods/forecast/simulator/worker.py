@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import select
@@ -86,6 +87,7 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
 
 def _live(own: socket.socket, job: dict[str, Any], stage: Any, workload: Any, source: WorkloadSource) -> None:
     """The life of one engine's process. Never returns."""
+    faulthandler.enable()
     _die_with_parent()
     from .engine import Engine, look
 
@@ -128,7 +130,7 @@ def _told(error: BaseException, user_file: str) -> dict[str, Any]:
     names, message = told["types"], " ".join(str(told["message"]).split())[:500]
     if told["contract"]:
         return {"kind": "user_code", "what": told["contract"], "where": told["user_frame"], "mend": told["mend"]}
-    data = {"DataDependentOutputException", "DynamicOutputShapeException"} & set(names)
+    data = {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(names)
     if data:
         kind, mend = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
     elif "UnsupportedOperatorException" in names:

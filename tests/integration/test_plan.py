@@ -1,0 +1,154 @@
+"""`autods plan` on the real simulated device: no GPU, no trial, a workload as users write them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.cli import main
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+CARDS = ("--gpus", "2", "--gpu-memory", "16GiB", "--host-memory", "64GiB")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+@pytest.fixture(scope="module")
+def planned(llama: Path) -> dict[str, Any]:
+    """All eight rungs of the tiny Llama, as JSON."""
+    command = [sys.executable, "-m", "autods", "plan", str(llama), *CARDS, "--nvme", "1TiB", "--no-largest", "--json"]
+    done = subprocess.run([*command, "--quiet"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
+
+
+def test_every_rung_of_the_ladder_is_forecast(planned: dict[str, Any]) -> None:
+    rungs = {row["rung"]: row for row in planned["rungs"]}
+    assert list(rungs) == [
+        "ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme",
+    ]  # fmt: skip
+    assert {row["verdict"] for row in rungs.values()} == {"fits"}
+    for row in rungs.values():
+        device = row["device"]
+        assert device["low_bytes"] <= device["peak_bytes"] <= device["high_bytes"]
+        assert 0 < device["live_peak_bytes"] < device["peak_bytes"]
+        assert max(device["by_phase"].values()) == device["peak_bytes"]
+    assert rungs["zero2-offload"]["pinned"]["peak_bytes"] > 0
+    assert rungs["ddp"]["pinned"]["peak_bytes"] == 0
+
+
+def test_what_a_config_assumes_is_told(planned: dict[str, Any]) -> None:
+    assert planned["workload"]["seq_len"] == 128
+    assert planned["workload"]["checkpointing"] is True
+    assert any("sequences of 128 tokens" in said for said in planned["assumed"])
+    assert any("task causal-lm" in said for said in planned["assumed"])
+
+
+def test_the_largest_micro_batch_was_measured_and_the_next_one_was_not_enough(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", str(llama), "--gpus", "2", "--gpu-memory", "4GiB", "--ladder", "zero2", "--json", "--quiet"]
+    assert main(argv) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rungs"]
+    largest = row["largest_micro_batch"]
+    assert largest > 8
+    assert main([*argv, "--no-largest", "--micro-batch", str(largest + max(1, largest // 20))]) in (0, 1)
+    (beyond,) = json.loads(capsys.readouterr().out)["rungs"]
+    assert beyond["device"]["peak_bytes"] > 4 * 2**30
+
+
+def test_checkpointing_off_needs_more(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", str(llama), *CARDS, "--ladder", "zero2", "--micro-batch", "32", "--json", "--quiet"]
+    activations = []
+    for checkpointing in ("on", "off"):
+        assert main([*argv, "--no-largest", "--checkpointing", checkpointing]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rungs"]
+        activations.append(row["device"]["live_peak_bytes"])
+    assert activations[1] > activations[0]
+
+
+FAULTY = {
+    "a method that is not there": ("return torch.nn.Linear(4, 4).nonsense()", 3, "AttributeError: 'Linear' object"),
+    "no module": ("return 5", None, "build_model returned int"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_faulty_workload_is_told_in_two_lines(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body, line, says = FAULTY[fault]
+    path = tmp_path / "model.py"
+    path.write_text(
+        f"import torch\ndef build_model():\n    {body}\ndef build_batch(n):\n    return {{'x': torch.zeros(n, 4)}}\n"
+    )
+    assert main(["plan", str(path), *CARDS, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}:{line}: " if line else f"error: {path}: ")
+    assert says in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "says"),
+    [({"model_type": "lamma"}, (), "no architecture 'lamma'"), (LLAMA, ("--task", "seq2seq"), "give --task causal-lm")],
+)
+def test_a_config_that_transformers_cannot_build_is_told_with_its_place(
+    config: dict[str, Any], task: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", str(path), *CARDS, *task, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: ")
+    assert says in said
+    assert len(said.splitlines()) <= 2
+
+
+def test_ctrl_c_ends_at_once_and_leaves_no_process(llama: Path) -> None:
+    command = [sys.executable, "-m", "autods", "plan", str(llama), *CARDS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if ": ✓ " in line)
+        workers = workers_of(process.pid)
+        assert workers
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+    assert said.splitlines()[-1] == "interrupted: nothing is left running"
+    until = time.monotonic() + 20  # a killed process may take a moment to go
+    while any(map(is_alive, workers)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in workers if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    """Not gone, and no zombie that only its new parent can bury."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def workers_of(pid: int) -> list[int]:
+    """Its children and theirs."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += [int(child) for child in (task / "children").read_text().split()]
+    return children + [grandchild for child in children for grandchild in workers_of(child)]

@@ -1,0 +1,211 @@
+"""The simulated device with DeepSpeed's real engine on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import golden_cases as golden
+import pytest
+
+from autods.forecast.simulator import SimulationFailed, Simulator
+from autods.forecast.values import PHASES, Ask, Simulated
+from autods.workload import source_of
+
+HEAD = "import torch\nfrom torch import nn\n"
+MODEL = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, x):
+        h = self.first(x)
+        {line}
+        return self.last(h).pow(2).mean()
+def build_model():
+    return Model(){moved}
+def build_batch(n):
+    return {{"x": torch.randn(n, 64)}}
+"""
+
+
+def ask(rung: str, **said: object) -> Ask:
+    """One engine of a small model on 8 ranks of 16 GiB."""
+    world = int(str(said.get("world_size", golden.WORLD)))
+    asked = Ask(
+        rung=rung, ds_config=golden.config_of(rung, accumulation=1, world=world), world_size=world, ranks_per_node=8,
+        device_bytes=16 << 30, checkpointing=False,
+    )  # fmt: skip
+    return replace(asked, **said)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+    source = source_of(golden.workload_file("llama", tmp_path_factory.mktemp("llama"), plain=False))
+    with Simulator(source) as simulator:
+        yield simulator
+
+
+def simulated(folder: Path, line: str = "pass", moved: str = "", head: str = HEAD) -> Simulated:
+    """Two steps of a model with that line in its forward, under ZeRO-1."""
+    path = folder / "model.py"
+    path.write_text(head + MODEL.format(line=line, moved=moved))
+    with Simulator(source_of(path)) as simulator:
+        return simulator.simulate(ask("zero1"), (2,))[0]
+
+
+def test_facts_come_without_weights(llama: Simulator) -> None:
+    facts = llama.facts()
+    assert facts.largest_parameter == 1000 * 128
+    assert facts.checkpointing
+    assert facts.tokens_per_sample == 32
+
+
+def test_each_rank_of_zero1_updates_its_share_and_each_of_ddp_everything(llama: Simulator) -> None:
+    parameters = llama.facts().parameters
+    (ddp,), (zero1,) = (llama.simulate(ask(rung), (1,)) for rung in ("ddp", "zero1"))
+    assert ddp.optimizer_elements == parameters
+    assert zero1.optimizer_elements == -(-parameters // golden.WORLD)
+
+
+def test_offloaded_states_lie_on_the_host_and_pinned(llama: Simulator) -> None:
+    (on_device,), (offloaded,) = (llama.simulate(ask(rung), (1,)) for rung in ("zero2", "zero2-offload"))
+    assert on_device.live_bytes["step"]["pinned"] == 0
+    assert offloaded.live_bytes["step"]["pinned"] >= 4 * offloaded.optimizer_elements
+    assert offloaded.live_bytes["step"]["host"] >= 8 * offloaded.optimizer_elements
+    assert offloaded.live_bytes["step"]["device"] < on_device.live_bytes["step"]["device"]
+
+
+def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
+    (swapped,) = llama.simulate(ask("zero3-nvme", world_size=1), (1,))
+    in_groups_of_some_size = 600_000  # elements; what is smaller than 1 MiB stays in memory
+    assert swapped.nvme_bytes >= 12 * in_groups_of_some_size
+    assert not Path("/nvme").exists()
+
+
+def test_a_second_micro_batch_on_a_living_engine_equals_a_fresh_one(llama: Simulator) -> None:
+    for rung in ("zero2", "zero3"):
+        _, again = llama.simulate(ask(rung), (1, 4))
+        (fresh,) = llama.simulate(ask(rung), (4,))
+        for phase in PHASES:
+            assert again.live_bytes[phase]["device"] == pytest.approx(fresh.live_bytes[phase]["device"], rel=0.005)
+
+
+def test_the_traces_replay_to_the_peaks(llama: Simulator) -> None:
+    with llama.engine(ask("zero3-offload")) as engine:
+        for micro_batch in (1, 2):
+            said = engine.measure(micro_batch)
+            for tier in ("device", "pinned"):
+                now = peak = 0
+                sizes: list[int] = []
+                for event in said.traces[tier].events:
+                    if event >= 0:
+                        sizes.append(event)
+                    now += event if event >= 0 else -sizes[-event - 1]
+                    peak = max(peak, now)
+                if micro_batch == 1:
+                    assert peak == max(tiers[tier] for tiers in said.live_bytes.values())
+                assert now <= peak <= max(tiers[tier] for tiers in said.live_bytes.values())
+
+
+def test_the_breakdown_adds_up_to_the_peak(llama: Simulator) -> None:
+    (said,) = llama.simulate(ask("zero2"), (4,))
+    assert sum(said.breakdown.values()) == max(tiers["device"] for tiers in said.live_bytes.values())
+    assert said.breakdown["activations"] > 0
+
+
+def test_thousands_of_ranks_are_simulated_as_few(llama: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    (few,), (many,) = (llama.simulate(ask("zero3", world_size=world), (1,)) for world in (8, 8192))
+    assert many.optimizer_elements < few.optimizer_elements / 500
+    assert many.live_bytes["forward"]["device"] < few.live_bytes["forward"]["device"]
+
+
+def test_the_loops_over_all_ranks_that_are_left_out_allocate_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(golden.workload_file("llama", tmp_path, plain=False))
+    found = []
+    for every in (False, True):
+        if every:
+            monkeypatch.setenv("AUTODS_EVERY_RANK", "1")
+        with Simulator(source) as simulator:
+            found.append([simulator.simulate(ask(rung, world_size=24), (1,))[0] for rung in ("zero3", "zero3-offload")])
+    for short, whole in zip(*found, strict=True):
+        assert short.live_bytes == whole.live_bytes
+
+
+def test_zero_init_spares_the_host(llama: Simulator) -> None:
+    (plain,), (under,) = (llama.simulate(ask("zero3", zero_init=one), (1,)) for one in (False, True))
+    assert under.live_bytes["init"]["host"] < plain.live_bytes["init"]["host"] / 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_precision_is_simulated(llama: Simulator, precision: str) -> None:
+    config = golden.config_of("zero2", accumulation=1, precision=precision)
+    (said,), (bf16,) = (llama.simulate(one, (1,)) for one in (ask("zero2", ds_config=config), ask("zero2")))
+    assert (said.live_bytes["forward"]["device"] > bf16.live_bytes["forward"]["device"]) == (precision == "fp32")
+
+
+def test_what_the_model_raises_is_named_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(SimulationFailed, match=r"model\.py:9: ValueError: my mistake") as failed:
+        simulated(tmp_path, 'raise ValueError("my mistake")')
+    assert failed.value.kind == "user_code"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("h = h * 2 if h.sum().item() > 0 else h", "the value of a tensor is read"),
+        ("h = h[h[:, 0] > 0]", "a mask as index"),
+    ],
+)
+def test_what_depends_on_values_is_assumed_and_said(tmp_path: Path, line: str, said: str) -> None:
+    assumed = simulated(tmp_path, line).assumed
+    assert len(assumed) == 1
+    assert f"{tmp_path}/model.py:9" in assumed[0]
+    assert said in assumed[0]
+
+
+def test_an_operator_without_a_fake_implementation_is_named(tmp_path: Path) -> None:
+    head = HEAD + (
+        '@torch.library.custom_op("autods_test::twice", mutates_args=())\n'
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
+    )
+    (assumed,) = simulated(tmp_path, "h = h + torch.ops.autods_test.twice(h.detach())", head=head).assumed
+    assert "autods_test.twice" in assumed
+    assert "not counted" in assumed
+
+
+def test_a_model_that_moves_itself_to_the_gpu_is_simulated(tmp_path: Path) -> None:
+    moved, plain = simulated(tmp_path, moved=".cuda()"), simulated(tmp_path)
+    assert moved.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
+
+
+def test_a_process_that_dies_is_a_failure_and_the_next_engine_works(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(HEAD + MODEL.format(line="import os; os._exit(3) if len(x) == 3 else None", moved=""))
+    with Simulator(source_of(path)) as simulator:
+        with pytest.raises(SimulationFailed, match="died") as failed:
+            simulator.simulate(ask("zero1"), (3,))
+        assert failed.value.kind == "crashed"
+        assert simulator.simulate(ask("zero1"), (2,))[0].optimizer_elements == 1040
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(HEAD + MODEL.format(line="import time; time.sleep(1000)", moved=""))
+    with Simulator(source_of(path)) as simulator, simulator.engine(ask("zero1")) as engine:
+        engine._connection.sendall(b'{"measure": 2}\n')
+        (worker,) = simulator._workers.values()
+        group = worker._process.pid
+        os.killpg(group, 0)  # it is there
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+def test_on_cpu_ranks_all_tensors_are_the_memory_of_the_process(llama: Simulator) -> None:
+    (said,) = llama.simulate(ask("zero2-offload", device="cpu"), (1,))
+    assert said.live_bytes["step"]["pinned"] == said.live_bytes["step"]["host"] == 0
+    assert {phase: tiers["device"] for phase, tiers in said.live_bytes.items()} == said.summed_peak_bytes

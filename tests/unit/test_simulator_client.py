@@ -1,0 +1,46 @@
+"""The asking side: no torch, clear failures, nothing left behind; and the library's cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autods.forecast.simulator import SimulationFailed, library
+
+
+def test_asking_imports_no_torch() -> None:
+    code = "import sys, autods.forecast.simulator; sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_failure_says_where_what_and_how_to_mend() -> None:
+    failed = SimulationFailed(kind="user_code", what="ValueError: no", where="model.py:3", mend="give it a yes")
+    assert str(failed) == "model.py:3: ValueError: no\n  give it a yes"
+
+
+def test_without_a_compiler_the_command_that_mends_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(library.NoLibrary) as failed:
+        library._build(tmp_path / "library.so")
+    assert failed.value.kind == "no_compiler"
+    assert "no-such-compiler is not installed" in failed.value.what
+    assert "apt-get install g++" in failed.value.mend
+
+
+def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(library.NoLibrary) as failed:
+        library._build(tmp_path / "library.so")
+    assert failed.value.kind == "build_failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
+
+
+def test_the_cache_is_keyed_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
+    one = library.library_path()
+    monkeypatch.setattr(library.metadata, "version", lambda name: "99.0")
+    assert one.parent == library.library_path().parent == tmp_path / "simulated_device"
+    assert "torch99.0" in library.library_path().name != one.name

@@ -1,0 +1,140 @@
+"""The books of the simulated device: what lives, the peaks of each phase, the trace that the allocators replay."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from autods.forecast.simulator.ledger import DEVICE, HOST, PINNED, Ledger
+
+
+class Storage:
+    """As torch's: an identity and a size that may change."""
+
+    def __init__(self, key: int, size: int) -> None:
+        self._cdata, self.size = key, size
+
+    def nbytes(self) -> int:
+        return self.size
+
+
+class Tensor:
+    def __init__(self, key: int, size: int, device: str = "cuda") -> None:
+        self.storage, self.device = Storage(key, size), SimpleNamespace(type=device)
+
+    def untyped_storage(self) -> Storage:
+        return self.storage
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    books = Ledger(one_memory=False)
+    books.begin("init")
+    return books
+
+
+def replayed(ledger: Ledger, tier: int) -> tuple[int, int]:
+    """Peak and final bytes of the trace, by its documented meaning."""
+    now = peak = 0
+    blocks: list[int] = []
+    for event in ledger.trace(tier)[0]:
+        if event >= 0:
+            blocks.append(event)
+            now += event
+        else:
+            now -= blocks[-event - 1]
+        peak = max(peak, now)
+    return peak, now
+
+
+def test_a_tensor_counts_on_its_tier_until_it_dies(ledger: Ledger) -> None:
+    on_device, on_host, pinned = Tensor(1, 100), Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
+    ledger.see(on_device)
+    ledger.see(on_host)
+    ledger.see(pinned, PINNED)
+    assert [ledger.current[tier] for tier in (DEVICE, HOST, PINNED)] == [100, 70, 50]
+    del on_device, pinned
+    assert [ledger.current[tier] for tier in (DEVICE, HOST, PINNED)] == [0, 70, 0]
+    assert ledger.peaks()["init"] == {"device": 100, "host": 70, "pinned": 50}
+
+
+def test_a_view_is_not_counted_again(ledger: Ledger) -> None:
+    tensor = Tensor(1, 100)
+    ledger.see(tensor)
+    ledger.see(tensor)
+    assert ledger.current[DEVICE] == 100
+
+
+def test_a_tensor_on_meta_holds_nothing(ledger: Ledger) -> None:
+    tensor = Tensor(1, 100, "meta")
+    ledger.see(tensor)
+    assert sum(ledger.current) == 0
+
+
+def test_a_resized_storage_is_freed_and_allocated_again(ledger: Ledger) -> None:
+    tensor = Tensor(1, 100)
+    ledger.see(tensor)
+    tensor.storage.size = 30
+    ledger.see(tensor)
+    assert ledger.current[DEVICE] == 30
+    assert list(ledger.trace(DEVICE)[0]) == [100, -1, 30]
+
+
+def test_each_phase_keeps_its_own_peak_and_a_second_step_raises_it(ledger: Ledger) -> None:
+    kept = Tensor(1, 100)
+    ledger.see(kept)
+    ledger.begin("forward")
+    more = Tensor(2, 40)
+    ledger.see(more)
+    del more
+    ledger.begin("step")
+    ledger.begin("forward")
+    most = Tensor(3, 60)
+    ledger.see(most)
+    assert {phase: tiers["device"] for phase, tiers in ledger.peaks().items()} == {
+        "init": 100, "forward": 160, "step": 100,
+    }  # fmt: skip
+    assert [phase for _, phase in ledger.trace(DEVICE)[1]] == ["init", "forward", "step", "forward"]
+
+
+def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
+    kept = [Tensor(key, 10 * key) for key in range(1, 9)]
+    for tensor in kept:
+        ledger.see(tensor)
+    del kept[2:5], tensor
+    assert replayed(ledger, DEVICE) == (360, ledger.current[DEVICE])
+    assert ledger.peaks()["init"]["device"] == 360
+
+
+def test_a_restarted_trace_opens_with_what_lives(ledger: Ledger) -> None:
+    kept, gone = Tensor(1, 100), Tensor(2, 40)
+    ledger.see(kept)
+    ledger.see(gone)
+    del gone
+    ledger.restart()
+    ledger.begin("forward")
+    assert list(ledger.trace(DEVICE)[0]) == [100]
+    assert ledger.peaks()["forward"]["device"] == 100
+    del kept
+    assert list(ledger.trace(DEVICE)[0]) == [100, -1]
+
+
+def test_on_cpu_ranks_everything_is_the_memory_of_the_process() -> None:
+    ledger = Ledger(one_memory=True)
+    on_host, pinned = Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
+    ledger.see(on_host)
+    ledger.see(pinned, PINNED)
+    assert ledger.peaks()["init"] == {"device": 120, "host": 0, "pinned": 0}
+
+
+def test_the_breakdown_is_that_of_the_peak(ledger: Ledger) -> None:
+    kept, peak = Tensor(1, 100), Tensor(2, 40)
+    ledger.see(kept)
+    ledger.see(peak)
+    ledger.label(kept, 3)
+    del peak
+    later = Tensor(3, 20)
+    ledger.see(later)
+    ledger.label(later, 5)
+    assert ledger.at_the_peak() == {3: 100, 0: 40}
