@@ -101,6 +101,7 @@ def plan(
     precision: str = "auto",
     checkpointing: str | bool | None = None,
     zero_init: bool = False,
+    as_written: bool = False,
     base_config: str | Path | Mapping[str, Any] | None = None,
     ladder: str | Sequence[str] = (),
     strategies: Sequence[str | Path] = (),

@@ -12,7 +12,7 @@ from .forecast.values import Ask, RungForecast, Simulated
 from .ladder import Rung
 from .question import Question, Site
 from .search.ask import accumulation_for
-from .values import Knobs, ModelFacts, Tier
+from .values import Knobs, ModelFacts, Scalar, Tier
 
 _ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
 
@@ -71,7 +71,7 @@ def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizin
         micro_batch=site.micro_batch,
         accumulation=min(_ENOUGH_ACCUMULATION, _accumulation(site)),
         checkpointing=checkpointing_of(question, facts),
-        settings=start_settings(rung, base=site.base, device_bytes=sizing.buckets_bytes, facts=facts),
+        settings=_settings(rung, site, question, facts, sizing),
     )
     config = compose(
         rung,
@@ -91,6 +91,15 @@ def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizin
         checkpointing=knobs.checkpointing,
         zero_init=question.zero_init and rung.stage == 3,
     )
+
+
+def _settings(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizing: Sizing) -> dict[str, Scalar]:
+    """Buckets and limits as a fit would start with them; as_written: DeepSpeed's own where the base config has none."""
+    if not question.as_written:
+        return start_settings(rung, base=site.base, device_bytes=sizing.buckets_bytes, facts=facts)
+    needed = {key: sizing_of for key, sizing_of in rung.start.items() if sizing_of.device_share is None}
+    values = {key: of.value(device_bytes=sizing.buckets_bytes, facts=facts) for key, of in needed.items()}
+    return {key: value for key, value in values.items() if get(site.base, key) is None}
 
 
 def overruled(ask: Ask, base: Mapping[str, Any]) -> tuple[str, ...]:

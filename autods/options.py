@@ -87,5 +87,9 @@ Checkpointing = Annotated[
 ZeroInit = Annotated[
     bool, Option("--zero-init", metavar="", help="Stage 3 builds the model under deepspeed.zero.Init, already split.")
 ]
+AsWritten = Annotated[
+    bool,
+    Option("--as-written", metavar="", help="Buckets and limits of the base config, not as a fit would start them."),
+]
 Largest = Annotated[bool, Option("--largest/--no-largest", help="Look for the largest micro batch of each rung.")]
 PlanJson = Annotated[bool, Option("--json", metavar="", help="Print JSON instead of a table.")]

@@ -51,7 +51,8 @@ class Question:
     """One forecast, as asked and checked. More than one site: which machine do I need?
 
     checkpointing: None where nothing was said: on, if the model can. largest: look for the largest micro batch.
-    zero_init: stage 3 builds the model under `deepspeed.zero.Init`. assumed: what nobody said, in sentences.
+    zero_init: stage 3 builds the model under `deepspeed.zero.Init`. as_written: buckets and limits are the base
+    config's, or DeepSpeed's own, and not sized as a fit would start. assumed: what nobody said, in sentences.
     """
 
     source: WorkloadSource
@@ -61,6 +62,7 @@ class Question:
     checkpointing: bool | None = None
     largest: bool = True
     zero_init: bool = False
+    as_written: bool = False
     assumed: tuple[str, ...] = field(default=())
 
 
@@ -85,6 +87,7 @@ def pose(
     strategies: tuple[Path, ...] = (),
     largest: bool = True,
     zero_init: bool = False,
+    as_written: bool = False,
 ) -> Question:
     """Check what was asked. `hardware` answers only what nobody said. Raises InputError, never adjusts silently."""
     rungs = choose(ladder or read_profile("default").ladder, all_rungs(strategies))
@@ -120,6 +123,7 @@ def pose(
         checkpointing=_checkpointing(checkpointing),
         largest=largest,
         zero_init=zero_init,
+        as_written=as_written,
         assumed=tuple(_assumed(sites, kind, said_micro=micro_batch is not None)),
     )
 

@@ -49,6 +49,7 @@ def plan_command(
     precision: options.Precision = "auto",
     checkpointing: options.Checkpointing = None,
     zero_init: options.ZeroInit = False,
+    as_written: options.AsWritten = False,
     base_config: options.BaseConfig = None,
     ladder: options.Ladder = None,
     strategies: options.Strategies = None,
@@ -64,7 +65,7 @@ def plan_command(
         "gpus": gpus, "nodes": nodes, "on": on, "gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme,
         "nvme_path": nvme_path, "device": device, "task": task, "seq_len": seq_len, "target_len": target_len,
         "micro_batch": micro_batch, "global_batch": global_batch, "precision": precision,
-        "checkpointing": checkpointing, "zero_init": zero_init, "base_config": base_config,
+        "checkpointing": checkpointing, "zero_init": zero_init, "as_written": as_written, "base_config": base_config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "largest": largest,
     }  # fmt: skip
     return _plan(context.obj, workload, asked, as_json=as_json, quiet=quiet)

@@ -237,3 +237,16 @@ def test_a_bucket_of_the_base_config_that_is_not_taken_is_told() -> None:
     assert "zero3: stage3_max_live_parameters" in said
     assert "not the base config's 30,000,000,000" in said
     assert planned.simulator.engines[0].ds_config["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+def test_a_config_is_forecast_as_written_where_that_is_asked() -> None:
+    zero = {"stage3_max_live_parameters": 3e10}
+    ladder = ("zero3", "zero3-nvme")
+    planned = Planned(
+        question(ladder=ladder, base_config={"zero_optimization": zero}, as_written=True, nvme="1TiB", largest=False)
+    )
+    written, nvme = (engine.ds_config["zero_optimization"] for engine in planned.simulator.engines)
+    assert written["stage3_max_live_parameters"] == 3e10
+    assert "reduce_bucket_size" not in written  # DeepSpeed's own
+    assert nvme["offload_param"]["buffer_size"] >= FACTS.largest_parameter  # or DeepSpeed stops
+    assert not [said for said in planned.forecast.all_assumed if "base config's" in said]
