@@ -9,21 +9,26 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .prefix import Prefix, split_prefix
+from .clock import SPAN, Clock, clock_of
+from .prefix import Prefix, joined, split_prefix
+from .records import record_of
 
 # A line without any of these is neither a failure nor the end of a run; a test holds every signature's example to it.
 _WORDS = """
-error, exception, traceback, fail, memory, kill, signal, abort, fault, fatal, oom, quota, cannot, can't, couldn't,
-unable, unavailable, timeout, timed, terminat, exit, died, dead, crash, assert, panic, refused, reset, closed,
-mismatch, invalid, unsupported, supported, missing, denied, xid, ecc, preempt, cancel, limit, interrupt, evict,
-bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected, unhandled, insufficient,
-exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped, flushes, alloc, retries, root cause,
-local_rank, return code, too many, too long, not found, no such, no space, not equal, not match, is not, must be,
-expected , out of , nan , overflow, illegal, percent =, errno, corrupt, truncated, unreachable, hang, desync,
-stale, broken, exceed, rejected, plugin, low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key,
-ei00, skipping, slurm, file too, disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio
+error, exception, traceback, fail, memory, kill, signal, abort, fault, fatal, oom, quota, cannot, can't,
+couldn't, unable, unavailable, timeout, timed, terminat, exit, died, dead, crash, assert, panic, refused,
+reset, closed, mismatch, invalid, unsupported, supported, missing, denied, xid, ecc, preempt, cancel, limit,
+interrupt, evict, bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected,
+unhandled, insufficient, exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped,
+flushes, alloc, retries, root cause, local_rank, return code, too many, too long, not found, no such, no space,
+not equal, not match, is not, must be, expected , out of , nan , is nan, nan loss, stopping, overflow, illegal,
+percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
+low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
+disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
+bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
+forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy
 """
 WORDS = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip().split(", "))
 
@@ -31,7 +36,9 @@ BLOCK_BYTES = 1 << 20
 LINE_CHARS = 4000  # what is kept of a line: its beginning and its end
 _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _REPEATS = 12  # lines that differ only in their digits are read this often
+_WHO = 4000  # lines that tell which process has which rank are read this often
 _SHAPES = 100_000
+_BACK_LINES = 200  # so far back a line's time is looked for
 _WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
 
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])")
@@ -40,6 +47,15 @@ PROGRESS = re.compile(
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
+# A file made of several: `tail -n 50 *.log`, or a header before each.
+_HEADER = re.compile(
+    rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
+    rb"([^\s=]*?(?:(?:rank|worker|node|proc|task|trainer|gpu)[-_ ]?\d+[^\s=]*"
+    rb"|[^\s=]+\.(?:log|out|err|txt|stderr|stdout)))\s*:?\s*"
+    rb"(?:<?={2,}|#{2,}|-{2,}|\*{2,}|<{2,})?\s*$",
+    re.IGNORECASE,
+)
+_HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,10 @@ class Reader:
         self.number = 0
         self.bytes = 0
         self.progress = 0
+        self.parts: dict[str, int] = {}  # progress of each file that this one is made of
+        self._name = file
+        self._raws: list[bytes] = []
+        self._first = 0
         self.last: list[str] = []  # of the last block
         self._watch_until = -1
         self._last_step = ""
@@ -83,6 +103,18 @@ class Reader:
         """Something looks fatal: count the progress that follows, for a run that trains on has not died."""
         self._watch_until = self.number + _WATCH_LINES
 
+    def ended(self) -> dict[str, int]:
+        """Training progress, per file that this one is made of."""
+        return {**self.parts, self.file: self.progress}
+
+    def when(self, number: int) -> Clock | None:
+        """The time of a line just read: its own, or the last one before it."""
+        here = number - self._first
+        for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
+            if found := clock_of(raw[: 2 * SPAN].decode(errors="replace")):
+                return found
+        return None
+
     def _block(self, block: bytes) -> Iterator[Line]:
         low = block.lower()
         words = [word for word in WORDS if word in low]
@@ -91,22 +123,33 @@ class Reader:
         if not words and not self.waiting() and self.number >= self._watch_until:
             self.number += block.count(b"\n")
             return
-        for raw, lowered in zip(block.split(b"\n"), low.split(b"\n"), strict=True):
+        self._raws, self._first = block.split(b"\n"), self.number
+        for raw, lowered in zip(self._raws, low.split(b"\n"), strict=True):
             self.number += 1
-            if self.waiting() or any(word in lowered for word in words):
-                if not self.waiting() and self._seen_enough(raw):
+            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
+                self._begin(header[1].decode(errors="replace"))
+            elif self.waiting() or any(word in lowered for word in words):
+                if not self.waiting() and self._seen_enough(
+                    raw, _WHO if b"rank" in lowered and b"pid" in lowered else _REPEATS
+                ):
                     continue
                 yield from self._lines(raw)
             elif self.number < self._watch_until:
                 self._count(raw)
         self.number -= 1  # what follows the last line end is the next block's first line
 
-    def _seen_enough(self, raw: bytes) -> bool:
+    def _begin(self, name: str) -> None:
+        """What follows is another file's."""
+        self.parts[self.file] = self.progress
+        self.file = f"{self._name}/{name}" if self._name else name
+        self.progress, self._last_step = self.parts.get(self.file, 0), ""
+
+    def _seen_enough(self, raw: bytes, often: int) -> bool:
         shape = raw.translate(None, b"0123456789")
         if len(self._shapes) > _SHAPES:
             self._shapes.clear()
         self._shapes[shape] += 1
-        return self._shapes[shape] > _REPEATS
+        return self._shapes[shape] > often
 
     def _count(self, raw: bytes) -> None:
         found = PROGRESS.search(raw.decode(errors="replace"))
@@ -121,10 +164,20 @@ class Reader:
         if self.number < self._watch_until:
             self._count(raw)
         for text in _split(_clean(raw)):
-            if len(text) > LINE_CHARS:
-                text = f"{text[: LINE_CHARS // 2]} … {text[-LINE_CHARS // 2 :]}"
             prefix, rest = split_prefix(text)
+            if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
+                for part in record[1]:
+                    yield Line(self.file, self.number, part, joined(prefix, record[0]), self.progress)
+                    prefix, record = _bare(prefix), (_bare(record[0]), record[1])
+                continue
+            if len(rest) > LINE_CHARS:
+                rest = f"{rest[: LINE_CHARS // 2]} … {rest[-LINE_CHARS // 2 :]}"
             yield Line(self.file, self.number, rest, prefix, self.progress)
+
+
+def _bare(prefix: Prefix) -> Prefix:
+    """Without time and level: the lines of one record belong together."""
+    return replace(prefix, time="", level=None)
 
 
 def _clean(raw: bytes) -> str:
@@ -135,6 +188,10 @@ def _clean(raw: bytes) -> str:
 def _split(text: str) -> list[str]:
     """At carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
     parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
-    if "\\n" in text and ("Traceback (most" in text or len(text) > LINE_CHARS):
+    if (
+        "\\n" in text
+        and not (len(parts) == 1 and text.rstrip().endswith("}"))
+        and ("Traceback (most" in text or len(text) > LINE_CHARS)
+    ):
         parts = [piece for part in parts for piece in part.split("\\n")]
     return parts

@@ -25,6 +25,7 @@ _OPEN_LINES = 600  # a traceback that has not ended after so many lines is not o
 
 _TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
 _FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
+_BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 _CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
 _SUFFIX = (
@@ -45,11 +46,14 @@ _CODE = re.compile(
 _BOX = "│╭╰┌└├|❱"
 _NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 SAYS_SO = re.compile(
-    r"\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b", re.I
+    r"(?:[\w./-]+: (?=error:))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
+    re.I,
 )
 _QUOTED = re.compile(
-    r"\b(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
-    r"|generated|q|a|namespace|arguments|target|label|doc(?:ument)?|user|assistant|human|gpt|args?|config|usage|help|pattern)s?['\"]?\s?[:=(]|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
+    r"(?:^|[\s{(\[,'\"*#>])(?:(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
+    r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
+    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?['\"]?\s?[:=(])|^\W{0,3}[QA]\d*\s?[:=]"
+    r"|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
     re.IGNORECASE,
 )
 
@@ -69,6 +73,7 @@ class Message:
     progress: int = 0
     order: int = 0
     ignored: bool = False  # Python itself says that nobody sees this exception
+    pid: int | None = None  # of the Ray worker whose exception this is
 
     @property
     def head(self) -> str:
@@ -92,6 +97,7 @@ class _Open:
     ignored: bool = False
     indent: int = 0  # of the first frame
     rank: int | None = None  # that the line before named
+    cut: Line | None = None  # where it began: all that is left when its end is missing
 
 
 class Assembler:
@@ -102,6 +108,7 @@ class Assembler:
         self._order = 0
         self._spawned: dict[tuple[str, str], int] = {}
         self._ignore: set[tuple[str, str]] = set()
+        self._raised_in: dict[tuple[str, str], int] = {}  # process id, by Ray's words
 
     @property
     def waiting(self) -> bool:
@@ -114,7 +121,7 @@ class Assembler:
         text = line.text
         if _TRACEBACK.search(text):
             yield from self._close(key)
-            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None))
+            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None), cut=line)
             self._ignore.discard(key)
             return
         if found := _SPAWNED.search(text):
@@ -127,8 +134,10 @@ class Assembler:
         opened = self._open.get(key)
         if opened is not None and opened.message is None:
             yield from self._in_frames(key, opened, line)
-        elif opened is None and _FRAME.match(text):  # the beginning of the traceback was not pasted
-            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text))
+        elif opened is None and (
+            _FRAME.match(text) or _BOXED_FRAME.match(text)
+        ):  # the beginning of the traceback was not pasted
+            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text), cut=line)
         elif opened is not None and self._goes_on(opened, line):
             if _NATIVE_FRAME.match(text):
                 assert opened.message is not None
@@ -142,6 +151,10 @@ class Assembler:
     def finish(self) -> Iterator[Message]:
         """What is still open at the end."""
         for key in list(self._open):
+            opened = self._open[key]
+            if opened.message is None and opened.frames and opened.cut is not None:
+                opened.message = self._message(opened.cut, "stated", None, tuple(opened.frames))
+                opened.body = [f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
     def _in_frames(self, key: tuple[str, str], opened: _Open, line: Line) -> Iterator[Message]:
@@ -204,6 +217,9 @@ class Assembler:
             return
         message = opened.message
         message.text = "\n".join(opened.body)
+        if message.type.startswith("RayTaskError") and (found := _RAY_PID.search(message.text)):
+            self._raised_in[key] = int(found[1])
+        message.pid = self._raised_in.get(key)
         if opened.rank is not None and message.prefix.rank is None:
             message.prefix = replace(message.prefix, rank=opened.rank)
         yield message
@@ -232,12 +248,16 @@ BOILERPLATE = re.compile(
     r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
     r"nformation)"
 )
+_RAY_PID = re.compile(r"\(pid=(\d+)")
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 _STARTS_ANEW = re.compile(
     r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
     r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"
     r"node\S*:\d+:\d+ |\S+:\d+:\d+ \[\d+\] NCCL|\s*\d+%\|"
 )
+
+
+CUT = "a traceback without its end"
 
 
 def exception_type(text: str) -> str:
