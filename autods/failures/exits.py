@@ -81,7 +81,9 @@ _NAME = "|".join(_NAMES)
 _REPORTS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"exits with return code = (?P<code>-?\d+)",  # deepspeed
+        # deepspeed: the command is that of the host's last rank, whoever failed; if that is 0 there is only one.
+        r"'--local_rank=(?P<rank>0)'.*exits with return code = (?P<code>-?\d+)",
+        r"exits with return code = (?P<code>-?\d+)",
         r"\(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)",  # torchrun
         r"^\s*exitcode\s*: (?P<code>-?\d+) ",  # torchrun's summary
         r"Signal (?P<code9>\d+) \(SIG\w+\) received by PID",

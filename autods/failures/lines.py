@@ -23,14 +23,15 @@ reset, closed, mismatch, invalid, unsupported, supported, missing, denied, xid, 
 interrupt, evict, bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected,
 unhandled, insufficient, exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped,
 flushes, alloc, retries, root cause, local_rank, return code, too many, too long, not found, no such, no space,
-not equal, not match, is not, must be, expected , out of , nan , is nan, nan loss, stopping, overflow, illegal,
+not equal, not match, is not, must be, expected , out of , out_of_, nan , is nan, nan loss, stopping, overflow, illegal,
 percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
 low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
 disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
 bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
 forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy
 """
-WORDS = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip().split(", "))
+_ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip().split(", "))
+WORDS = tuple(word for word in _ALL if not any(other in word for other in _ALL if other != word))
 
 BLOCK_BYTES = 1 << 20
 LINE_CHARS = 4000  # what is kept of a line: its beginning and its end
@@ -38,6 +39,8 @@ _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _REPEATS = 12  # lines that differ only in their digits are read this often
 _WHO = 4000  # lines that tell which process has which rank are read this often
 _SHAPES = 100_000
+_MANY = 2000  # lines read: from here on shapes are taken more coarsely
+_SHAPE_WORDS = 4
 _BACK_LINES = 200  # so far back a line's time is looked for
 _WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
 
@@ -85,6 +88,7 @@ class Reader:
         self._watch_until = -1
         self._last_step = ""
         self._shapes: Counter[bytes] = Counter()
+        self._read = 0
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
         """Lines, in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
@@ -145,11 +149,22 @@ class Reader:
         self.progress, self._last_step = self.parts.get(self.file, 0), ""
 
     def _seen_enough(self, raw: bytes, often: int) -> bool:
+        """Whether lines of this shape were read so often already that one more says nothing new.
+
+        The shape is the line without its digits; in a log where too many shapes differ (hashes, paths), without
+        what a hash is made of; then only its first words.
+        """
         shape = raw.translate(None, b"0123456789")
+        if self._read > _MANY:
+            shape = raw[:SPAN].translate(None, b"0123456789abcdefABCDEF")
+            if self._read > 4 * _MANY:
+                shape = b" ".join(shape.split()[:_SHAPE_WORDS])
         if len(self._shapes) > _SHAPES:
             self._shapes.clear()
         self._shapes[shape] += 1
-        return self._shapes[shape] > often
+        enough = self._shapes[shape] > often
+        self._read += not enough
+        return enough
 
     def _count(self, raw: bytes) -> None:
         found = PROGRESS.search(raw.decode(errors="replace"))

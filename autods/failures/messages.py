@@ -49,11 +49,13 @@ SAYS_SO = re.compile(
     r"(?:[\w./-]+: (?=error:))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
+# Data that a program prints: the name of a field near the line's beginning, or inside an object.
 _QUOTED = re.compile(
-    r"(?:^|[\s{(\[,'\"*#>])(?:(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
+    r"^[^:=(]{0,24}?(?<![\w-])(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
     r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
-    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?['\"]?\s?[:=(])|^\W{0,3}[QA]\d*\s?[:=]"
-    r"|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
+    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?(?: ?#?\d+)?['\"]?\s?[:=(]|^\W{0,3}[QA]\d*\s?[:=]"
+    r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
+    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
     re.IGNORECASE,
 )
 
@@ -132,6 +134,10 @@ class Assembler:
             yield from self._close(key)
             return
         opened = self._open.get(key)
+        if opened is not None and opened.message is not None and (inner := self._wrapped(opened, text)):
+            opened.message.type = inner["type"].replace("::", ".").rpartition(".")[2]
+            opened.body.append(text.rstrip())
+            return
         if opened is not None and opened.message is None:
             yield from self._in_frames(key, opened, line)
         elif opened is None and (
@@ -189,7 +195,13 @@ class Assembler:
             return False
         if not text.strip():
             return len(opened.body) < 3 and bool(opened.frames)
-        return not (_EXCEPTION.match(text) or _STARTS_ANEW.match(text) or PROGRESS.search(text))
+        if _OF_NCCL.match(text):
+            return True
+        return not (_EXCEPTION.match(text) or _SYSTEM.match(text) or _STARTS_ANEW.match(text) or PROGRESS.search(text))
+
+    def _wrapped(self, opened: _Open, text: str) -> re.Match[str] | None:
+        """The exception that another one announces: "…BackendCompilerFailed: backend='inductor' raised:"."""
+        return _EXCEPTION.match(text) if opened.body and _ANNOUNCES.search(opened.body[-1]) else None
 
     def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         found = _EXCEPTION.match(line.text)
@@ -250,6 +262,17 @@ BOILERPLATE = re.compile(
 )
 _RAY_PID = re.compile(r"\(pid=(\d+)")
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
+_ANNOUNCES = re.compile(
+    r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)\W{0,3}:\s*$",
+    re.I,
+)
+_OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
+# What the kernel, a scheduler or a shell says is never the rest of an exception's text.
+_SYSTEM = re.compile(
+    r"(?:kernel|systemd\S*|dmesg|journalctl\S*|qmaster\S*|kubelet|containerd|dockerd|earlyoom\S*)\b ?[:\[(|]|\[ *\d+\.\d+\] |[$+] \w|"
+    r"(?:Warning|Normal) {2,}|Memory cgroup out|Out of memory: Kill|oom-kill|NVRM|=>> PBS|TERM_[A-Z]+|Exited with exit code|"
+    r"\s*(?:Reason|Status|State|Exit Code|Last State): |LAST SEEN|JobID |exit code\W{1,3}-?\d+$",
+)
 _STARTS_ANEW = re.compile(
     r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
     r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"

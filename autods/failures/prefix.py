@@ -51,6 +51,8 @@ _PREFIXES = tuple(
         # glog and torch's C++ logger: E0505 12:00:00.123456 140 file.cc:12]
         r"\[?(?:(?P<rank>\d+)\]:\[)?(?P<level>[DIWEF])\d{3,4} (?P<time>[\d:.]+) +\d* ?[\w./-]+:\d+\] ?",
         r"\[(?P<level>[DIWEF]) [\w./-]+:\d+\] ?",
+        r"(?:\[[A-Z][A-Za-z]{1,9}\] ?)?\[(?P<level>[DIWEF])\] ",  # TensorRT
+        r"\[?(?P<time>\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d)\]? ?",
         # Levels and places.
         r"(?P<level>[DIWEF]) \w+/[\w./-]+:\d+\] ",  # tensorflow
         r"\[" + _LEVEL + r"\|[^\]]*\] ?(?:[\w.]+:\d+ >> )?",  # transformers

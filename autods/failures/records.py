@@ -24,13 +24,15 @@ _PAIR = re.compile(r'([\w.@-]+)=("(?:[^"\\]|\\.)*"|\S*)')
 
 
 def record_of(text: str) -> tuple[Prefix, list[str]] | None:
-    """The prefix and the lines of a structured record; None when the line is none: plain text, data without a message."""
+    """The prefix and the lines of a structured record; None for plain text, and for data without a message."""
     fields = _fields(text)
     if fields is None:
         return None
     said = _first(fields, _TEXT)
+    if isinstance(ended := fields.get("reason"), str) and "exitCode" in fields:  # a container's last state
+        said = f"reason: {ended}, exit code: {fields['exitCode']}"
     trace = [value for value in fields.values() if isinstance(value, str) and value != said and _FAILED.search(value)]
-    dressed = any(name in fields for name in (*_LEVEL, *_TIME, *_RANK, *_STREAM))
+    dressed = any(name in fields for name in (*_LEVEL, *_TIME, *_RANK, *_STREAM, "exitCode"))
     if not dressed or (not isinstance(said, str) and not trace):
         return None
     lines = [line for part in (said, *trace) if isinstance(part, str) for line in part.splitlines()]
@@ -45,7 +47,7 @@ def _fields(text: str) -> Mapping[str, Any] | None:
     if text.startswith('{"') and text.endswith("}"):
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return _flat(found) if isinstance(found, dict) else None
     if "msg=" in text and _LOGFMT.match(text):
