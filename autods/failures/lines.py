@@ -28,9 +28,10 @@ percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, 
 low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
 disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
 bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
-forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy
+forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy,
+world info, nnodes, num_machines, pid
 """
-_ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip().split(", "))
+_ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip(" ").split(", "))
 WORDS = tuple(word for word in _ALL if not any(other in word for other in _ALL if other != word))
 
 BLOCK_BYTES = 1 << 20

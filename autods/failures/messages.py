@@ -191,7 +191,9 @@ class Assembler:
     def _goes_on(self, opened: _Open, line: Line) -> bool:
         """Whether the line belongs to the message that is open: an exception's text may have several lines."""
         text = line.text
-        if len(opened.body) >= _BODY_LINES or line.prefix.level or line.prefix.time:
+        if len(opened.body) >= _BODY_LINES:
+            return False
+        if (line.prefix.level or line.prefix.time) and not self._stamped(opened, line):
             return False
         if not text.strip():
             return len(opened.body) < 3 and bool(opened.frames)
@@ -202,6 +204,15 @@ class Assembler:
     def _wrapped(self, opened: _Open, text: str) -> re.Match[str] | None:
         """The exception that another one announces: "…BackendCompilerFailed: backend='inductor' raised:"."""
         return _EXCEPTION.match(text) if opened.body and _ANNOUNCES.search(opened.body[-1]) else None
+
+    def _stamped(self, opened: _Open, line: Line) -> bool:
+        """Every line has its time or level here, so that says nothing; and the exception's text is not at its end."""
+        head = opened.message
+        alike = head is not None and (bool(head.prefix.time), head.prefix.level) == (
+            bool(line.prefix.time),
+            line.prefix.level,
+        )
+        return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
 
     def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         found = _EXCEPTION.match(line.text)
