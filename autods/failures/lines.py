@@ -29,6 +29,14 @@ low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, s
 disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
 bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
 forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy,
+not , full, shm, mlock, page-lock, page lock, pinned, walltime, max wall, max run,  bus,  down, spot , sigh,
+sigint, sigx, sigseg, sigbus, enospc, pcie, buffer, divisible, install, batch size, batch_size, leaked, address,
+srcindex, ibv_, completion, mlx5, fork, peer, ran for, watchdog, rendezvous, tcpstore, joined, resolve,
+bootstrap, non-finite, inf or, nan/, loss is, diverge, usage of, buy new, enough, libcu, ptxas, glibc, gpus
+available, more than, int_max, 32-bit, too big, ctrl-c, user request, requeue, read-only, permitted,
+inconsistency, larger machine, retirement, remapping, machine check, emfile, descriptor, misaligned, disk ,
+stack smash, no gpu, no cuda, no nvidia, getaddrinfo, servname, another rank, other rank, end of file, heap
+space, all available, paging file, gateway, unavail, busy,
 world info, nnodes, num_machines, pid
 """
 _ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip(" ").split(", "))
