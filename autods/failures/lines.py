@@ -1,7 +1,7 @@
 """A log as lines worth reading: streamed, bounded, cleaned, each with the rank and stream that its prefix names.
 
-Most of a log is training progress. A block of it is looked at as a whole first, and only lines that hold one of `WORDS`
-(or that belong to an open traceback) are taken apart.
+Most of a log is training progress. Only lines that hold one of `WORDS` (or that belong to an open traceback) are taken
+apart, and of lines that are alike only the first ones.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _REPEATS = 12  # lines that differ only in their digits are read this often
 _WHO = 4000  # lines that tell which process has which rank are read this often
 _SHAPES = 100_000
-_MANY = 2000  # lines read: from here on shapes are taken more coarsely
-_SHAPE_WORDS = 4
+_MANY = 4000  # lines read: from here on lines are alike that have the same words
+_MANY_ALIKE = 200
+_NOTHING = hash(())
+_HEX = b"0123456789abcdefABCDEF"
 _BACK_LINES = 200  # so far back a line's time is looked for
 _WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
 
@@ -96,7 +98,8 @@ class Reader:
         self.last: list[str] = []  # of the last block
         self._watch_until = -1
         self._last_step = ""
-        self._shapes: Counter[bytes] = Counter()
+        self._shapes: Counter[int] = Counter()
+        self._alike: Counter[int] = Counter()
         self._read = 0
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
@@ -129,23 +132,14 @@ class Reader:
         return None
 
     def _block(self, block: bytes) -> Iterator[Line]:
-        low = block.lower()
-        words = [word for word in WORDS if word in low]
         if block:
             self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:]
-        if not words and not self.waiting() and self.number >= self._watch_until:
-            self.number += block.count(b"\n")
-            return
         self._raws, self._first = block.split(b"\n"), self.number
-        for raw, lowered in zip(self._raws, low.split(b"\n"), strict=True):
+        for raw, lowered in zip(self._raws, block.lower().split(b"\n"), strict=True):
             self.number += 1
             if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
                 self._begin(header[1].decode(errors="replace"))
-            elif self.waiting() or any(word in lowered for word in words):
-                if not self.waiting() and self._seen_enough(
-                    raw, _WHO if b"rank" in lowered and b"pid" in lowered else _REPEATS
-                ):
-                    continue
+            elif self.waiting() or self._worth_reading(raw, lowered):
                 yield from self._lines(raw)
             elif self.number < self._watch_until:
                 self._count(raw)
@@ -157,23 +151,30 @@ class Reader:
         self.file = f"{self._name}/{name}" if self._name else name
         self.progress, self._last_step = self.parts.get(self.file, 0), ""
 
-    def _seen_enough(self, raw: bytes, often: int) -> bool:
-        """Whether lines of this shape were read so often already that one more says nothing new.
+    def _worth_reading(self, raw: bytes, lowered: bytes) -> bool:
+        """Whether the line may tell something, and lines like it were not read often already.
 
-        The shape is the line without its digits; in a log where too many shapes differ (hashes, paths), without
-        what a hash is made of; then only its first words.
+        Alike are lines that differ in their digits only. In a log where too many differ otherwise (hashes, paths),
+        alike are those that differ in what a hash is made of, or that have the same of `WORDS`.
         """
-        shape = raw.translate(None, b"0123456789")
-        if self._read > _MANY:
-            shape = raw[:SPAN].translate(None, b"0123456789abcdefABCDEF")
-            if self._read > 4 * _MANY:
-                shape = b" ".join(shape.split()[:_SHAPE_WORDS])
+        shape = hash(raw.translate(None, b"0123456789"))
         if len(self._shapes) > _SHAPES:
             self._shapes.clear()
         self._shapes[shape] += 1
-        enough = self._shapes[shape] > often
-        self._read += not enough
-        return enough
+        often = self._shapes[shape]
+        if often > _REPEATS and (often > _WHO or b"pid" not in lowered or b"rank" not in lowered):
+            return False
+        if self._read < _MANY:
+            found = any(word in lowered for word in WORDS)
+            self._read += found
+            return found
+        bare = hash(raw[:SPAN].translate(None, _HEX))
+        self._shapes[bare] += 1
+        if self._shapes[bare] > _MANY_ALIKE:
+            return False
+        words = hash(tuple(word for word in WORDS if word in lowered))
+        self._alike[words] += 1
+        return words != _NOTHING and self._alike[words] <= _MANY_ALIKE
 
     def _count(self, raw: bytes) -> None:
         found = PROGRESS.search(raw.decode(errors="replace"))

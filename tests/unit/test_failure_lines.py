@@ -117,3 +117,9 @@ def test_a_log_whose_lines_all_differ_is_read_in_part() -> None:
     lines = "".join(f"error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
     taken = sum(1 for _ in Reader("").read([lines.encode()]))
     assert taken < 10_000
+
+
+def test_a_failure_at_the_end_of_much_noise_is_found() -> None:
+    noise = "".join(f"2026-01-05 10:00:00 error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
+    said = autods.diagnose(f"{noise}[rank2]: {OOM.format(gpu=2)}\n", exit_code=1)
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "device", 2)
