@@ -50,6 +50,7 @@ _WHO = 4000  # lines that tell which process has which rank are read this often
 _SHAPES = 100_000
 _MANY = 4000  # lines read: from here on lines are alike that have the same words
 _MANY_ALIKE = 200
+_MANY_PARTS = 40  # of one line: progress bars without a line end
 _NOTHING = hash(())
 _HEX = b"0123456789abcdefABCDEF"
 _BACK_LINES = 200  # so far back a line's time is looked for
@@ -188,7 +189,10 @@ class Reader:
     def _lines(self, raw: bytes) -> Iterator[Line]:
         if self.number < self._watch_until:
             self._count(raw)
-        for text in _split(_clean(raw)):
+        parts = _split(_clean(raw))
+        for text in parts:
+            if len(parts) > _MANY_PARTS and not self.waiting() and not self._worth_reading(*_both(text)):
+                continue
             prefix, rest = split_prefix(text)
             if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
                 for part in record[1]:
@@ -198,6 +202,11 @@ class Reader:
             if len(rest) > LINE_CHARS:
                 rest = f"{rest[: LINE_CHARS // 2]} … {rest[-LINE_CHARS // 2 :]}"
             yield Line(self.file, self.number, rest, prefix, self.progress)
+
+
+def _both(text: str) -> tuple[bytes, bytes]:
+    raw = text.encode(errors="replace")
+    return raw, raw.lower()
 
 
 def _bare(prefix: Prefix) -> Prefix:
