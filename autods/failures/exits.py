@@ -81,7 +81,9 @@ _NAME = "|".join(_NAMES)
 _REPORTS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"exits with return code = (?P<code>-?\d+)",  # deepspeed
+        # deepspeed: the command is that of the host's last rank, whoever failed; if that is 0 there is only one.
+        r"'--local_rank=(?P<rank>0)'.*exits with return code = (?P<code>-?\d+)",
+        r"exits with return code = (?P<code>-?\d+)",
         r"\(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)",  # torchrun
         r"^\s*exitcode\s*: (?P<code>-?\d+) ",  # torchrun's summary
         r"Signal (?P<code9>\d+) \(SIG\w+\) received by PID",
@@ -91,14 +93,16 @@ _REPORTS = tuple(
         r"returned non-zero exit status (?P<code>\d+)",
         r"exited on signal (?P<code9>\d+)",  # mpirun
         r"(?:rank|task|process|PID)s? (?P<rank>\d+)\b.{0,80}exited (?:with|on) (?:exit |non-zero )?(?:code|status):? (?P<code>-?\d+)",
-        r"tasks? (?P<rank>\d+)[\d,-]*: (?P<name>" + _NAME + r")\b",  # srun
-        r"tasks? (?P<rank>\d+)[\d,-]*: Exited with exit code (?P<code>\d+)",
+        r"task (?P<rank>\d+): (?P<name>" + _NAME + r")\b",  # srun
+        r"tasks [\d,-]+: (?P<name>" + _NAME + r")\b",
+        r"task (?P<rank>\d+): Exited with exit code (?P<code>\d+)",
+        r"tasks [\d,-]+: Exited with exit code (?P<code>\d+)",
         r"Process name: .*,\s?(?P<rank>\d+)\]",
         r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",  # Lightning
         r"(?:exit ?code|exited with code|exit status|ExitCode|return code|terminated with code)\W{0,4}(?P<code>-?\d+)",
-        r"^(?:.*: line \d+: *)?(?:\[\d+\]\+? +)?(?:\d+ )?(?P<name>"
+        r"^(?:.*: line \d+: *)?(?:\[\d+\]\+? +)?(?:\d+ +)?(?P<name>"
         + _NAME
-        + r")(?: \(core dumped\))?(?: {2,}.*| *(?:python|torchrun|deepspeed|accelerate|srun|mpirun).*)?$",  # a shell
+        + r")(?: \(core dumped\))?(?: {2,}.*| *(?:/\S*|\w*sh |\./\S*|nohup |env |exec )?(?:python|sh|bash|torchrun|deepspeed|accelerate|srun|mpirun).*)?$",  # a shell
     )
 )
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
@@ -112,6 +116,7 @@ class Exits:
         self.found: list[Exit] = []
         self._in_root = 0
         self._root_rank: int | None = None
+        self._listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
     def root_rank(self) -> int | None:
@@ -130,15 +135,19 @@ class Exits:
         if _ROOT_CAUSE.search(text):
             self._in_root = 8
             return True
+        if found := _ROOT_RANK.match(text):
+            self._listed = int(found[1])
         if self._in_root:
             self._in_root -= 1
-            if (found := _ROOT_RANK.match(text)) and self._root_rank is None:
+            if found and self._root_rank is None:
                 self._root_rank = int(found[1])
                 return True
         for pattern in _REPORTS:
             if found := pattern.search(text):
                 said = found.groupdict()
                 rank = int(said["rank"]) if said.get("rank") else self._root_rank if self._in_root else None
+                if rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
+                    rank = self._listed
                 self.found.append(Exit(_code(said), rank, bool(self._in_root), text.strip()[:300]))
                 return True
         return False

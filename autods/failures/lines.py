@@ -1,7 +1,7 @@
 """A log as lines worth reading: streamed, bounded, cleaned, each with the rank and stream that its prefix names.
 
-Most of a log is training progress. A block of it is looked at as a whole first, and only lines that hold one of `WORDS`
-(or that belong to an open traceback) are taken apart.
+Most of a log is training progress. Only lines that hold one of `WORDS` (or that belong to an open traceback) are taken
+apart, and of lines that are alike only the first ones.
 """
 
 from __future__ import annotations
@@ -9,29 +9,51 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .prefix import Prefix, split_prefix
+from .clock import SPAN, Clock, clock_of
+from .prefix import Prefix, joined, split_prefix
+from .records import record_of
 
 # A line without any of these is neither a failure nor the end of a run; a test holds every signature's example to it.
 _WORDS = """
-error, exception, traceback, fail, memory, kill, signal, abort, fault, fatal, oom, quota, cannot, can't, couldn't,
-unable, unavailable, timeout, timed, terminat, exit, died, dead, crash, assert, panic, refused, reset, closed,
-mismatch, invalid, unsupported, supported, missing, denied, xid, ecc, preempt, cancel, limit, interrupt, evict,
-bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected, unhandled, insufficient,
-exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped, flushes, alloc, retries, root cause,
-local_rank, return code, too many, too long, not found, no such, no space, not equal, not match, is not, must be,
-expected , out of , nan , overflow, illegal, percent =, errno, corrupt, truncated, unreachable, hang, desync,
-stale, broken, exceed, rejected, plugin, low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key,
-ei00, skipping, slurm, file too, disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio
+error, exception, traceback, fail, memory, kill, signal, abort, fault, fatal, oom, quota, cannot, can't,
+couldn't, unable, unavailable, timeout, timed, terminat, exit, died, dead, crash, assert, panic, refused,
+reset, closed, mismatch, invalid, unsupported, supported, missing, denied, xid, ecc, preempt, cancel, limit,
+interrupt, evict, bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected,
+unhandled, insufficient, exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped,
+flushes, alloc, retries, root cause, local_rank, return code, too many, too long, not found, no such, no space,
+not equal, not match, is not, must be, expected , out of , out_of_, nan , is nan, nan loss, stopping, overflow, illegal,
+percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
+low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
+disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
+bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
+forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy,
+not , full, shm, mlock, page-lock, page lock, pinned, walltime, max wall, max run,  bus,  down, spot , sigh,
+sigint, sigx, sigseg, sigbus, enospc, pcie, buffer, divisible, install, batch size, batch_size, leaked, address,
+srcindex, ibv_, completion, mlx5, fork, peer, ran for, watchdog, rendezvous, tcpstore, joined, resolve,
+bootstrap, non-finite, inf or, nan/, loss is, diverge, usage of, buy new, enough, libcu, ptxas, glibc, gpus
+available, more than, int_max, 32-bit, too big, ctrl-c, user request, requeue, read-only, permitted,
+inconsistency, larger machine, retirement, remapping, machine check, emfile, descriptor, misaligned, disk ,
+stack smash, no gpu, no cuda, no nvidia, getaddrinfo, servname, another rank, other rank, end of file, heap
+space, all available, paging file, gateway, unavail, busy,
+world info, nnodes, num_machines, pid
 """
-WORDS = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip().split(", "))
+_ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip(" ").split(", "))
+WORDS = tuple(word for word in _ALL if not any(other in word for other in _ALL if other != word))
 
 BLOCK_BYTES = 1 << 20
 LINE_CHARS = 4000  # what is kept of a line: its beginning and its end
 _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _REPEATS = 12  # lines that differ only in their digits are read this often
+_WHO = 4000  # lines that tell which process has which rank are read this often
 _SHAPES = 100_000
+_MANY = 4000  # lines read: from here on lines are alike that have the same words
+_MANY_ALIKE = 200
+_MANY_PARTS = 40  # of one line: progress bars without a line end
+_NOTHING = hash(())
+_HEX = b"0123456789abcdefABCDEF"
+_BACK_LINES = 200  # so far back a line's time is looked for
 _WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
 
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])")
@@ -40,6 +62,15 @@ PROGRESS = re.compile(
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
+# A file made of several: `tail -n 50 *.log`, or a header before each.
+_HEADER = re.compile(
+    rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
+    rb"([^\s=]*?(?:(?:rank|worker|node|proc|task|trainer|gpu)[-_ ]?\d+[^\s=]*"
+    rb"|[^\s=]+\.(?:log|out|err|txt|stderr|stdout)))\s*:?\s*"
+    rb"(?:<?={2,}|#{2,}|-{2,}|\*{2,}|<{2,})?\s*$",
+    re.IGNORECASE,
+)
+_HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +92,16 @@ class Reader:
         self.number = 0
         self.bytes = 0
         self.progress = 0
+        self.parts: dict[str, int] = {}  # progress of each file that this one is made of
+        self._name = file
+        self._raws: list[bytes] = []
+        self._first = 0
         self.last: list[str] = []  # of the last block
         self._watch_until = -1
         self._last_step = ""
-        self._shapes: Counter[bytes] = Counter()
+        self._shapes: Counter[int] = Counter()
+        self._alike: Counter[int] = Counter()
+        self._read = 0
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
         """Lines, in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
@@ -83,30 +120,62 @@ class Reader:
         """Something looks fatal: count the progress that follows, for a run that trains on has not died."""
         self._watch_until = self.number + _WATCH_LINES
 
+    def ended(self) -> dict[str, int]:
+        """Training progress, per file that this one is made of."""
+        return {**self.parts, self.file: self.progress}
+
+    def when(self, number: int) -> Clock | None:
+        """The time of a line just read: its own, or the last one before it."""
+        here = number - self._first
+        for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
+            if found := clock_of(raw[: 2 * SPAN].decode(errors="replace")):
+                return found
+        return None
+
     def _block(self, block: bytes) -> Iterator[Line]:
-        low = block.lower()
-        words = [word for word in WORDS if word in low]
         if block:
             self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:]
-        if not words and not self.waiting() and self.number >= self._watch_until:
-            self.number += block.count(b"\n")
-            return
-        for raw, lowered in zip(block.split(b"\n"), low.split(b"\n"), strict=True):
+        self._raws, self._first = block.split(b"\n"), self.number
+        for raw, lowered in zip(self._raws, block.lower().split(b"\n"), strict=True):
             self.number += 1
-            if self.waiting() or any(word in lowered for word in words):
-                if not self.waiting() and self._seen_enough(raw):
-                    continue
+            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
+                self._begin(header[1].decode(errors="replace"))
+            elif self.waiting() or self._worth_reading(raw, lowered):
                 yield from self._lines(raw)
             elif self.number < self._watch_until:
                 self._count(raw)
         self.number -= 1  # what follows the last line end is the next block's first line
 
-    def _seen_enough(self, raw: bytes) -> bool:
-        shape = raw.translate(None, b"0123456789")
+    def _begin(self, name: str) -> None:
+        """What follows is another file's."""
+        self.parts[self.file] = self.progress
+        self.file = f"{self._name}/{name}" if self._name else name
+        self.progress, self._last_step = self.parts.get(self.file, 0), ""
+
+    def _worth_reading(self, raw: bytes, lowered: bytes) -> bool:
+        """Whether the line may tell something, and lines like it were not read often already.
+
+        Alike are lines that differ in their digits only. In a log where too many differ otherwise (hashes, paths),
+        alike are those that differ in what a hash is made of, or that have the same of `WORDS`.
+        """
+        shape = hash(raw.translate(None, b"0123456789"))
         if len(self._shapes) > _SHAPES:
             self._shapes.clear()
         self._shapes[shape] += 1
-        return self._shapes[shape] > _REPEATS
+        often = self._shapes[shape]
+        if often > _REPEATS and (often > _WHO or b"pid" not in lowered or b"rank" not in lowered):
+            return False
+        if self._read < _MANY:
+            found = any(word in lowered for word in WORDS)
+            self._read += found
+            return found
+        bare = hash(raw[:SPAN].translate(None, _HEX))
+        self._shapes[bare] += 1
+        if self._shapes[bare] > _MANY_ALIKE:
+            return False
+        words = hash(tuple(word for word in WORDS if word in lowered))
+        self._alike[words] += 1
+        return words != _NOTHING and self._alike[words] <= _MANY_ALIKE
 
     def _count(self, raw: bytes) -> None:
         found = PROGRESS.search(raw.decode(errors="replace"))
@@ -120,11 +189,29 @@ class Reader:
     def _lines(self, raw: bytes) -> Iterator[Line]:
         if self.number < self._watch_until:
             self._count(raw)
-        for text in _split(_clean(raw)):
-            if len(text) > LINE_CHARS:
-                text = f"{text[: LINE_CHARS // 2]} … {text[-LINE_CHARS // 2 :]}"
+        parts = _split(_clean(raw))
+        for text in parts:
+            if len(parts) > _MANY_PARTS and not self.waiting() and not self._worth_reading(*_both(text)):
+                continue
             prefix, rest = split_prefix(text)
+            if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
+                for part in record[1]:
+                    yield Line(self.file, self.number, part, joined(prefix, record[0]), self.progress)
+                    prefix, record = _bare(prefix), (_bare(record[0]), record[1])
+                continue
+            if len(rest) > LINE_CHARS:
+                rest = f"{rest[: LINE_CHARS // 2]} … {rest[-LINE_CHARS // 2 :]}"
             yield Line(self.file, self.number, rest, prefix, self.progress)
+
+
+def _both(text: str) -> tuple[bytes, bytes]:
+    raw = text.encode(errors="replace")
+    return raw, raw.lower()
+
+
+def _bare(prefix: Prefix) -> Prefix:
+    """Without time and level: the lines of one record belong together."""
+    return replace(prefix, time="", level=None)
 
 
 def _clean(raw: bytes) -> str:
@@ -135,6 +222,10 @@ def _clean(raw: bytes) -> str:
 def _split(text: str) -> list[str]:
     """At carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
     parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
-    if "\\n" in text and ("Traceback (most" in text or len(text) > LINE_CHARS):
+    if (
+        "\\n" in text
+        and not (len(parts) == 1 and text.rstrip().endswith("}"))
+        and ("Traceback (most" in text or len(text) > LINE_CHARS)
+    ):
         parts = [piece for part in parts for piece in part.split("\\n")]
     return parts

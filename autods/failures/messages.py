@@ -25,6 +25,7 @@ _OPEN_LINES = 600  # a traceback that has not ended after so many lines is not o
 
 _TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
 _FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
+_BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 _CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
 _SUFFIX = (
@@ -45,11 +46,16 @@ _CODE = re.compile(
 _BOX = "│╭╰┌└├|❱"
 _NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 SAYS_SO = re.compile(
-    r"\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b", re.I
+    r"(?:[\w./-]+: (?=error:))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
+    re.I,
 )
+# Data that a program prints: the name of a field near the line's beginning, or inside an object.
 _QUOTED = re.compile(
-    r"\b(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
-    r"|generated|q|a|namespace|arguments|target|label|doc(?:ument)?|user|assistant|human|gpt|args?|config|usage|help|pattern)s?['\"]?\s?[:=(]|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
+    r"^[^:=(]{0,24}?(?<![\w-])(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
+    r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
+    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?(?: ?#?\d+)?['\"]?\s?[:=(]|^\W{0,3}[QA]\d*\s?[:=]"
+    r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
+    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
     re.IGNORECASE,
 )
 
@@ -69,6 +75,7 @@ class Message:
     progress: int = 0
     order: int = 0
     ignored: bool = False  # Python itself says that nobody sees this exception
+    pid: int | None = None  # of the Ray worker whose exception this is
 
     @property
     def head(self) -> str:
@@ -92,6 +99,7 @@ class _Open:
     ignored: bool = False
     indent: int = 0  # of the first frame
     rank: int | None = None  # that the line before named
+    cut: Line | None = None  # where it began: all that is left when its end is missing
 
 
 class Assembler:
@@ -102,6 +110,7 @@ class Assembler:
         self._order = 0
         self._spawned: dict[tuple[str, str], int] = {}
         self._ignore: set[tuple[str, str]] = set()
+        self._raised_in: dict[tuple[str, str], int] = {}  # process id, by Ray's words
 
     @property
     def waiting(self) -> bool:
@@ -114,7 +123,7 @@ class Assembler:
         text = line.text
         if _TRACEBACK.search(text):
             yield from self._close(key)
-            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None))
+            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None), cut=line)
             self._ignore.discard(key)
             return
         if found := _SPAWNED.search(text):
@@ -125,10 +134,16 @@ class Assembler:
             yield from self._close(key)
             return
         opened = self._open.get(key)
+        if opened is not None and opened.message is not None and (inner := self._wrapped(opened, text)):
+            opened.message.type = inner["type"].replace("::", ".").rpartition(".")[2]
+            opened.body.append(text.rstrip())
+            return
         if opened is not None and opened.message is None:
             yield from self._in_frames(key, opened, line)
-        elif opened is None and _FRAME.match(text):  # the beginning of the traceback was not pasted
-            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text))
+        elif opened is None and (
+            _FRAME.match(text) or _BOXED_FRAME.match(text)
+        ):  # the beginning of the traceback was not pasted
+            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text), cut=line)
         elif opened is not None and self._goes_on(opened, line):
             if _NATIVE_FRAME.match(text):
                 assert opened.message is not None
@@ -142,6 +157,10 @@ class Assembler:
     def finish(self) -> Iterator[Message]:
         """What is still open at the end."""
         for key in list(self._open):
+            opened = self._open[key]
+            if opened.message is None and opened.frames and opened.cut is not None:
+                opened.message = self._message(opened.cut, "stated", None, tuple(opened.frames))
+                opened.body = [f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
     def _in_frames(self, key: tuple[str, str], opened: _Open, line: Line) -> Iterator[Message]:
@@ -172,11 +191,28 @@ class Assembler:
     def _goes_on(self, opened: _Open, line: Line) -> bool:
         """Whether the line belongs to the message that is open: an exception's text may have several lines."""
         text = line.text
-        if len(opened.body) >= _BODY_LINES or line.prefix.level or line.prefix.time:
+        if len(opened.body) >= _BODY_LINES:
+            return False
+        if (line.prefix.level or line.prefix.time) and not self._stamped(opened, line):
             return False
         if not text.strip():
             return len(opened.body) < 3 and bool(opened.frames)
-        return not (_EXCEPTION.match(text) or _STARTS_ANEW.match(text) or PROGRESS.search(text))
+        if _OF_NCCL.match(text):
+            return True
+        return not (_EXCEPTION.match(text) or _SYSTEM.match(text) or _STARTS_ANEW.match(text) or PROGRESS.search(text))
+
+    def _wrapped(self, opened: _Open, text: str) -> re.Match[str] | None:
+        """The exception that another one announces: "…BackendCompilerFailed: backend='inductor' raised:"."""
+        return _EXCEPTION.match(text) if opened.body and _ANNOUNCES.search(opened.body[-1]) else None
+
+    def _stamped(self, opened: _Open, line: Line) -> bool:
+        """Every line has its time or level here, so that says nothing; and the exception's text is not at its end."""
+        head = opened.message
+        alike = head is not None and (bool(head.prefix.time), head.prefix.level) == (
+            bool(line.prefix.time),
+            line.prefix.level,
+        )
+        return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
 
     def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         found = _EXCEPTION.match(line.text)
@@ -204,6 +240,9 @@ class Assembler:
             return
         message = opened.message
         message.text = "\n".join(opened.body)
+        if message.type.startswith("RayTaskError") and (found := _RAY_PID.search(message.text)):
+            self._raised_in[key] = int(found[1])
+        message.pid = self._raised_in.get(key)
         if opened.rank is not None and message.prefix.rank is None:
             message.prefix = replace(message.prefix, rank=opened.rank)
         yield message
@@ -232,12 +271,27 @@ BOILERPLATE = re.compile(
     r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
     r"nformation)"
 )
+_RAY_PID = re.compile(r"\(pid=(\d+)")
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
+_ANNOUNCES = re.compile(
+    r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)\W{0,3}:\s*$",
+    re.I,
+)
+_OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
+# What the kernel, a scheduler or a shell says is never the rest of an exception's text.
+_SYSTEM = re.compile(
+    r"(?:kernel|systemd\S*|dmesg|journalctl\S*|qmaster\S*|kubelet|containerd|dockerd|earlyoom\S*)\b ?[:\[(|]|\[ *\d+\.\d+\] |[$+] \w|"
+    r"(?:Warning|Normal) {2,}|Memory cgroup out|Out of memory: Kill|oom-kill|NVRM|=>> PBS|TERM_[A-Z]+|Exited with exit code|"
+    r"\s*(?:Reason|Status|State|Exit Code|Last State): |LAST SEEN|JobID |exit code\W{1,3}-?\d+$",
+)
 _STARTS_ANEW = re.compile(
     r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
     r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"
     r"node\S*:\d+:\d+ |\S+:\d+:\d+ \[\d+\] NCCL|\s*\d+%\|"
 )
+
+
+CUT = "a traceback without its end"
 
 
 def exception_type(text: str) -> str:

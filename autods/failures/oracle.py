@@ -16,12 +16,14 @@ from .exits import Exits
 from .lines import BLOCK_BYTES, Reader
 from .messages import SAYS_SO, Assembler, Message
 from .signatures import ERROR_LINE, first_match
-from .weigh import Finding, Story, finding_of, weigh
+from .story import Finding, Story, finding_of
+from .weigh import weigh
 
 # They only pass on that a process of theirs failed; its own words stand elsewhere.
 _LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _RANK_ID = re.compile(r"\bRankID:(\d+)\)")  # Ascend's error lines
 _FINDINGS = 400  # of one row: the first ones and the last one are kept
+_TIMED = 40  # of one row: of so many the time is looked for
 _PRINTABLE = 0.7  # less than this share of a block's bytes: not text
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -120,13 +122,15 @@ def _read(name: str, blocks: Iterable[bytes], story: Story, exits: Exits) -> boo
         take(assembler.feed(line))
     take(assembler.finish())
     story.bytes += reader.bytes
-    story.progress[name] = reader.progress
+    story.progress |= reader.ended()
+    story.files += len(reader.parts)
     story.last[name] = reader.last if is_text else []
     return is_text
 
 
 def _note(message: Message, story: Story, exits: Exits, counts: dict[str, int], reader: Reader) -> None:
     """Match a message against the rows; what it says of exits is kept too."""
+    story.ranks.read(message)
     told = any(exits.read(line) for line in message.text.splitlines())
     if story.named_rank is None and (found := _RANK_ID.search(message.text)):
         story.named_rank = int(found[1])
@@ -140,7 +144,11 @@ def _note(message: Message, story: Story, exits: Exits, counts: dict[str, int], 
     counts[row.name] = counts.get(row.name, 0) + 1
     message.order = len(story.findings)
     if counts[row.name] <= _FINDINGS or row.weight == "done":
-        story.findings.append(finding_of(row, message, story.files))
+        when = reader.when(message.number) if counts[row.name] <= _TIMED else None
+        finding = finding_of(row, message, story.files + len(reader.parts), when)
+        if finding.rank is None and finding.local is not None:
+            story.ranks.gpus.add(finding.local)
+        story.findings.append(finding)
     if row.weight in ("cause", "likely"):
         reader.watch()
         message.progress = reader.progress

@@ -38,6 +38,7 @@ _PREFIXES = tuple(
         r"\[(?P<rank>\d{1,4})\]:? (?=\S|  )",
         r" ?(?P<rank>\d{1,4}): (?!\d)",  # srun --label
         # A Ray worker, a pod, a container, a host (pdsh).
+        r"\[(?P<stream>[a-z]+\d+\|(?P<rank>\d+))\]: ?",  # torchx: [trainer0|3]:
         r"(?P<stream>\(\w[\w.:-]* pid=\d+(?:, ip=[\w.:-]+)?\))(?: \[repeated[^\]]*\])? ?",
         r"(?P<stream>\[pod/[^\]\s]+\]) ?",
         r"(?P<stream>[a-z][\w.-]*[-_]\d+)\s+\| ",
@@ -50,6 +51,8 @@ _PREFIXES = tuple(
         # glog and torch's C++ logger: E0505 12:00:00.123456 140 file.cc:12]
         r"\[?(?:(?P<rank>\d+)\]:\[)?(?P<level>[DIWEF])\d{3,4} (?P<time>[\d:.]+) +\d* ?[\w./-]+:\d+\] ?",
         r"\[(?P<level>[DIWEF]) [\w./-]+:\d+\] ?",
+        r"(?:\[[A-Z][A-Za-z]{1,9}\] ?)?\[(?P<level>[DIWEF])\] ",  # TensorRT
+        r"\[?(?P<time>\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d)\]? ?",
         # Levels and places.
         r"(?P<level>[DIWEF]) \w+/[\w./-]+:\d+\] ",  # tensorflow
         r"\[" + _LEVEL + r"\|[^\]]*\] ?(?:[\w.]+:\d+ >> )?",  # transformers
@@ -80,6 +83,21 @@ def split_prefix(text: str) -> tuple[Prefix, str]:
         prefix = _with(prefix, found.groupdict())
         rest = rest[found.end() :]
     return prefix, rest
+
+
+def joined(outer: Prefix, inner: Prefix) -> Prefix:
+    """What a line's own prefix says, and then what its record says."""
+    return Prefix(
+        stream=f"{outer.stream} {inner.stream}".strip() if inner.stream else outer.stream,
+        rank=inner.rank if inner.rank is not None else outer.rank,
+        level=inner.level or outer.level,
+        time=outer.time or inner.time,
+    )
+
+
+def level_of(word: str) -> Level | None:
+    """'error' for "CRITICAL"; None for a word that is no level."""
+    return _LEVELS.get(word.lower())
 
 
 def _with(prefix: Prefix, said: dict[str, str | None]) -> Prefix:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -34,8 +35,9 @@ FILES = (
 class Signature:
     """One row. It matches a message when every condition that it has holds.
 
-    says: one of these, in lower case, is in the text. types: the exception has one of these names. pattern, stack,
-    unless: regular expressions on the text, on the traceback's frames, and on text that must not be there.
+    says: one of these, in lower case, is in the text. types: the exception has one of these names. pattern, also,
+    stack, unless: regular expressions on the text, on the line that `pattern` found, on the traceback's frames, and on
+    text that must not be there.
     passing: a line that only mentions it counts too. budget: for a process under a memory budget it means that this
     is used up. killed: it says that a process was killed, which an OOM killer did only if the node's memory says so
     (where that is known). example: a message that this row and no earlier one matches.
@@ -52,6 +54,7 @@ class Signature:
     says: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
     pattern: str = ""
+    also: str = ""
     stack: str = ""
     unless: str = ""
     passing: bool = False
@@ -60,17 +63,22 @@ class Signature:
     example_stack: str = ""
     file: str = ""
 
-    def matches(self, text: str, low: str, type: str, stack: str) -> bool:
-        """Cheapest first. low: the text in lower case."""
+    def matches(self, text: str, type: str, stack: str) -> bool:
+        """Whether every condition but `says` holds. Cheapest first."""
         if self.types and type not in self.types and not (type and self.types == ("*",) and type != ERROR_LINE):
             return False
-        if self.says and not any(words in low for words in self.says):
-            return False
-        if self.pattern and not _compiled(self.pattern).search(text):
+        if self.pattern and not self._says_in_a_line(text):
             return False
         if self.stack and not _compiled(self.stack).search(stack):
             return False
         return not (self.unless and _compiled(self.unless).search(text))
+
+    def _says_in_a_line(self, text: str) -> bool:
+        found = _compiled(self.pattern).search(text)
+        if found is None or not self.also:
+            return found is not None
+        start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+        return _compiled(self.also).search(text, start, len(text) if end < 0 else end) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +118,50 @@ def _read(name: str) -> list[Signature]:
 
 def first_match(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
     """The first row that matches. passing: the line only mentions it, so only rows that allow that are asked."""
-    low = text.lower()
-    return next((row for row in rows() if (row.passing or not passing) and row.matches(text, low, type, stack)), None)
+    every = rows()
+    for number in _candidates(text.lower()):
+        row = every[number]
+        if (row.passing or not passing) and row.matches(text, type, stack):
+            return row
+    return None
+
+
+_GRAM = 4  # characters
+
+
+@cache
+def _index() -> tuple[tuple[int, ...], dict[str, tuple[tuple[str, int], ...]], tuple[tuple[str, int], ...]]:
+    """Rows without words; words by one rare piece of each; words too short for that. Each with its row's number.
+
+    Thousands of words are looked for in every line: by a piece of four characters only few of them are left to try.
+    """
+    words = [(word, number) for number, row in enumerate(rows()) for word in row.says]
+    often = Counter(piece for word, _ in words for piece in _pieces(word))
+    by_piece: dict[str, list[tuple[str, int]]] = {}
+    for word, number in words:
+        if pieces := _pieces(word):
+            rare = min(pieces, key=lambda piece: (often[piece], piece in _COMMON))
+            by_piece.setdefault(rare, []).append((word, number))
+    bare = tuple(number for number, row in enumerate(rows()) if not row.says)
+    short = tuple((word, number) for word, number in words if len(word) < _GRAM)
+    return bare, {piece: tuple(found) for piece, found in by_piece.items()}, short
+
+
+_COMMON = frozenset(("erro", "rror", "fail", "memo", "emor", "mory", "not ", " not", "tion", "allo", "rank", "cuda"))
+
+
+def _pieces(text: str) -> set[str]:
+    return {text[start : start + _GRAM] for start in range(len(text) - _GRAM + 1)}
+
+
+def _candidates(low: str) -> list[int]:
+    """The rows whose words are in the text, and those that have none, in order."""
+    bare, by_piece, short = _index()
+    found = set(bare)
+    for piece in _pieces(low) & by_piece.keys():
+        found.update(number for word, number in by_piece[piece] if word in low)
+    found.update(number for word, number in short if word in low)
+    return sorted(found)
 
 
 @cache

@@ -1,0 +1,125 @@
+"""What a log's lines tell beside their words: who wrote them, when, and where one message ends."""
+
+from __future__ import annotations
+
+import json
+
+import autods
+from autods.failures.clock import clock_of
+from autods.failures.lines import Reader
+from autods.failures.records import record_of
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU {gpu} has a total capacity of 79 GiB"
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in <module>\n    loss.backward()\n'
+WAITED = "[E ProcessGroupNCCL.cpp:616] [Rank {rank}] Watchdog caught collective operation timeout: ran for 600010 ms"
+
+
+def test_a_json_record_gives_its_rank_and_its_traceback() -> None:
+    log = json.dumps(
+        {"ts": "2026-01-05T10:00:00Z", "level": "error", "rank": 9, "msg": "failed", "exc": TRACE + OOM.format(gpu=1)}
+    )
+    said = autods.diagnose(log)
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "device", 9)
+
+
+def test_data_in_json_is_no_record() -> None:
+    assert record_of('{"question": "CUDA out of memory?", "answer": "a smaller batch"}') is None
+    assert record_of('{"loss": 2.1, "step": 4}') is None
+
+
+def test_logfmt_is_read_as_a_record() -> None:
+    found = record_of('time=2026-01-05T10:00:00Z level=error rank=3 msg="no space left on device"')
+    assert found is not None
+    prefix, lines = found
+    assert (prefix.rank, prefix.level, lines) == (3, "error", ["no space left on device"])
+
+
+def test_a_containers_last_state_in_json_is_read() -> None:
+    state = {"state": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "startedAt": "2026-01-05T10:00:00Z"}}}
+    assert autods.diagnose(json.dumps(state), exit_code=137).tier == "host"
+
+
+def test_times_compare_where_they_tell_as_much() -> None:
+    iso, us = clock_of("2026-01-05 10:00:01,250 INFO"), clock_of("[01/05/2026 10:00:02] step")
+    assert iso is not None
+    assert us is not None
+    assert iso < us
+    assert clock_of("1767607200.5") is not None
+    assert clock_of("step 4 loss 2.1") is None
+    of_day = clock_of("10:00:01 step")
+    assert of_day is not None
+    assert of_day[0] != iso[0]
+
+
+def test_of_several_files_the_first_in_time_is_the_cause_whatever_its_name() -> None:
+    late = f"2026-01-05 10:30:00 [rank0]: {OOM.format(gpu=0)}"
+    early = f"01/05/2026 10:19:58 [rank9]: {OOM.format(gpu=1)}"
+    assert autods.diagnose({"a.log": late, "b.log": early}).rank == 9
+
+
+def test_a_text_made_of_several_files_is_taken_apart() -> None:
+    log = f"==> rank_0.log <==\n{WAITED.format(rank=0)}\n==> rank_3.log <==\n{TRACE}KeyError: 'labels'\n"
+    said = autods.diagnose(log)
+    assert (said.kind, said.rank) == ("user_code", 3)
+    assert said.places[0].startswith("rank_3.log")
+
+
+def test_ray_says_which_process_has_which_rank() -> None:
+    ranks = "\n".join(
+        f"(TorchTrainer pid=9) - (ip=10.0.0.1, pid={100 + n}) world_rank={n}, local_rank={n}" for n in range(40)
+    )
+    error = "".join(f"(RayTrainWorker pid=137) {line}\n" for line in (TRACE + OOM.format(gpu=0)).splitlines())
+    assert autods.diagnose(f"{ranks}\n{error}").rank == 37
+
+
+def test_the_kernel_names_a_process_and_its_log_the_rank() -> None:
+    killed = "Out of memory: Killed process 4121 (python) total-vm:301221100kB, anon-rss:250118000kB"
+    said = autods.diagnose({"rank_0.log": "pid 4120\nstep 1", "rank_1.log": "pid 4121\nstep 1", "dmesg.txt": killed})
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "host", 1)
+
+
+def test_a_gpus_index_is_the_rank_on_one_host_only() -> None:
+    one = "[launch.py:145:main] WORLD INFO DICT: {'localhost': [0, 1, 2, 3]}"
+    two = "[launch.py:145:main] WORLD INFO DICT: {'node-1': [0, 1], 'node-2': [0, 1]}"
+    assert autods.diagnose(f"{one}\n{TRACE}{OOM.format(gpu=2)}").rank == 2
+    assert autods.diagnose(f"{two}\n{TRACE}{OOM.format(gpu=1)}").rank is None
+
+
+def test_frames_in_a_box_are_a_stack() -> None:
+    box = "│ /opt/deepspeed/cuda_accelerator.py:217 in pin_memory │\n│ ❱ 217 │   return tensor.pin_memory()   │\n"
+    assert autods.diagnose(f"{box}RuntimeError: CUDA error: out of memory").tier == "pinned"
+
+
+def test_a_traceback_without_its_end_is_a_failure_of_unknown_cause() -> None:
+    said = autods.diagnose(f"step 1 loss 2.0\n{TRACE}")
+    assert (said.kind, said.action) == ("unknown", "retry")
+
+
+def test_an_exception_that_another_announces_is_what_happened() -> None:
+    text = f"{TRACE}torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n{OOM.format(gpu=0)}"
+    assert autods.diagnose(text).tier == "device"
+
+
+def test_the_kernels_line_is_not_the_rest_of_an_exceptions_text() -> None:
+    died = "RuntimeError: One of the subprocesses has abruptly died during map operation."
+    killed = "kernel: [811.2] Out of memory: Killed process 40123 (python3) total-vm:91234567kB, anon-rss:88012345kB"
+    assert autods.diagnose(f"{TRACE}{died}\n{killed}").tier == "host"
+
+
+def test_words_about_memory_as_a_value_are_no_shortage() -> None:
+    said = autods.diagnose(
+        f"{TRACE}ValueError: unknown value for --on-oom: 'CUDA out of memory' (choose from skip, abort)"
+    )
+    assert said.kind in ("user_code", "config")
+
+
+def test_a_log_whose_lines_all_differ_is_read_in_part() -> None:
+    lines = "".join(f"error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
+    taken = sum(1 for _ in Reader("").read([lines.encode()]))
+    assert taken < 10_000
+
+
+def test_a_failure_at_the_end_of_much_noise_is_found() -> None:
+    noise = "".join(f"2026-01-05 10:00:00 error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
+    said = autods.diagnose(f"{noise}[rank2]: {OOM.format(gpu=2)}\n", exit_code=1)
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "device", 2)
