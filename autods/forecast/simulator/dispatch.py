@@ -171,8 +171,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assume(f"{place}: {what}")
 
 
-# Code whose reading of values is its own business: gradient norms, overflow checks, random states.
-_OWN = ("/torch/", "/deepspeed/", "/autods/", "/transformers/masking_utils.py", "<frozen", "<string>", "/contextlib.py")
+# What they read is no assumption about the model: gradient norms, overflow checks; whether there is padding at all.
+_QUIET = ("/deepspeed/", "/transformers/masking_utils.py")
+# Passed over on the way to the model's code.
+_OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
 
 
 # Set after the class is made: torch wraps what it finds in the class in a guard against torch.compile, which costs as
@@ -185,7 +187,7 @@ def _outside_frame() -> str | None:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/deepspeed/" in name:
+        if any(part in name for part in _QUIET):
             return None
         if not any(part in name for part in _OWN):
             return f"{name}:{frame.f_lineno}"
