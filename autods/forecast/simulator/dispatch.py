@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .collectives import collective
+from .collectives import collective, copied_by_gloo
 from .ledger import PINNED, Ledger
 from .recipes import Recipes
 
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _handler_of(self, func: Any) -> Handler:
         if func.namespace == "c10d":
-            return lambda func, args, kwargs: collective(func, args)
+            return self._collective
         if func.namespace not in _BUILT_IN:
             return self._custom
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
@@ -62,6 +62,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._recipes.call(func, args, kwargs, self._plain)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.ledger.one_memory:
+            self.ledger.copy(copied_by_gloo(func, args))
+        return collective(func, args)
 
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
