@@ -1,7 +1,7 @@
 """What glibc's malloc holds of a CPU rank's tensors, as autods starts its ranks (`cluster/node.py`).
 
 MALLOC_MMAP_THRESHOLD_ is 64 KiB: each tensor from there on is a mapping of its own, of whole pages. Smaller ones share
-the heap, which keeps its size while anything lies at its end.
+the heap, which keeps its size while anything lies at its end. What collectives copy inside is a mapping for a moment.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ def replay_process(trace: Trace) -> Replayed:
     mapped = small = most_small = 0
     allocated: dict[ForecastPhase, int] = {}
     reserved: dict[ForecastPhase, int] = {}
+    copied: dict[int, int] = {}  # before which event, and how much; of several there they come one after the other
+    for count, size in trace.copied:
+        copied[count] = max(copied.get(count, 0), size)
     for first, stop, phase in phases(trace):
         most, most_held = mapped + small, mapped + most_small
-        for event in trace.events[first:stop]:
+        for index, event in enumerate(trace.events[first:stop], first):
+            if index in copied:
+                size = copied[index]
+                inside = mapped + (_pages(size) if size >= _MAPPED_FROM else 0)
+                most, most_held = max(most, inside + small), max(most_held, inside + most_small)
             if event >= _MAPPED_FROM:
-                size = -(-(event + _ALIGNED) // _PAGE) * _PAGE
+                size = _pages(event)
                 sizes.append(size)
                 mapped += size
             elif event > 0:
@@ -53,3 +60,8 @@ def replay_process(trace: Trace) -> Replayed:
         by_phase=reserved,
         allocated_by_phase=allocated,
     )
+
+
+def _pages(size: int) -> int:
+    """What a mapping of its own takes."""
+    return -(-(size + _ALIGNED) // _PAGE) * _PAGE

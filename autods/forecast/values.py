@@ -39,14 +39,16 @@ class Trace:
 
     events: a value ≥ 0 allocates that many bytes (as asked for, not rounded); blocks are numbered from 0 in this order.
     A value < 0 frees block −value − 1. marks: (number of events before it, phase), ascending; a phase lasts until the
-    next mark, and phases come again in the second step. unrounded: blocks that torch's allocator has no part in, such as
-    the buffers that DeepSpeed's async_io page-locks itself. emptied: numbers of events before each empty_cache().
+    next mark, and phases come again in the second step. unrounded: blocks that torch's allocator has no part in, such
+    as the buffers that DeepSpeed's async_io page-locks itself. emptied: numbers of events before each empty_cache().
+    copied: (number of events before it, bytes that a collective allocates inside and frees at its end), of CPU ranks.
     """
 
     events: Sequence[int]
     marks: tuple[tuple[int, ForecastPhase], ...]
     unrounded: frozenset[int] = frozenset()
     emptied: tuple[int, ...] = ()
+    copied: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

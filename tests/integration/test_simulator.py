@@ -149,7 +149,7 @@ def test_every_precision_is_simulated(llama: Simulator, precision: str) -> None:
 
 
 def test_what_the_model_raises_is_named_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(SimulationFailed, match=r"model\.py:9: ValueError: my mistake") as failed:
+    with pytest.raises(SimulationFailed, match=r"model\.py:10: ValueError: my mistake") as failed:
         simulated(tmp_path, 'raise ValueError("my mistake")')
     assert failed.value.kind == "user_code"
 
@@ -164,7 +164,7 @@ def test_what_the_model_raises_is_named_with_its_line(tmp_path: Path) -> None:
 def test_what_depends_on_values_is_assumed_and_said(tmp_path: Path, line: str, said: str) -> None:
     assumed = simulated(tmp_path, line).assumed
     assert len(assumed) == 1
-    assert f"{tmp_path}/model.py:9" in assumed[0]
+    assert f"{tmp_path}/model.py:10" in assumed[0]
     assert said in assumed[0]
 
 

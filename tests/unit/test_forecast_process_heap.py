@@ -26,3 +26,12 @@ def test_each_phase_tells_its_own_peak() -> None:
     replayed = replay_process(Trace(events=(MIB, -1, 8 * MIB), marks=marks))
     assert list(replayed.by_phase) == ["init", "forward", "step"]
     assert replayed.by_phase["init"] < 2 * MIB < 8 * MIB < replayed.by_phase["step"]
+
+
+def test_what_a_collective_copies_counts_while_it_runs() -> None:
+    marks = ((0, "init"), (1, "backward"), (2, "step"))
+    events = (MIB, MIB, -2, MIB)
+    replayed = replay_process(Trace(events=events, marks=marks, copied=((2, 8 * MIB), (2, 4 * MIB), (3, 100))))
+    assert replayed.by_phase["init"] < 2 * MIB
+    assert 10 * MIB < replayed.by_phase["step"] < 10 * MIB + 20 * KIB
+    assert replayed.peak_reserved_bytes == replayed.by_phase["step"]

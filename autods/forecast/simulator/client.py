@@ -197,6 +197,7 @@ def _simulated(said: dict[str, Any]) -> Simulated:
             marks=tuple((count, phase) for count, phase in packed["marks"]),
             unrounded=frozenset(packed.get("unrounded", ())),
             emptied=tuple(packed.get("emptied", ())),
+            copied=tuple((count, size) for count, size in packed.get("copied", ())),
         )
     assumed = tuple(said.pop("assumed"))
     return Simulated(traces=traces, assumed=assumed, **said)

@@ -34,3 +34,31 @@ def collective(func: Any, args: Any) -> Any:
     work = torch._C._distributed_c10d.FakeWork().boxed()
     out = [work if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     return out[0] if len(out) == 1 else tuple(out)
+
+
+# Operator → the argument that gloo copies whole, whatever the number of ranks (measured: torch 2.13, 1 to 3 ranks).
+_COPIED = {
+    "_allgather_base_": 0,
+    "allgather_": 0,
+    "allgather_into_tensor_coalesced_": 0,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+}
+_IN_SEGMENTS = ("allreduce_", "allreduce_coalesced_", "reduce_")
+_TWO_SEGMENTS = 2 << 20
+
+
+def copied_by_gloo(func: Any, args: Any) -> int:
+    """Bytes that a collective of CPU ranks allocates inside, until it ends."""
+    name = func._schema.name.partition("::")[2]
+    if name in _COPIED:
+        return _bytes(args[_COPIED[name]])
+    if name in _IN_SEGMENTS and torch.distributed.get_world_size() > 1:
+        return min(_TWO_SEGMENTS, _bytes(args[0]))
+    return 0
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_bytes(tensor) for tensor in tensors)

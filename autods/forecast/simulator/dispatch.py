@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .collectives import collective
+from .collectives import collective, copied_by_gloo
 from .ledger import PINNED, Ledger
 from .recipes import Recipes
 
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _handler_of(self, func: Any) -> Handler:
         if func.namespace == "c10d":
-            return lambda func, args, kwargs: collective(func, args)
+            return self._collective
         if func.namespace not in _BUILT_IN:
             return self._custom
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
@@ -62,6 +62,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._recipes.call(func, args, kwargs, self._plain)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.ledger.one_memory:
+            self.ledger.copy(copied_by_gloo(func, args))
+        return collective(func, args)
 
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -171,8 +176,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assume(f"{place}: {what}")
 
 
-# Code whose reading of values is its own business: gradient norms, overflow checks, random states.
-_OWN = ("/torch/", "/deepspeed/", "/autods/", "/transformers/masking_utils.py", "<frozen", "<string>", "/contextlib.py")
+# What they read is no assumption about the model: gradient norms, overflow checks; whether there is padding at all.
+_QUIET = ("/deepspeed/", "/transformers/masking_utils.py")
+# Passed over on the way to the model's code.
+_OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
 
 
 # Set after the class is made: torch wraps what it finds in the class in a guard against torch.compile, which costs as
@@ -185,7 +192,7 @@ def _outside_frame() -> str | None:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/deepspeed/" in name:
+        if any(part in name for part in _QUIET):
             return None
         if not any(part in name for part in _OWN):
             return f"{name}:{frame.f_lineno}"

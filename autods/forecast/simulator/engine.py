@@ -148,4 +148,6 @@ def in_scratch(config: Mapping[str, Any], scratch: str) -> dict[str, Any]:
 def _packed(ledger: Ledger, tier: int) -> dict[str, Any]:
     events, marks = ledger.trace(tier)
     packed = {"events": base64.b64encode(events.tobytes()).decode(), "marks": marks}
-    return packed | ({"emptied": ledger.emptied} if tier == DEVICE else {"unrounded": ledger.locked})
+    return packed | (
+        {"emptied": ledger.emptied, "copied": ledger.copied} if tier == DEVICE else {"unrounded": ledger.locked}
+    )

@@ -39,6 +39,7 @@ class Ledger:
         self._blocks = [0, 0, 0]
         self._marks: list[list[tuple[int, ForecastPhase]]] = [[], [], []]
         self.emptied: list[int] = []  # events of the device before each empty_cache()
+        self.copied: list[tuple[int, int]] = []  # events of the device before each collective, bytes of its copies
         self.locked: list[int] = []  # pinned blocks that DeepSpeed locks itself
         self.kinds = bytearray()  # of the device's blocks: what allocated them
         self.kind_of_new = _unknown
@@ -59,7 +60,7 @@ class Ledger:
         self._events = [array("q"), array("q"), array("q")]
         self._blocks = [0, 0, 0]
         self._marks = [[], [], []]
-        self.emptied, locked, self.locked = [], set(self.locked), []
+        self.emptied, self.copied, locked, self.locked = [], [], set(self.locked), []
         self.begin("init")
         old_kinds, self.kinds = self.kinds, bytearray()
         for key, (size, tier, block, watch) in list(self._live.items()):  # insertion order: that of allocation
@@ -79,7 +80,7 @@ class Ledger:
         self._by_phase.clear()
         self._events = [array("q"), array("q"), array("q")]
         self._blocks, self._marks, self.kinds = [0, 0, 0], [[], [], []], bytearray()
-        self.emptied, self.locked = [], []
+        self.emptied, self.copied, self.locked = [], [], []
 
     def see(self, tensor: Any, tier: int | None = None) -> None:
         """Enter the tensor's storage if it is new or has another size than before."""
@@ -117,6 +118,11 @@ class Ledger:
     def empty_cache(self, *args: Any) -> None:
         """The allocator gives back what it caches."""
         self.emptied.append(len(self._events[DEVICE]))
+
+    def copy(self, size: int) -> None:
+        """A collective is about to allocate so much inside. That is no tensor, and no part of the live bytes."""
+        if size:
+            self.copied.append((len(self._events[DEVICE]), size))
 
     def lock(self, tensor: Any) -> None:
         """A pinned tensor that does not come from torch's allocator, and is not rounded."""
