@@ -3,11 +3,13 @@
 pip install --group bench -c constraints.txt
 python tests/benchmarks/forecast_accuracy.py [--models gpt2,llama] [--rungs zero3] [--micro-batches 1,8] [--json]
     [--trials tests/benchmarks/results/forecast_verdicts.json] [--out FILE] [--check]
+    [--engine tests/benchmarks/results/forecast_accuracy.json]
 
 Two truths. engine: DeepSpeed's real engine as rank 0 of 8 on real CPU tensors (fake process group), small models of
 five architectures, bf16, AdamW; the peak of live bytes over init and two steps, all tiers together. They are counted by
 a few lines that share nothing with the forecast; --check counts them a second time with torch's MemTracker.
-trial: peaks of real CPU ranks that forecast_verdicts.py measured, processes and malloc included.
+trial: peaks of real CPU ranks that forecast_verdicts.py measured, processes and malloc included. --engine: cases of an
+earlier result, so that only the trials' are made again.
 
 An error is said / true − 1. Too low: below the truth by more than 5 %, which sends a user into an out of memory.
 
@@ -37,7 +39,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,7 @@ def main() -> int:
     parser.add_argument("--micro-batches", default="1,8")
     parser.add_argument("--checkpointing", default="off,on")
     parser.add_argument("--trials", type=Path, default=RESULTS / "forecast_verdicts.json")
+    parser.add_argument("--engine", type=Path, help="take the engine's cases of this result instead of running them")
     parser.add_argument("--check", action="store_true", help="count the engine's bytes with MemTracker, too")
     parser.add_argument("--out", type=Path, default=RESULTS / "forecast_accuracy.json")
     parser.add_argument("--json", action="store_true", help="print what is written to --out")
@@ -114,7 +117,7 @@ def main() -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     need_peers()
     cases = []
-    for case in [*of_the_engine(options), *of_trials(options.trials)]:
+    for case in chain(again(options.engine) if options.engine else of_the_engine(options), of_trials(options.trials)):
         cases.append(case)
         print(line_of(case), file=sys.stderr, flush=True)
     scores = {truth: scored([case for case in cases if case.truth == truth]) for truth in ("engine", "trial")}
@@ -167,6 +170,12 @@ def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
                         found = ()
                     for micro_batch, simulated in zip(sizes, found, strict=False):
                         yield engine_case(golden, subject, ask, micro_batch, simulated, check=options.check)
+
+
+def again(path: Path) -> Iterator[Case]:
+    """The engine's cases of an earlier result."""
+    said = json.loads(path.read_text())["cases"]
+    return (Case(**case) for case in said if case["truth"] == "engine")
 
 
 def engine_case(golden: Any, subject: Subject, ask: Any, micro_batch: int, simulated: Any, *, check: bool) -> Case:

@@ -56,7 +56,7 @@ BASE = {"bf16": {"enabled": True}, "steps_per_print": 10**9}
 WORKLOADS: Mapping[str, str | Mapping[str, Any]] = {
     "gpt": "examples/gpt.py",
     "t5": {
-        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "num_layers": 4, "num_decoder_layers": 4,
+        "model_type": "t5", "is_encoder_decoder": True, "num_layers": 4, "num_decoder_layers": 4,
         "d_model": 384, "d_ff": 1536, "d_kv": 64, "num_heads": 6, "vocab_size": 8000, "n_positions": 96,
     },
     "bert": {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,20 @@ def test_what_transformers_cannot_build_is_refused_in_two_lines(
     assert said in str(caught.value)
     assert str(caught.value).startswith(str(path))
     assert len(str(caught.value).splitlines()) <= 2
+
+
+_NEW_MODULES = """
+import sys
+from pathlib import Path
+from autods.workload import load, source_of
+workload = load(source_of(Path(sys.argv[1])))
+before = set(sys.modules)
+workload.build_model()
+print(len(set(sys.modules) - before))
+"""
+
+
+def test_the_models_code_is_imported_with_the_workload_and_not_by_each_rank_under_its_budget(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _NEW_MODULES, str(write(tmp_path, CONFIGS["bert"]))]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(said.stdout.splitlines()[-1]) < 50
