@@ -14,7 +14,9 @@ earlier result, so that only the trials' are made again.
 An error is said / true − 1. Too low: below the truth by more than 5 %, which sends a user into an out of memory.
 
 What each tool says, and what it does not count:
-- autods: against the engine the simulated engine's live bytes, against trials the forecast's middle.
+- autods: against the engine the simulated engine's live bytes, against trials the forecast's middle. It runs the same
+  code of DeepSpeed on fake tensors: what it can get wrong against the engine is what an operator allocates and keeps.
+  The simulated GPU is compared in forecast_golden.py.
 - deepspeed: estimate_zero2_model_states_mem_needs and estimate_zero3_…, the variant of the rung, zero_init=False as in
   the run; device + host / ranks where the rung offloads (elsewhere the host's part is the loading of the model). The
   host's part holds a safety factor of 1.5; "no factor" is the same with 1. Not counted: activations, logits, buckets,

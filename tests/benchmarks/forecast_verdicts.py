@@ -13,7 +13,7 @@ The constants of CPU ranks were set on two models at micro batch 1: those rows a
 After: the verdicts for micro batches from 2 on, once the trials of the same setup at micro batch 1 were learned from;
 before: the same cases without that.
 
---measured: peaks of an earlier run, so that only the forecast is made again. --nvme: zero3-nvme is trained too.
+--measured: peaks of earlier runs, so that only the forecast is made again. --nvme: zero3-nvme is trained too.
 """
 
 from __future__ import annotations
@@ -131,15 +131,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setups", help="names, separated by semicolons; all if not given")
     parser.add_argument("--verify", type=int, default=12, help="rows that are trained again under budgets")
-    parser.add_argument("--measured", type=Path, help="take the peaks of this result instead of running trials")
+    parser.add_argument("--measured", type=Path, nargs="+", help="take the peaks of these results, run no trials")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--nvme", type=Path, help="a folder for zero3-nvme, which is left out without one")
     parser.add_argument("--json", action="store_true", help="print what is written to --out")
     options = parser.parse_args()
     wanted = options.setups.split(";") if options.setups else [setup.name for setup in SETUPS]
     setups = [setup for setup in SETUPS if setup.name in wanted]
-    known = read(options.measured) if options.measured else {"rows": [], "verified": []}
-    rows, verified = [Row(**_without_forecast(row)) for row in known["rows"]], known["verified"]
+    known = [json.loads(path.read_text()) for path in options.measured or ()]
+    rows = [Row(**_without_forecast(row)) for said in known for row in said["rows"]]
+    verified = [case for said in known for case in said["verified"]]
     with tempfile.TemporaryDirectory() as scratch:
         if not options.measured:
             for new, under in train(setups, options.verify, Path(scratch), options.nvme):
@@ -415,11 +416,6 @@ def versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-
-
-def read(path: Path) -> dict[str, Any]:
-    """An earlier result."""
-    return dict(json.loads(path.read_text()))
 
 
 def _without_forecast(row: Mapping[str, Any]) -> dict[str, Any]:
