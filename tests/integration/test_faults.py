@@ -135,6 +135,20 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the
     assert not [folder for folder in dead if folder.exists()]
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_driver_that_ends_while_the_forecast_is_made_leaves_no_simulation(tmp_path, number):
+    scene = Scene.at(tmp_path)
+    driver = start_fit(scene, forecast=True)
+    try:
+        wait_for(lambda: len(scene.simulators()) > 1, 120)  # the prepared process and an engine
+        os.kill(driver.pid, number)
+        wait_for(lambda: not scene.simulators(), 5)
+        driver.wait(60)
+    finally:
+        driver.kill()
+        driver.wait()
+
+
 def test_a_driver_that_is_killed_while_the_zygote_still_loads_leaves_nothing(tmp_path):
     scene = Scene.at(tmp_path)
     driver = start_fit(scene)

@@ -62,13 +62,11 @@ class Scene:
 
     def family(self) -> set[int]:
         """The zygote and all that it and its ranks forked: they share its command line."""
-        found = set()
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_text()
-                if "autods.cluster.zygote" in command and f'"{self.path}"' in command:
-                    found.add(pid)
-        return found
+        return {pid for pid in pids_of("autods.cluster.zygote") if f'"{self.path}"' in command_of(pid)}
+
+    def simulators(self) -> set[int]:
+        """The prepared process of the forecast and its engines."""
+        return {pid for pid in pids_of("autods.forecast.simulator.worker") if f'"{self.path}"' in command_of(pid)}
 
     def zygote(self) -> psutil.Process:
         family = self.family()
@@ -102,6 +100,19 @@ class Scene:
         return left
 
 
+def pids_of(module: str) -> set[int]:
+    """Processes that run this module."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return {pid for pid in pids if module in command_of(pid)}
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 def a_trial(rung: str = "zero1") -> Trial:
     return Trial(rung=rung, knobs=Knobs(checkpointing=False), purpose="walk", native_optimizer=False)
 
@@ -133,10 +144,11 @@ def kill_during(
     return Seen(outcome=outcome, gone_ms=gone_ms, left=[] if error else scene.left(zygote=True)), error
 
 
-def start_fit(scene: Scene, *more: str) -> subprocess.Popen[bytes]:
+def start_fit(scene: Scene, *more: str, forecast: bool = False) -> subprocess.Popen[bytes]:
     """`autods fit` in a session of its own; what it says goes to `said.txt` in the fit's folder."""
     scene.out.mkdir(exist_ok=True)
     asked = ["--device", "cpu", "--gpus", "2", "--gpu-memory", "1GiB", "--config", "quick", "--out", str(scene.out)]
+    asked += [] if forecast else ["--no-forecast"]
     with open(scene.out / "said.txt", "wb") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "autods", "fit", str(scene.path), *asked, *more],
