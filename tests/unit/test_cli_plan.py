@@ -84,7 +84,8 @@ def test_every_option_reaches_the_plan() -> None:
         "workload": "llama/config.json", "gpus": 8, "nodes": 2, "on": None, "gpu_memory": "80GiB",
         "host_memory": "1TiB", "nvme": "2TiB", "nvme_path": "/n", "device": "cpu", "task": "seq2seq", "seq_len": 512,
         "target_len": 64, "micro_batch": 4, "global_batch": 64, "precision": "fp16", "checkpointing": "off",
-        "zero_init": True, "as_written": True, "base_config": "base.json", "ladder": "zero1,zero2", "strategies": (Path("a"),),
+        "zero_init": True, "as_written": True, "base_config": "base.json", "ladder": "zero1,zero2",
+        "strategies": (Path("a"),),
         "largest": False,
     }  # fmt: skip
 
