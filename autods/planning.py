@@ -13,6 +13,7 @@ from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
 from .forecast.protocol import Simulator, Start
+from .forecast.remembered import remembered
 from .forecast.simulator import SimulationFailed
 from .forecasting import Work, estimate_rung, forecast_rung
 from .hardware import versions
@@ -138,4 +139,4 @@ def _simulated(source: WorkloadSource) -> Iterator[Simulator]:
     from .forecast import simulator
 
     with simulator.Simulator(source, processes=_PROCESSES) as real:
-        yield WithFormulas(real)
+        yield WithFormulas(remembered(real, source))

@@ -81,27 +81,53 @@ def need_of_deepened(
 ) -> Need:
     """What a rank needs for the whole model: what the allocators add is taken from the deeper of the two."""
     known = need_of(ask, deeper, constants, expandable=expandable)
-    ranks = min(ask.ranks_per_node, ask.world_size)
+    decides = max(whole.live_bytes, key=lambda phase: whole.live_bytes[phase].get("device", 0))
     grown = {
         phase: tiers.get("device", 0) - deeper.live_bytes[phase].get("device", 0)
         for phase, tiers in whole.live_bytes.items()
     }
-    by_phase = {phase: held + grown.get(phase, 0) for phase, held in known.by_phase.items()}
+    # Where initialising decides, later phases have room to spare, which they have not in the shallow model.
+    basis = _init_alone(deeper) if decides == "init" else deeper
+    base = known if basis is deeper else need_of(ask, basis, constants, expandable=expandable)
+    more = _most(whole, "device") - _most(basis, "device")
+    if decides != "init" and get(ask.ds_config, "zero_optimization.stage") == 3:
+        # Stage 3 allocates by the parameter: what is lost between blocks grows with them. Flat buffers lose the same.
+        more = round(more * base.tensors_bytes / max(1, base.live_bytes))
+    device = _plus(base.device, more)
+    tensors = base.tensors_bytes + more
+    own = base.device.peak_bytes - base.tensors_bytes
+    by_phase = {phase: min(held + grown.get(phase, 0), tensors + own) for phase, held in known.by_phase.items()}
     ratio = _ratio(_most(whole, "pinned"), _most(deeper, "pinned"))
     pinned = known.pinned.times(Ratios(low=ratio, middle=ratio, high=ratio))
-    device = max(by_phase.values(), default=0) - max(known.by_phase.values(), default=0)
     host = _most(whole, "host", "pinned") - _most(deeper, "host", "pinned")
     rounding = (pinned.peak_bytes - pinned.low_bytes) - (known.pinned.peak_bytes - known.pinned.low_bytes)
-    nvme = (whole.nvme_bytes - deeper.nvme_bytes) * ranks
+    nvme = (whole.nvme_bytes - deeper.nvme_bytes) * min(ask.ranks_per_node, ask.world_size)
     return replace(
         known,
-        device=_plus(known.device, device),
+        device=device,
+        beside=base.beside,
         host=_plus(known.host, host + rounding),
         pinned=pinned,
         nvme=_plus(known.nvme, nvme),
         live_bytes=_most(whole, "device"),
-        tensors_bytes=known.tensors_bytes + device,
-        by_phase=by_phase,
+        tensors_bytes=tensors,
+        by_phase=by_phase | {decides: tensors + own},
+    )
+
+
+def _init_alone(simulated: Simulated) -> Simulated:
+    """As if nothing had been run after initialising."""
+    trace = simulated.traces["device"]
+    stop = next((at for at, phase in trace.marks if phase != "init"), len(trace.events))
+    cut = replace(
+        trace,
+        events=trace.events[:stop],
+        marks=tuple(mark for mark in trace.marks if mark[0] < stop),
+        emptied=tuple(at for at in trace.emptied if at <= stop),
+        copied=tuple(copy for copy in trace.copied if copy[0] <= stop),
+    )
+    return replace(
+        simulated, traces={**simulated.traces, "device": cut}, live_bytes={"init": simulated.live_bytes["init"]}
     )
 
 

@@ -34,14 +34,14 @@ MODELS: dict[str, tuple[dict[str, int], list[str]]] = {
             "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
             "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
         },
-        ["--gpus", "8", "--nodes", "8", "--host-memory", "2TiB", "--nvme", "10TiB"],
+        ["--gpus", "64", "--nodes", "8", "--host-memory", "2TiB", "--nvme", "10TiB"],
     ),
     "405b": (
         {
             "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
             "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
         },
-        ["--gpus", "8", "--nodes", "128", "--host-memory", "2TiB", "--nvme", "10TiB"],
+        ["--gpus", "1024", "--nodes", "128", "--host-memory", "2TiB", "--nvme", "10TiB"],
     ),
 }  # fmt: skip
 _TICK = os.sysconf("SC_CLK_TCK")
