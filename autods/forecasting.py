@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 
 from .asks import Sizing, ask_for, holds_for, limits_of, on_site, overruled
+from .forecast.constants import read_constants
+from .forecast.depth import deepened, depths_for, need_of_deepened
 from .forecast.events import Forecasted, ForecastListener, Simulating
 from .forecast.judge import judged
 from .forecast.largest import MOST_MICRO_BATCH, Largest, largest
@@ -38,19 +40,25 @@ class Work:
     listen: ForecastListener
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
+    estimated: set[tuple[str, str]] = field(default_factory=set)  # of what is found: first guesses, to be replaced
     failures: list[SimulationFailed] = field(default_factory=list)
     sample_bytes: float | None = None  # on the device, as the last search found; rungs share their activations
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
-    def tell(self, site: Site, forecast: RungForecast) -> None:
-        """Keep it and pass it on to whoever waits."""
+    def tell(self, site: Site, forecast: RungForecast, *, estimated: bool = False) -> None:
+        """Keep it and pass it on to whoever waits. estimated: it will be told again, better."""
         with self.lock:
             if self.stopped:
                 return
             self.found[site.machine.name, forecast.rung] = forecast
+            if estimated:
+                self.estimated.add((site.machine.name, forecast.rung))
+            else:
+                self.estimated.discard((site.machine.name, forecast.rung))
             total = len(self.question.ladder) * len(self.question.sites)
-            self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
+            done = len(self.found) - len(self.estimated)
+            self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=done, total=total))
 
     def settled(self, site: Site) -> bool:
         """Whether a rung is known to fit there."""
@@ -76,6 +84,30 @@ def forecast_rung(work: Work, rung: Rung, sites: Sequence[Site], sizing: Sizing,
         own = _on_one_engine(work, shared, search=search)
     for site, ask in own:
         _on_one_engine(work, [(site, on_site(ask, site))], search=search)
+
+
+def estimate_rung(work: Work, rung: Rung, site: Site, sizing: Sizing) -> None:
+    """Say of a deep model's rung what two shallow ones let expect, where that is quick. What fails says nothing."""
+    ask = ask_for(rung, site, work.question, work.facts, sizing)
+    depths = depths_for(ask, work.facts) if isinstance(ask, Ask) else None
+    if not isinstance(ask, Ask) or depths is None or work.stopped:
+        return
+    work.listen(Simulating(rung=rung.name, micro_batch=site.micro_batch))
+    try:
+        shallow, deeper = (
+            work.simulator.simulate(replace(ask, layers=layers), [site.micro_batch])[0]
+            for layers in (depths.shallow, depths.deeper)
+        )
+    except SimulationFailed:
+        return  # the whole model's simulation will say why
+    if not deeper.traces:
+        return  # the formulas, which know no layers
+    here, constants = on_site(ask, site), read_constants()
+    whole = deepened(ask, shallow, deeper, depths)
+    need = need_of_deepened(here, whole, deeper, constants)
+    limits, emulated = limits_of(site, work.question), here.device == "cpu"
+    said = judged(here, whole, limits=limits, emulated=emulated, constants=constants, exact=False, need=need)
+    work.tell(site, said, estimated=True)
 
 
 def _on_one_engine(work: Work, asked: Sequence[tuple[Site, Ask]], *, search: bool) -> list[tuple[Site, Ask]]:

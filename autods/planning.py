@@ -13,8 +13,9 @@ from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
 from .forecast.protocol import Simulator, Start
+from .forecast.remembered import remembered
 from .forecast.simulator import SimulationFailed
-from .forecasting import Work, forecast_rung
+from .forecasting import Work, estimate_rung, forecast_rung
 from .hardware import versions
 from .ladder import Rung
 from .question import Question, Site
@@ -63,7 +64,7 @@ def _work_through(work: Work) -> None:
         for sizing, sites in groups_of(question.sites)
         for rung in question.ladder
     ]
-    _in_parallel(work, jobs, only_unsettled=several)
+    _in_parallel(work, jobs, only_unsettled=several, estimate=not several)
     if work.failures and not any(forecast.memory for forecast in work.found.values()):
         raise work.failures[0]
     if several and question.largest:
@@ -86,8 +87,12 @@ def _where_best(work: Work, job: _Job) -> _Job:
     return replace(job, sites=sites, search=True)
 
 
-def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
-    """Every job, some at a time, in order. The first that raises ends the others."""
+def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool, estimate: bool = False) -> None:
+    """Every job, some at a time, in order. The first that raises ends the others. estimate: a quick round first."""
+
+    def guess(job: _Job) -> None:
+        for site in job.sites:
+            estimate_rung(work, job.rung, site, job.sizing)
 
     def do(job: _Job) -> None:
         sites = [site for site in job.sites if not (only_unsettled and work.settled(site))]
@@ -96,7 +101,9 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
 
     pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
     try:
-        for done in wait([pool.submit(do, job) for job in jobs], return_when=FIRST_EXCEPTION).done:
+        tasks = [pool.submit(guess, job) for job in jobs] if estimate else []
+        tasks += [pool.submit(do, job) for job in jobs]
+        for done in wait(tasks, return_when=FIRST_EXCEPTION).done:
             done.result()
     except BaseException:
         work.stopped = True
@@ -132,4 +139,4 @@ def _simulated(source: WorkloadSource) -> Iterator[Simulator]:
     from .forecast import simulator
 
     with simulator.Simulator(source, processes=_PROCESSES) as real:
-        yield WithFormulas(real)
+        yield WithFormulas(remembered(real, source))

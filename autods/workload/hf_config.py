@@ -119,6 +119,7 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
 
     autos = {name: getattr(transformers, auto) for name, auto in _AUTO.items()}
     if type(config) in autos[task]._model_mapping:
+        autos[task]._model_mapping[type(config)]  # imports the model's code now, before processes are forked
         return autos[task]
     able = [name for name, auto in autos.items() if type(config) in auto._model_mapping]
     mend = f"give --task {' or '.join(able)}" if able else "write a model.py with build_model and build_batch"

@@ -58,10 +58,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._custom
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
             return self._factory
-        return self._remembered if Recipes.fits(func) else self._plain
+        if not Recipes.fits(func):
+            return self._plain
+        return self._viewed if func.is_view or func is _aten._unsafe_view.default else self._remembered
 
     def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._recipes.call(func, args, kwargs, self._plain)
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._recipes.view(func, args, kwargs, self._plain)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.ledger.one_memory:

@@ -17,7 +17,7 @@ from ...trial.survey import facts_of
 from ...values import Phase
 from ...workload import Workload
 from ..values import Ask, ForecastPhase
-from . import collectives, large_worlds, states
+from . import collectives, large_worlds, layered, states
 from .ledger import DEVICE, PINNED, Ledger
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
@@ -29,7 +29,7 @@ class Stage:
     def __init__(self, *, cpu: bool) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from . import attention, fake_tensors, kernels, torch_cuda
+        from . import attention, fake_tensors, kernels, shortcuts, torch_cuda
         from .dispatch import Recorder
 
         self.ledger = Ledger(one_memory=cpu)
@@ -39,6 +39,7 @@ class Stage:
         fake_tensors.install(self.ledger)
         kernels.install(self.ledger)
         collectives.agree_with_everybody()
+        shortcuts.install()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
         self._recorder = Recorder(self.ledger, self._fake)
@@ -50,11 +51,30 @@ class Stage:
             yield
 
 
-class Engine:
-    """Lives in a process of its own, forked from the prepared one."""
+class Rank:
+    """What engines of one rank share until DeepSpeed sees the model: the world that was joined, and the model."""
 
-    def __init__(self, stage: Stage, workload: Workload, ask: Ask, scratch: str) -> None:
-        self._stage, self._workload, self._ask = stage, workload, ask
+    def __init__(self, stage: Stage, workload: Workload, ask: Ask) -> None:
+        self._ledger = ledger = stage.ledger
+        ledger.device_bytes = ask.device_bytes
+        self.error: BaseException | None = None  # what the user's code raised; every engine passes it on
+        self.model: Any = None
+        collectives.join(ask.world_size, ask.ranks_per_node)
+        large_worlds.install(ask.world_size)
+        ledger.kind_of_new = states.KindOfNew(ledger)
+        ledger.begin("init")
+        with stage.on():
+            try:
+                self.model = build(workload, checkpointing=ask.checkpointing)
+            except BaseException as error:
+                self.error = error
+
+
+class Engine:
+    """Lives in a process of its own, forked from one that has built its rank."""
+
+    def __init__(self, stage: Stage, workload: Workload, ask: Ask, scratch: str, rank: Rank | None = None) -> None:
+        self._stage, self._workload, self._ask, self._rank = stage, workload, ask, rank
         self._config = in_scratch(ask.ds_config, scratch)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
@@ -82,17 +102,21 @@ class Engine:
         return self._report(micro_batch, elements, first, time.perf_counter() - began)
 
     def _start(self, micro_batch: int) -> Any:
-        ledger, workload = self._stage.ledger, self._workload
-        collectives.join(self._ask.world_size, self._ask.ranks_per_node)
-        large_worlds.install(self._ask.world_size)
-        if self._ask.zero_init:
-            workload = replace(workload, build_model=self._under_zero_init)
-        ledger.kind_of_new = states.KindOfNew(ledger)
-        ledger.begin("init")
-        model = build(workload, checkpointing=self._ask.checkpointing)
+        workload, rank = self._workload, self._rank
+        if rank is None:
+            if self._ask.zero_init:
+                workload = replace(workload, build_model=self._under_zero_init)
+            rank = Rank(self._stage, workload, self._ask)
+        if rank.error is not None:
+            raise rank.error
+        if self._ask.layers is not None:
+            layered.shorten(rank.model, self._ask.layers)
+            gc.collect()
+            self._stage.ledger.restart()  # as if no more had been built
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
-        states.watch_gradients(ledger, model)
-        self._engine = initialize(workload, model, self._config)
+        states.watch_gradients(self._stage.ledger, rank.model)
+        self._engine = initialize(workload, rank.model, self._config)
+        self._rank = None
         return batch
 
     def _under_zero_init(self) -> Any:
@@ -130,9 +154,13 @@ class Engine:
 
 def look(stage: Stage, workload: Workload) -> dict[str, Any]:
     """`ModelFacts` as a dict, from a model of fake tensors."""
+    import torch
+
     with stage.on():
         batch = check_batch(workload.build_batch(1), 1)
-        return facts_of(workload, workload.build_model(), batch)
+        model = workload.build_model()
+        layers, size = layered.layers_of(model) if isinstance(model, torch.nn.Module) else (0, 0)
+        return facts_of(workload, model, batch) | {"layers": layers, "layer_parameters": size}
 
 
 def in_scratch(config: Mapping[str, Any], scratch: str) -> dict[str, Any]:

@@ -36,10 +36,15 @@ def load() -> ctypes.CDLL:
 
 def library_path() -> Path:
     """Where it is cached: by torch's version and place and by our source, so that nothing stale is ever loaded."""
-    root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
     made_of = hashlib.sha256(_SOURCE.read_bytes() + str(_torch_folder()).encode()).hexdigest()[:12]
     name = f"torch{metadata.version('torch')}-{made_of}.so"
-    return Path(root).expanduser() / "simulated_device" / name
+    return cache_folder() / "simulated_device" / name
+
+
+def cache_folder() -> Path:
+    """The house's: AUTODS_CACHE, or `autods` in the user's cache folder."""
+    root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
+    return Path(root).expanduser()
 
 
 def compiler() -> str | None:

@@ -1,8 +1,8 @@
 """What an operator returns for arguments of given shapes, remembered: the second time costs a tenth.
 
 FakeTensorMode is asked once for each operator and shape of arguments; from then on the result is made here. Only
-results that depend on nothing else are remembered: new contiguous or strided tensors, views of an argument, an argument
-itself, and constants.
+results that depend on nothing else are remembered: new contiguous or strided tensors, an argument itself, and
+constants. Views are made by torch's own kernel each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEVER = {
     _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor, _aten.set_.default, _aten.resize_.default,
 }  # fmt: skip
 
-_ARGUMENT, _NEW, _VIEW, _CONSTANT = range(4)
+_ARGUMENT, _NEW, _CONSTANT = range(3)
 
 Step = tuple[Any, ...]
 
@@ -78,14 +78,14 @@ class Recipes:
             if container is None:
                 return self._make(steps[0], args, kwargs)
             return container([self._make(step, args, kwargs) for step in steps])
-        if func.is_view and len(args) and type(args[0]) is FakeTensor:
-            return self._view(func, args, kwargs)
         out = run(func, args, kwargs)
         self._known[key] = self._learn(out, args, kwargs, key)
         return out
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def view(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         """A view by torch's own kernel for meta tensors: slices come at many offsets, and are not worth remembering."""
+        if not args or type(args[0]) is not FakeTensor or args[0].constant is not None:
+            return run(func, args, kwargs)
         mode = self._mode
         device = _device_of(args[0])
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
@@ -134,24 +134,17 @@ class Recipes:
             return tensor
         if kind == _ARGUMENT:
             return _pick(step[1], args, kwargs)
-        if kind == _VIEW:
-            _, place, size, stride, offset, dtype, device = step
-            source = _pick(place, args, kwargs)
-            with torch._C._DisableTorchDispatch():
-                plain = torch.empty(0, dtype=dtype, device="meta")
-                plain.set_(source.untyped_storage(), offset, size, stride)
-            return self._wrap(plain, device)
         return step[1]
 
 
 def _describe(args: Any, parts: list[Any]) -> None:
-    """Append all that the result may depend on."""
+    """Append all that the result may depend on, unless it is a view: then it depends on offsets, too."""
     for one in args:
         kind = type(one)
         if kind is FakeTensor:
             if one.constant is not None or one.layout is not torch.strided:
                 raise _Unfit
-            parts += (one.dtype, one.shape, one.stride(), one.storage_offset(), _device_of(one))
+            parts += (one.dtype, one.shape, one.stride(), _device_of(one))
         elif kind is list or kind is tuple:
             parts.append(len(one))
             _describe(one, parts)
@@ -172,9 +165,9 @@ def _step(out: Any, args: Any, kwargs: Any) -> Step:
     for place, source in _tensors(args, kwargs):
         if source is out:
             return _ARGUMENT, place
-    for place, source in _tensors(args, kwargs):
+    for _, source in _tensors(args, kwargs):
         if source.untyped_storage()._cdata == storage._cdata:
-            return _VIEW, place, out.shape, out.stride(), out.storage_offset(), out.dtype, out.device
+            raise _Unfit  # a view of it, at an offset that the key does not hold
     size = storage.nbytes()
     spanned = 0
     if out.numel():

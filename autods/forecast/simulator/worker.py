@@ -1,5 +1,6 @@
 """The prepared process: torch, DeepSpeed and the workload loaded once on the simulated device; it forks an engine each.
 
+Engines that start from the same model share a child that has built it.
 Started by `client` as `python -m autods.forecast.simulator.worker FD cuda|cpu SOURCE`. On the socket it says
 {"ready": …} once; then each line comes with the descriptor of a socket on which the new engine speaks:
 {"engine": ask} or {"facts": true}, and on that socket {"measure": micro batch} → {"simulated": …} | {"failed": …}.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ...values import WorkloadSource
@@ -39,7 +41,26 @@ def main(argv: list[str]) -> None:
         _say(client, {"failed": _told(error, source.path)})
         return
     _say(client, {"ready": os.getpid()})
+    _serve(client, _Stand(stage, workload, source))
+
+
+@dataclass(slots=True)
+class _Stand:
+    """What this process has prepared, and its children inherit."""
+
+    stage: Any
+    workload: Any
+    source: WorkloadSource
+    rank: Any = None
+
+
+def _serve(client: socket.socket, stand: _Stand) -> None:
+    """Fork a process for each line, until the client is gone.
+
+    Engines that start alike come from a child that has built their model, which this one starts and passes the line on.
+    """
     children: set[int] = set()
+    passed: dict[str, socket.socket] = {}
     poll = select.poll()
     poll.register(client, select.POLLIN | select.POLLHUP)
     while True:
@@ -50,16 +71,71 @@ def main(argv: list[str]) -> None:
         if not line:
             break
         own = socket.socket(fileno=descriptors[0])
+        job = json.loads(line)
+        alike = _alike(job, stand)
+        if alike is not None and alike in passed:
+            if _pass_on(passed[alike], line, own):
+                own.close()
+                continue
+            passed.pop(alike).close()  # it died; another one is tried
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            client.close()
-            _live(own, json.loads(line), stage, workload, source)
-        own.close()
+            for other in (client, ours, *passed.values()):
+                other.close()
+            if alike is None:
+                theirs.close()
+                _live(own, job, stand)
+            own.close()
+            _build(theirs, job, stand)
         children.add(pid)
+        theirs.close()
+        if alike is None:
+            ours.close()
+        else:
+            passed[alike] = ours
+            _pass_on(ours, line, own)
+        own.close()
     for pid in children:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _alike(job: dict[str, Any], stand: _Stand) -> str | None:
+    """Equal for engines that can share a model; None: fork the engine here.
+
+    Under zero.Init DeepSpeed has a part in building, by the rung's config.
+    """
+    ask = job.get("engine")
+    if stand.rank is not None or ask is None or ask["zero_init"]:
+        return None
+    return json.dumps([ask[name] for name in ("world_size", "ranks_per_node", "device_bytes", "checkpointing")])
+
+
+def _pass_on(child: socket.socket, line: bytes, own: socket.socket) -> bool:
+    try:
+        socket.send_fds(child, [line], [own.fileno()])
+    except OSError:
+        return False
+    return True
+
+
+def _build(client: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
+    """The life of a process that builds what engines share, and forks them. Never returns."""
+    faulthandler.enable()
+    _die_with_parent()
+    from ...trial import preload
+    from .engine import Rank
+
+    try:
+        stand.rank = Rank(stand.stage, stand.workload, Ask(**job["engine"]))
+        preload.settle()
+        _serve(client, stand)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
@@ -86,7 +162,7 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
     return stage, workload
 
 
-def _live(own: socket.socket, job: dict[str, Any], stage: Any, workload: Any, source: WorkloadSource) -> None:
+def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
     """The life of one engine's process. Never returns."""
     faulthandler.enable()
     _die_with_parent()
@@ -96,12 +172,12 @@ def _live(own: socket.socket, job: dict[str, Any], stage: Any, workload: Any, so
         try:
             os.chdir(scratch)
             if "facts" in job:
-                _answer(own, source, lambda: {"facts": look(stage, workload)})
+                _answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
             else:
-                engine = Engine(stage, workload, Ask(**job["engine"]), scratch)
+                engine = Engine(stand.stage, stand.workload, Ask(**job["engine"]), scratch, stand.rank)
                 for line in own.makefile():
                     micro_batch = int(json.loads(line)["measure"])
-                    if not _answer(own, source, lambda: {"simulated": engine.measure(micro_batch)}):  # noqa: B023
+                    if not _answer(own, stand.source, lambda: {"simulated": engine.measure(micro_batch)}):  # noqa: B023
                         break
         except BaseException:
             traceback.print_exc()

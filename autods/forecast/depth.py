@@ -1,0 +1,152 @@
+"""A deep model's forecast from two shallow ones: an estimate, for the first table.
+
+Most large models repeat one layer. What lives in a phase grows by the same bytes with each, once the model is larger
+than what DeepSpeed limits: its buckets, and the parameters that stage 3 keeps gathered. So two depths beyond those
+limits give a line. It is not exact: where in a layer a bucket is full decides some bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ..ds_config import get
+from ..values import ModelFacts, Tier
+from .constants import Constants
+from .interval import Interval, Ratios
+from .need import Need, need_of
+from .values import Ask, ForecastPhase, Simulated
+
+_Key = TypeVar("_Key")
+_APART = 2  # layers between the two depths
+_WORTH = 0.5  # of the full depth: two depths that cost more than that together save no time
+_LIMITS = {  # number of parameters that DeepSpeed keeps at a time, and its default
+    "zero_optimization.reduce_bucket_size": 500_000_000,
+    "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
+    "zero_optimization.stage3_max_reuse_distance": 1_000_000_000,
+}
+_WIDER = 0.03  # of what was added, on both sides of the interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depths:
+    """Layers of the two shallow models and of the whole one."""
+
+    shallow: int
+    deeper: int
+    whole: int
+
+    def line(self, shallow: float, deeper: float) -> int:
+        """The line through the two depths, at the whole one."""
+        slope = (deeper - shallow) / (self.deeper - self.shallow)
+        return max(0, round(deeper + slope * (self.whole - self.deeper)))
+
+
+def depths_for(ask: Ask, facts: ModelFacts) -> Depths | None:
+    """Where to look; None when it saves nothing, or the model has no layers that repeat."""
+    if not facts.layers or not facts.layer_parameters:
+        return None
+    stage3 = get(ask.ds_config, "zero_optimization.stage") == 3
+    limits = [
+        float(get(ask.ds_config, key) or default) for key, default in _LIMITS.items() if stage3 or "stage3" not in key
+    ]
+    shallow = math.ceil(max(limits) / facts.layer_parameters) + 1
+    depths = Depths(shallow=shallow, deeper=shallow + _APART, whole=facts.layers)
+    return depths if depths.shallow + depths.deeper <= _WORTH * depths.whole else None
+
+
+def deepened(ask: Ask, shallow: Simulated, deeper: Simulated, depths: Depths) -> Simulated:
+    """What the whole model would allocate, by the line through the two; without traces."""
+    live: dict[ForecastPhase, Mapping[Tier, int]] = {
+        phase: _lines(depths, shallow.live_bytes[phase], tiers) for phase, tiers in deeper.live_bytes.items()
+    }
+    said = f"{ask.rung}: an estimate, by the line through {depths.shallow} and {depths.deeper} of {depths.whole} layers"
+    return replace(
+        deeper,
+        live_bytes=live,
+        traces={},
+        nvme_bytes=depths.line(shallow.nvme_bytes, deeper.nvme_bytes),
+        optimizer_elements=depths.line(shallow.optimizer_elements, deeper.optimizer_elements),
+        summed_peak_bytes=_lines(depths, shallow.summed_peak_bytes, deeper.summed_peak_bytes),
+        breakdown=_lines(depths, shallow.breakdown, deeper.breakdown),
+        assumed=(*deeper.assumed, said),
+        seconds=shallow.seconds + deeper.seconds,
+    )
+
+
+def need_of_deepened(
+    ask: Ask, whole: Simulated, deeper: Simulated, constants: Constants, *, expandable: bool = False
+) -> Need:
+    """What a rank needs for the whole model: what the allocators add is taken from the deeper of the two."""
+    known = need_of(ask, deeper, constants, expandable=expandable)
+    decides = max(whole.live_bytes, key=lambda phase: whole.live_bytes[phase].get("device", 0))
+    grown = {
+        phase: tiers.get("device", 0) - deeper.live_bytes[phase].get("device", 0)
+        for phase, tiers in whole.live_bytes.items()
+    }
+    # Where initialising decides, later phases have room to spare, which they have not in the shallow model.
+    basis = _init_alone(deeper) if decides == "init" else deeper
+    base = known if basis is deeper else need_of(ask, basis, constants, expandable=expandable)
+    more = _most(whole, "device") - _most(basis, "device")
+    if decides != "init" and get(ask.ds_config, "zero_optimization.stage") == 3:
+        # Stage 3 allocates by the parameter: what is lost between blocks grows with them. Flat buffers lose the same.
+        more = round(more * base.tensors_bytes / max(1, base.live_bytes))
+    device = _plus(base.device, more)
+    tensors = base.tensors_bytes + more
+    own = base.device.peak_bytes - base.tensors_bytes
+    by_phase = {phase: min(held + grown.get(phase, 0), tensors + own) for phase, held in known.by_phase.items()}
+    ratio = _ratio(_most(whole, "pinned"), _most(deeper, "pinned"))
+    pinned = known.pinned.times(Ratios(low=ratio, middle=ratio, high=ratio))
+    host = _most(whole, "host", "pinned") - _most(deeper, "host", "pinned")
+    rounding = (pinned.peak_bytes - pinned.low_bytes) - (known.pinned.peak_bytes - known.pinned.low_bytes)
+    nvme = (whole.nvme_bytes - deeper.nvme_bytes) * min(ask.ranks_per_node, ask.world_size)
+    return replace(
+        known,
+        device=device,
+        beside=base.beside,
+        host=_plus(known.host, host + rounding),
+        pinned=pinned,
+        nvme=_plus(known.nvme, nvme),
+        live_bytes=_most(whole, "device"),
+        tensors_bytes=tensors,
+        by_phase=by_phase | {decides: tensors + own},
+    )
+
+
+def _init_alone(simulated: Simulated) -> Simulated:
+    """As if nothing had been run after initialising."""
+    trace = simulated.traces["device"]
+    stop = next((at for at, phase in trace.marks if phase != "init"), len(trace.events))
+    cut = replace(
+        trace,
+        events=trace.events[:stop],
+        marks=tuple(mark for mark in trace.marks if mark[0] < stop),
+        emptied=tuple(at for at in trace.emptied if at <= stop),
+        copied=tuple(copy for copy in trace.copied if copy[0] <= stop),
+    )
+    return replace(
+        simulated, traces={**simulated.traces, "device": cut}, live_bytes={"init": simulated.live_bytes["init"]}
+    )
+
+
+def _lines(depths: Depths, shallow: Mapping[_Key, int], deeper: Mapping[_Key, int]) -> dict[_Key, int]:
+    return {key: depths.line(shallow.get(key, 0), size) for key, size in deeper.items()}
+
+
+def _most(simulated: Simulated, *tiers: Tier) -> int:
+    return max((sum(held.get(tier, 0) for tier in tiers) for held in simulated.live_bytes.values()), default=0)
+
+
+def _plus(known: Interval, more: int) -> Interval:
+    wider = int(abs(more) * _WIDER)
+    return Interval(
+        low_bytes=known.low_bytes + more - wider,
+        peak_bytes=known.peak_bytes + more,
+        high_bytes=known.high_bytes + more + wider,
+    )
+
+
+def _ratio(whole: int, part: int) -> float:
+    return whole / part if part else 1.0

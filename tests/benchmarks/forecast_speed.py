@@ -1,0 +1,197 @@
+"""How long a forecast takes: wall, CPU seconds and memory of the whole process tree, and each rung's own time.
+
+python tests/benchmarks/forecast_speed.py [--models 7b,70b,405b] [--json] [--cache]
+
+The machine may be busy: CPU seconds over the number of cores is what a quiet one would show at best. First table: the
+moment when every rung has a row, estimates included; error: of their peaks on the device, beside the exact ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_COMMON = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+MODELS: dict[str, tuple[dict[str, int], list[str]]] = {
+    "7b": (
+        {
+            "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+        },
+        ["--gpus", "8", "--host-memory", "1TiB", "--nvme", "2TiB"],
+    ),
+    "70b": (
+        {
+            "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        },
+        ["--gpus", "64", "--nodes", "8", "--host-memory", "2TiB", "--nvme", "10TiB"],
+    ),
+    "405b": (
+        {
+            "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        },
+        ["--gpus", "1024", "--nodes", "128", "--host-memory", "2TiB", "--nvme", "10TiB"],
+    ),
+}  # fmt: skip
+_TICK = os.sysconf("SC_CLK_TCK")
+_EVERY_S = 0.2
+_ROW = re.compile(r"^\S+: \S (?P<rung>[\w-]+): (?P<verdict>[^:,]+)(?P<estimate>, estimate)?: (?P<peak>[\d.]+)? ?")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cache", action="store_true", help="ask twice: the second answer is from the cache")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "AUTODS_FORECAST_CACHE": "off"}
+        if options.cache:
+            environment = {**os.environ, "XDG_CACHE_HOME": folder}
+        for name in options.models.split(","):
+            for _ in range(2 if options.cache else 1):
+                rows.append(measured(name, Path(folder), environment))
+                if not options.json:
+                    show(rows[-1])
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    return 1 if any(row["exit"] not in (0, 1) for row in rows) else 0
+
+
+def measured(name: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """One plan as a whole process."""
+    sizes, machine = MODELS[name]
+    path = folder / name / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(_COMMON | sizes))
+    command = [
+        sys.executable, "-m", "autods", "plan", str(path), *machine, "--gpu-memory", "80GiB", "--no-largest", "--json",
+    ]  # fmt: skip
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    tree = _Tree(process.pid)
+    told: list[tuple[float, dict[str, Any]]] = []
+
+    def listen() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            found = _ROW.match(line)
+            told.append((time.monotonic() - began, found.groupdict() if found else {"line": line.strip()}))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    assert process.stdout is not None
+    out = process.stdout.read()
+    listener.join()
+    code = process.wait()
+    tree.stop()
+    said = json.loads(out) if out.strip().startswith("{") else {}
+    return {
+        "model": name, "exit": code, "wall_s": time.monotonic() - began, "cpu_s": tree.cpu_s,
+        "peak_bytes": tree.peak_bytes, "peak_rss_bytes": tree.peak_rss_bytes, **_rows_of(told),
+        "last_line": told[-1][1] if told else None,
+        "rungs": [
+            {key: rung.get(key) for key in ("rung", "verdict", "exact", "seconds")} for rung in said.get("rungs", [])
+        ],
+    }  # fmt: skip
+
+
+def _rows_of(told: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+    """When the first table and the exact one were whole, and how far apart they are."""
+    first: dict[str, tuple[float, dict[str, Any]]] = {}
+    exact: dict[str, tuple[float, dict[str, Any]]] = {}
+    for at, row in told:
+        if "rung" in row:
+            first.setdefault(row["rung"], (at, row))
+            if not row["estimate"]:
+                exact[row["rung"]] = (at, row)
+    errors = {
+        rung: float(row["peak"]) / float(exact[rung][1]["peak"]) - 1
+        for rung, (_, row) in first.items()
+        if row["estimate"] and row["peak"] and rung in exact and exact[rung][1]["peak"]
+    }
+    return {
+        "first_table_s": max((at for at, _ in first.values()), default=None),
+        "exact_table_s": max((at for at, _ in exact.values()), default=None),
+        "estimates_off": errors,
+    }
+
+
+class _Tree:
+    """CPU seconds and resident bytes of a process and all below it, sampled.
+
+    Resident: the proportional set sizes, so that a page which forked processes share counts once; rss: once in each.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root, self._cpu, self.peak_bytes, self.peak_rss_bytes = root, dict[int, float](), 0, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(self._cpu.values())
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            parents, memory = {}, {}
+            for entry in os.scandir("/proc"):
+                if entry.name.isdigit():
+                    try:
+                        fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                    except OSError:
+                        continue
+                    pid = int(entry.name)
+                    parents[pid], memory[pid] = int(fields[1]), int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+                    parents[pid] = int(fields[1])
+                    if pid in self._cpu or self._below(pid, parents):
+                        self._cpu[pid] = (int(fields[11]) + int(fields[12])) / _TICK
+            self.peak_rss_bytes = max(self.peak_rss_bytes, sum(memory.get(pid, 0) for pid in self._cpu))
+            self.peak_bytes = max(self.peak_bytes, sum(_own_bytes(pid) for pid in self._cpu if pid in parents))
+
+    def _below(self, pid: int, parents: dict[int, int]) -> bool:
+        return pid == self._root or parents.get(pid) in self._cpu
+
+
+def _own_bytes(pid: int) -> int:
+    try:
+        found = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def show(row: dict[str, Any]) -> None:
+    first, exact = (f"{at:.1f} s" if at is not None else "none" for at in (row["first_table_s"], row["exact_table_s"]))
+    resident, with_shared = (row[name] / 2**30 for name in ("peak_bytes", "peak_rss_bytes"))
+    print(
+        f"{row['model']}: first table {first}, exact {exact}, wall {row['wall_s']:.1f} s, CPU {row['cpu_s']:.1f} s,"
+        f" {resident:.2f} GiB resident ({with_shared:.2f} with shared pages in each), exit {row['exit']}"
+    )
+    for rung in row["rungs"]:
+        off = row["estimates_off"].get(rung["rung"])
+        beside = "" if off is None else f", estimate {off:+.1%}"
+        print(f"  {rung['rung']:20} {rung['verdict']:12} {rung['seconds'] or 0:6.1f} s{beside}")
+    if row["exit"] not in (0, 1):
+        print(f"  {row['last_line']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
