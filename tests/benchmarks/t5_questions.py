@@ -2,10 +2,10 @@
 
 python tests/benchmarks/t5_questions.py [--sizes small,large,3b] [--limits] [--no-largest] [--json]
 
-The first table: T5-small, -large and -3B at 1,024 source and 128 target tokens in fp16, forecast on a simulated GPU; some
-minutes. The second (--limits): T5-3B under ZeRO-3 with both offloads, while stage3_max_live_parameters and
-stage3_max_reuse_distance are raised. They decide how many gathered parameters stay on the card between forward and backward; what is kept on the
-host is the partition, which has the same size however long a copy of it stays on the card.
+The first table: T5-small, -large and -3B at 1,024 source and 128 target tokens in fp16, forecast on a simulated GPU,
+some minutes each. The second (--limits): T5-3B under ZeRO-3 with both offloads, while stage3_max_live_parameters and
+stage3_max_reuse_distance are raised. They decide how many gathered parameters stay on the card between forward and
+backward; what is kept on the host is the partition, of the same size however long a copy of it stays on the card.
 """
 
 from __future__ import annotations

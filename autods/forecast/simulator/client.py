@@ -130,11 +130,13 @@ class Simulator:
         with self._lock:
             if device not in self._workers:
                 self._workers[device] = _Worker(self._source, device)
-            return self._workers[device]
+            worker = self._workers[device]
+        worker.wait_ready()  # outside the lock: whoever leaves must be able to stop it meanwhile
+        return worker
 
 
 class _Worker:
-    """The prepared process; starting takes some ten seconds of imports."""
+    """The prepared process; until it is ready some ten seconds of imports pass."""
 
     def __init__(self, source: WorkloadSource, device: Device) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()
@@ -147,12 +149,15 @@ class _Worker:
             start_new_session=True, env=_environment(),
         )  # fmt: skip
         theirs.close()
-        try:
-            with self._socket.makefile("rb") as lines:
-                _answer(lines.readline(), self.log)
-        except BaseException:
-            self.stop()
-            raise
+        self._said: bytes | None = None
+
+    def wait_ready(self) -> None:
+        """Raises SimulationFailed, each time it is asked, when it cannot be prepared."""
+        with self._lock:
+            if self._said is None:
+                with self._socket.makefile("rb") as lines:
+                    self._said = lines.readline()
+            _answer(self._said, self.log)
 
     def fork(self, job: dict[str, Any], theirs: socket.socket) -> None:
         """A new engine's process, which speaks on that socket."""
@@ -161,10 +166,10 @@ class _Worker:
 
     def stop(self) -> None:
         """Nothing of it is left running: its engines are in its session and its process group."""
-        self._socket.close()
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._socket.close()
 
 
 def _answer(line: bytes, log: IO[bytes]) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> None:
     source = WorkloadSource(**json.loads(argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it closes the socket
     try:
-        stage, workload = _prepare(device, source)
+        with _ends_with(client):
+            stage, workload = _prepare(device, source)
     except BaseException as error:
         _say(client, {"failed": _told(error, source.path)})
         return
