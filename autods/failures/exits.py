@@ -59,6 +59,7 @@ MEANINGS: dict[int, Meaning] = {
     -signal.SIGXCPU: Meaning("infrastructure", "retry", 0.7, "CPU time limit", "ask for more CPU time (ulimit -t)"),
     -signal.SIGXFSZ: Meaning("out_of_memory", "fix_environment", 0.7, "file size limit", "a file grew beyond ulimit -f", "nvme"),
     124: Meaning("infrastructure", "retry", 0.6, "ended by timeout(1)", "the time limit was reached: give it more time"),
+    125: Meaning("infrastructure", "fix_environment", 0.6, "the container did not start", "the container runtime refused: its message says why"),
     126: Meaning("toolchain", "fix_environment", 0.6, "the command cannot be executed", "check that the program may be executed"),
     127: Meaning("toolchain", "fix_environment", 0.6, "the command was not found", "activate the environment that has it"),
 }  # fmt: skip
@@ -91,7 +92,9 @@ _REPORTS = tuple(
         r"process (?P<rank>\d+) terminated with exit code (?P<code>\d+)",
         r"died with <Signals\.(?P<name>SIG\w+)",  # subprocess
         r"returned non-zero exit status (?P<code>\d+)",
-        r"exited on signal (?P<code9>\d+)",  # mpirun
+        r"process rank (?P<rank>\d+) .*exited on signal (?P<code9>\d+)",  # mpirun
+        r"exited on signal (?P<code9>\d+)",
+        r"^signal (?P<code9>\d+) \(\w+[\w ]*\)\.$",  # the rest of mpirun's sentence
         r"(?:rank|task|process|PID)s? (?P<rank>\d+)\b.{0,80}exited (?:with|on) (?:exit |non-zero )?(?:code|status):? (?P<code>-?\d+)",
         r"task (?P<rank>\d+): (?P<name>" + _NAME + r")\b",  # srun
         r"tasks [\d,-]+: (?P<name>" + _NAME + r")\b",
@@ -106,6 +109,7 @@ _REPORTS = tuple(
     )
 )
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
+_MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .* exited on$")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 
@@ -116,6 +120,7 @@ class Exits:
         self.found: list[Exit] = []
         self._in_root = 0
         self._root_rank: int | None = None
+        self._mpi_rank: int | None = None  # of mpirun's sentence that goes on in the next line
         self._listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
@@ -137,6 +142,8 @@ class Exits:
             return True
         if found := _ROOT_RANK.match(text):
             self._listed = int(found[1])
+        if found_mpi := _MPI_RANK.search(text.rstrip()):
+            self._mpi_rank = int(found_mpi[1])
         if self._in_root:
             self._in_root -= 1
             if found and self._root_rank is None:
@@ -148,6 +155,8 @@ class Exits:
                 rank = int(said["rank"]) if said.get("rank") else self._root_rank if self._in_root else None
                 if rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
                     rank = self._listed
+                if rank is None and text.startswith("signal "):
+                    rank, self._mpi_rank = self._mpi_rank, None
                 self.found.append(Exit(_code(said), rank, bool(self._in_root), text.strip()[:300]))
                 return True
         return False
