@@ -73,7 +73,7 @@ _OTHER = Meaning(
 )
 
 _NAMES = {
-    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "terminated": 15, "illegal instruction": 4,
+    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6, "terminated": 15, "illegal instruction": 4,
     "floating point exception": 8, "hangup": 1, "interrupt": 2, "quit": 3, "sigkill": 9, "sigsegv": 11, "sigbus": 7,
     "sigabrt": 6, "sigterm": 15, "sigill": 4, "sigfpe": 8, "sighup": 1, "sigint": 2,
 }  # fmt: skip
@@ -103,7 +103,7 @@ _REPORTS = tuple(
         r"Process name: .*,\s?(?P<rank>\d+)\]",
         r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",  # Lightning
         r"(?:exit ?code|exited with code|exit status|ExitCode|return code|terminated with code)\W{0,4}(?P<code>-?\d+)",
-        r"^(?:.*: line \d+: *)?(?:\[\d+\]\+? +)?(?:\d+ +)?(?P<name>"
+        r"^(?:.*: line \d+: *|\w*sh: )?(?:\[\d+\]\+? +)?(?:\d+ +)?(?P<name>"
         + _NAME
         + r")(?: \(core dumped\))?(?: {2,}.*| *(?:/\S*|\w*sh |\./\S*|nohup |env |exec )?(?:python|sh|bash|torchrun|deepspeed|accelerate|srun|mpirun).*)?$",  # a shell
     )

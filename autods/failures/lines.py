@@ -62,6 +62,7 @@ PROGRESS = re.compile(
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
+_BAR = re.compile(r"\d+%\|[^|]{0,200}\| ?\S+ \[[^\]]{3,200}\]")  # tqdm's
 # A file made of several: `tail -n 50 *.log`, or a header before each.
 _HEADER = re.compile(
     rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
@@ -194,6 +195,9 @@ class Reader:
             if len(parts) > _MANY_PARTS and not self.waiting() and not self._worth_reading(*_both(text)):
                 continue
             prefix, rest = split_prefix(text)
+            if (bar := _BAR.search(rest)) and (said := rest[bar.end() :].strip()):  # written after a bar without a line end
+                inner, rest = split_prefix(said)
+                prefix = joined(prefix, inner)
             if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
                 for part in record[1]:
                     yield Line(self.file, self.number, part, joined(prefix, record[0]), self.progress)

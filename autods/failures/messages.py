@@ -46,7 +46,7 @@ _CODE = re.compile(
 _BOX = "│╭╰┌└├|❱"
 _NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 SAYS_SO = re.compile(
-    r"(?:[\w./-]+: (?=error:))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
+    r"(?:[\w./-]+: (?=error:)|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
 # Data that a program prints: the name of a field near the line's beginning, or inside an object.
