@@ -94,6 +94,8 @@ _REPORTS = tuple(
         r"returned non-zero exit status (?P<code>\d+)",
         r"process rank (?P<rank>\d+) .*exited on signal (?P<code9>\d+)",  # mpirun
         r"exited on signal (?P<code9>\d+)",
+        r"(?:was|been) sent (?P<name>SIGKILL|SIGSEGV|SIGABRT)",  # gunicorn, systemd
+        r"rank (?P<rank>\d+)\)? (?:was )?(?:terminated|killed) (?:with|by|on) signal (?P<code9>\d+)",  # jsrun and others
         r"^signal (?P<code9>\d+) \(\w+[\w ]*\)\.$",  # the rest of mpirun's sentence
         r"(?:rank|task|process|PID)s? (?P<rank>\d+)\b.{0,80}exited (?:with|on) (?:exit |non-zero )?(?:code|status):? (?P<code>-?\d+)",
         r"task (?P<rank>\d+): (?P<name>" + _NAME + r")\b",  # srun
