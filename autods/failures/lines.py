@@ -195,7 +195,9 @@ class Reader:
             if len(parts) > _MANY_PARTS and not self.waiting() and not self._worth_reading(*_both(text)):
                 continue
             prefix, rest = split_prefix(text)
-            if (bar := _BAR.search(rest)) and (said := rest[bar.end() :].strip()):  # written after a bar without a line end
+            if (bar := _BAR.search(rest)) and (
+                said := rest[bar.end() :].strip()
+            ):  # written after a bar without a line end
                 inner, rest = split_prefix(said)
                 prefix = joined(prefix, inner)
             if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):

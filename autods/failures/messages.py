@@ -55,7 +55,7 @@ _QUOTED = re.compile(
     r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
     r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?(?: ?#?\d+)?['\"]?\s?[:=(]|^\W{0,3}[QA]\d*\s?[:=]"
     r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
-    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w",
+    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w[\w-]*(?:[ =]|$)",
     re.IGNORECASE,
 )
 

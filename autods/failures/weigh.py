@@ -13,6 +13,7 @@ from dataclasses import replace
 from .answer import by_exit, diagnosis_of, nothing_of, pressure_advice
 from .diagnosis import Diagnosis
 from .exits import normal
+from .messages import SAYS_SO
 from .story import Finding, Story
 
 _RESUMED = 3  # so much progress after it says that it was survived: other ranks show a step or two more at most
@@ -28,6 +29,7 @@ def weigh(story: Story, exit_code: int | None = None) -> Diagnosis:
     alive = [one for one in story.findings if not ended_well and not _survived(one, story)]
     causes = [one for one in alive if one.row.weight in _ORDER]
     causes = [one for one in causes if not _of_a_stranger(one, causes, story, exit_code)]
+    causes = [one for one in causes if not _in_passing(one, causes)]
     if causes:
         return _caused(_first(causes, story), story, causes)
     if second := [one for one in alive if one.row.weight == "secondary"]:
@@ -85,6 +87,25 @@ def _of_a_stranger(one: Finding, causes: Sequence[Finding], story: Story, exit_c
     ends = (exit_code, story.first_exit.code if story.first_exit is not None else None)
     return not any(end is not None and normal(end) == -9 for end in ends) and any(
         other.message.manner == "raised" for other in causes
+    )
+
+
+def _in_passing(one: Finding, causes: Sequence[Finding]) -> bool:
+    """A plain line has the words for a full device, and an exception of the script's own ended the process after it."""
+    message = one.message
+    if one.row.kind != "out_of_memory" or one.row.tier != "device" or one.row.weight == "decisive":
+        return False
+    if message.manner == "raised" or message.type or message.prefix.level == "error" or SAYS_SO.match(message.text):
+        return False
+    if "tried to allocate" in message.text.lower():
+        return False
+    return any(
+        other.message.manner == "raised"
+        and other.row.kind in ("user_code", "config")
+        and other.message.file == message.file
+        and other.message.order > message.order
+        and (other.rank == one.rank or None in (other.rank, one.rank))
+        for other in causes
     )
 
 
