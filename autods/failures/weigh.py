@@ -6,20 +6,16 @@ code; among equals the first in time. What the run survived is no cause: it went
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from .answer import by_exit, diagnosis_of, nothing_of, pressure_advice
 from .diagnosis import Diagnosis
-from .exits import normal
-from .messages import SAYS_SO
+from .doubt import credible
 from .story import Finding, Story
 
 _RESUMED = 3  # so much progress after it says that it was survived: other ranks show a step or two more at most
 _ORDER = {"decisive": 0, "cause": 1, "likely": 2}
-_KILLED_PROGRAM = re.compile(r"[Kk]illed process (\d+) \(([^)]*)\)")
-_OURS = re.compile(r"python|^pt_|ray|torchrun|deepspeed|accelerate|train|worker|jupyter|ipykernel", re.IGNORECASE)
 _SILENT = (-9, -11, -7, -4, -8)  # signals that leave no word; a watchdog ends its own process by −6
 
 
@@ -28,8 +24,7 @@ def weigh(story: Story, exit_code: int | None = None) -> Diagnosis:
     ended_well = exit_code == 0 or (exit_code is None and _done(story))
     alive = [one for one in story.findings if not ended_well and not _survived(one, story)]
     causes = [one for one in alive if one.row.weight in _ORDER]
-    causes = [one for one in causes if not _of_a_stranger(one, causes, story, exit_code)]
-    causes = [one for one in causes if not _in_passing(one, causes)]
+    causes = credible(causes, story, exit_code)
     if causes:
         return _caused(_first(causes, story), story, causes)
     if second := [one for one in alive if one.row.weight == "secondary"]:
@@ -77,36 +72,6 @@ def _survived(one: Finding, story: Story) -> bool:
     if one.message.ignored:
         return True
     return story.progress.get(one.message.file, 0) - one.message.progress >= _RESUMED
-
-
-def _of_a_stranger(one: Finding, causes: Sequence[Finding], story: Story, exit_code: int | None) -> bool:
-    """The kernel killed a program that is none of the run's, and the run ended by an exception of its own."""
-    killed = _KILLED_PROGRAM.search(one.message.text) if one.row.weight == "decisive" else None
-    if killed is None or _OURS.search(killed[2]) or int(killed[1]) in story.ranks.pids:
-        return False
-    ends = (exit_code, story.first_exit.code if story.first_exit is not None else None)
-    return not any(end is not None and normal(end) == -9 for end in ends) and any(
-        other.message.manner == "raised" for other in causes
-    )
-
-
-def _in_passing(one: Finding, causes: Sequence[Finding]) -> bool:
-    """A plain line has the words for a full device, and an exception of the script's own ended the process after it."""
-    message = one.message
-    if one.row.kind != "out_of_memory" or one.row.tier != "device" or one.row.weight == "decisive":
-        return False
-    if message.manner == "raised" or message.type or message.prefix.level == "error" or SAYS_SO.match(message.text):
-        return False
-    if "tried to allocate" in message.text.lower():
-        return False
-    return any(
-        other.message.manner == "raised"
-        and other.row.kind in ("user_code", "config")
-        and other.message.file == message.file
-        and other.message.order > message.order
-        and (other.rank == one.rank or None in (other.rank, one.rank))
-        for other in causes
-    )
 
 
 def _done(story: Story) -> bool:
