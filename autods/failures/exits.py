@@ -59,6 +59,7 @@ MEANINGS: dict[int, Meaning] = {
     -signal.SIGXCPU: Meaning("infrastructure", "retry", 0.7, "CPU time limit", "ask for more CPU time (ulimit -t)"),
     -signal.SIGXFSZ: Meaning("out_of_memory", "fix_environment", 0.7, "file size limit", "a file grew beyond ulimit -f", "nvme"),
     124: Meaning("infrastructure", "retry", 0.6, "ended by timeout(1)", "the time limit was reached: give it more time"),
+    125: Meaning("infrastructure", "fix_environment", 0.6, "the container did not start", "the container runtime refused: its message says why"),
     126: Meaning("toolchain", "fix_environment", 0.6, "the command cannot be executed", "check that the program may be executed"),
     127: Meaning("toolchain", "fix_environment", 0.6, "the command was not found", "activate the environment that has it"),
 }  # fmt: skip
@@ -72,7 +73,7 @@ _OTHER = Meaning(
 )
 
 _NAMES = {
-    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "terminated": 15, "illegal instruction": 4,
+    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6, "terminated": 15, "illegal instruction": 4,
     "floating point exception": 8, "hangup": 1, "interrupt": 2, "quit": 3, "sigkill": 9, "sigsegv": 11, "sigbus": 7,
     "sigabrt": 6, "sigterm": 15, "sigill": 4, "sigfpe": 8, "sighup": 1, "sigint": 2,
 }  # fmt: skip
@@ -91,7 +92,11 @@ _REPORTS = tuple(
         r"process (?P<rank>\d+) terminated with exit code (?P<code>\d+)",
         r"died with <Signals\.(?P<name>SIG\w+)",  # subprocess
         r"returned non-zero exit status (?P<code>\d+)",
-        r"exited on signal (?P<code9>\d+)",  # mpirun
+        r"process rank (?P<rank>\d+) .*exited on signal (?P<code9>\d+)",  # mpirun
+        r"exited on signal (?P<code9>\d+)",
+        r"(?:was|been) sent (?P<name>SIGKILL|SIGSEGV|SIGABRT)",  # gunicorn, systemd
+        r"rank (?P<rank>\d+)\)? (?:was )?(?:terminated|killed) (?:with|by|on) signal (?P<code9>\d+)",  # jsrun and others
+        r"^signal (?P<code9>\d+) \(\w+[\w ]*\)\.$",  # the rest of mpirun's sentence
         r"(?:rank|task|process|PID)s? (?P<rank>\d+)\b.{0,80}exited (?:with|on) (?:exit |non-zero )?(?:code|status):? (?P<code>-?\d+)",
         r"task (?P<rank>\d+): (?P<name>" + _NAME + r")\b",  # srun
         r"tasks [\d,-]+: (?P<name>" + _NAME + r")\b",
@@ -100,12 +105,13 @@ _REPORTS = tuple(
         r"Process name: .*,\s?(?P<rank>\d+)\]",
         r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",  # Lightning
         r"(?:exit ?code|exited with code|exit status|ExitCode|return code|terminated with code)\W{0,4}(?P<code>-?\d+)",
-        r"^(?:.*: line \d+: *)?(?:\[\d+\]\+? +)?(?:\d+ +)?(?P<name>"
+        r"^(?:.*: line \d+: *|\w*sh: )?(?:\[\d+\]\+? +)?(?:\d+ +)?(?P<name>"
         + _NAME
         + r")(?: \(core dumped\))?(?: {2,}.*| *(?:/\S*|\w*sh |\./\S*|nohup |env |exec )?(?:python|sh|bash|torchrun|deepspeed|accelerate|srun|mpirun).*)?$",  # a shell
     )
 )
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
+_MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .* exited on$")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 
@@ -116,6 +122,7 @@ class Exits:
         self.found: list[Exit] = []
         self._in_root = 0
         self._root_rank: int | None = None
+        self._mpi_rank: int | None = None  # of mpirun's sentence that goes on in the next line
         self._listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
@@ -137,6 +144,8 @@ class Exits:
             return True
         if found := _ROOT_RANK.match(text):
             self._listed = int(found[1])
+        if found_mpi := _MPI_RANK.search(text.rstrip()):
+            self._mpi_rank = int(found_mpi[1])
         if self._in_root:
             self._in_root -= 1
             if found and self._root_rank is None:
@@ -148,6 +157,8 @@ class Exits:
                 rank = int(said["rank"]) if said.get("rank") else self._root_rank if self._in_root else None
                 if rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
                     rank = self._listed
+                if rank is None and text.startswith("signal "):
+                    rank, self._mpi_rank = self._mpi_rank, None
                 self.found.append(Exit(_code(said), rank, bool(self._in_root), text.strip()[:300]))
                 return True
         return False

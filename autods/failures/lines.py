@@ -24,7 +24,7 @@ interrupt, evict, bad_alloc, sigterm, dumped, undefined, incompat, require, unre
 unhandled, insufficient, exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped,
 flushes, alloc, retries, root cause, local_rank, return code, too many, too long, not found, no such, no space,
 not equal, not match, is not, must be, expected , out of , out_of_, nan , is nan, nan loss, stopping, overflow, illegal,
-percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
+no module, percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
 low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
 disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
 bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
@@ -62,6 +62,7 @@ PROGRESS = re.compile(
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
+_BAR = re.compile(r"\d+%\|[^|]{0,200}\| ?\S+ \[[^\]]{3,200}\]")  # tqdm's
 # A file made of several: `tail -n 50 *.log`, or a header before each.
 _HEADER = re.compile(
     rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
@@ -194,6 +195,11 @@ class Reader:
             if len(parts) > _MANY_PARTS and not self.waiting() and not self._worth_reading(*_both(text)):
                 continue
             prefix, rest = split_prefix(text)
+            if (bar := _BAR.search(rest)) and (
+                said := rest[bar.end() :].strip()
+            ):  # written after a bar without a line end
+                inner, rest = split_prefix(said)
+                prefix = joined(prefix, inner)
             if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
                 for part in record[1]:
                     yield Line(self.file, self.number, part, joined(prefix, record[0]), self.progress)

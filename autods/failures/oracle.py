@@ -22,6 +22,14 @@ from .weigh import weigh
 # They only pass on that a process of theirs failed; its own words stand elsewhere.
 _LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _RANK_ID = re.compile(r"\bRankID:(\d+)\)")  # Ascend's error lines
+# About memory running out, not that it did: release notes, settings, advice.
+_ONLY_TALKS = re.compile(
+    r"(?:previous|earlier|last) (?:run|attempt|trial|try|job|launch)\b|\bexamples? of\b|\brow \d+\b.{0,4}[\"']"
+    r"|skip\w* (?:the )?(?:test|benchmark)"
+    r"|^(?!.*(?:tried to allocate|killed process|errno)).*"
+    r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 _FINDINGS = 400  # of one row: the first ones and the last one are kept
 _TIMED = 40  # of one row: of so many the time is looked for
 _PRINTABLE = 0.7  # less than this share of a block's bytes: not text
@@ -140,6 +148,8 @@ def _note(message: Message, story: Story, exits: Exits, counts: dict[str, int], 
     type = message.type or (ERROR_LINE if says_so and message.manner == "stated" else "")
     row = first_match(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
     if row is None or (told and row.weight in ("likely", "weak") and row.file in ("user_code", "communication")):
+        return
+    if row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
         return
     counts[row.name] = counts.get(row.name, 0) + 1
     message.order = len(story.findings)

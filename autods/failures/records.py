@@ -29,6 +29,9 @@ def record_of(text: str) -> tuple[Prefix, list[str]] | None:
     if fields is None:
         return None
     said = _first(fields, _TEXT)
+    if fields.get("OOMKilled") is True:  # docker's state of a container
+        said = f"OOMKilled, exit code: {fields.get('ExitCode', 137)}"
+        return Prefix(), [said]
     if isinstance(ended := fields.get("reason"), str) and "exitCode" in fields:  # a container's last state
         said = f"reason: {ended}, exit code: {fields['exitCode']}"
     trace = [value for value in fields.values() if isinstance(value, str) and value != said and _FAILED.search(value)]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from .answer import by_exit, diagnosis_of, nothing_of, pressure_advice
 from .diagnosis import Diagnosis
+from .doubt import credible
 from .story import Finding, Story
 
 _RESUMED = 3  # so much progress after it says that it was survived: other ranks show a step or two more at most
@@ -23,6 +24,7 @@ def weigh(story: Story, exit_code: int | None = None) -> Diagnosis:
     ended_well = exit_code == 0 or (exit_code is None and _done(story))
     alive = [one for one in story.findings if not ended_well and not _survived(one, story)]
     causes = [one for one in alive if one.row.weight in _ORDER]
+    causes = credible(causes, story, exit_code)
     if causes:
         return _caused(_first(causes, story), story, causes)
     if second := [one for one in alive if one.row.weight == "secondary"]:

@@ -116,3 +116,37 @@ def test_the_command_answers_for_people_and_for_programs(tmp_path: Path, capsys:
     assert main(["diagnose", str(log), "--exit-code", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["kind"], said["tier"], said["rank"], said["action"]) == ("out_of_memory", "device", 3, "leaner_rung")
+
+
+def raised(what: str, code: str = "x = batch['labels']") -> str:
+    return f'Traceback (most recent call last):\n  File "/work/train.py", line 9, in step\n    {code}\n{what}\n'
+
+
+def test_another_program_that_the_kernel_killed_is_not_the_cause() -> None:
+    dmesg = "[81.2] Out of memory: Killed process 2211 (mysqld) total-vm:8123321kB, anon-rss:4002312kB\n"
+    assert autods.diagnose(raised("KeyError: 'labels'") + dmesg, 1).kind == "user_code"
+    assert autods.diagnose(raised("KeyError: 'labels'") + dmesg.replace("mysqld", "python3"), 1).tier == "host"
+
+
+def test_a_line_about_full_devices_yields_to_the_exception_that_ended_the_script() -> None:
+    line = "[sweep] the trial before ended with CUDA out of memory\n"
+    assert autods.diagnose(line + raised("KeyError: 'labels'"), 1).kind == "user_code"
+    assert autods.diagnose(raised("KeyError: 'x'") + raised(OOM, "loss.backward()"), 1).tier == "device"
+
+
+def test_the_scripts_own_words_about_memory_are_its_own() -> None:
+    own = raised("ValueError: 131072 tokens would run out of GPU memory", "raise ValueError(")
+    assert autods.diagnose(own, 1).action == "fix_code"
+
+
+def test_what_is_written_after_a_progress_bar_is_read() -> None:
+    bar = " 42%|████▏     | 84/200 [01:10<01:37,  1.19it/s]"
+    assert autods.diagnose(bar + "Killed\n").kind == "unknown"
+    glued = "[rank3]: " + bar + raised(OOM, "loss.backward()").replace("\n", "\n[rank3]: ")
+    assert (autods.diagnose(glued, 1).tier, autods.diagnose(glued, 1).rank) == ("device", 3)
+
+
+def test_mpirun_names_the_rank_though_its_sentence_goes_over_two_lines() -> None:
+    said = "mpirun noticed that process rank 7 with PID 0 on node n4 exited on\nsignal 9 (Killed).\n"
+    found = autods.diagnose(said, 137)
+    assert (found.kind, found.rank) == ("unknown", 7)
