@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,6 +204,37 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
         os.killpg(group, 0)  # it is there
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
+
+
+_DEEP: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("num_hidden_layers", {
+        "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 1000,
+        "max_position_embeddings": 64,
+    }),
+    "t5": ("num_layers", {
+        "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "vocab_size": 1000, "is_encoder_decoder": True,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", _DEEP)
+def test_a_shortened_model_allocates_as_one_with_fewer_layers(architecture: str, tmp_path: Path) -> None:
+    key, sizes = _DEEP[architecture]
+    live = {}
+    for layers in (4, 6):
+        path = tmp_path / str(layers) / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"model_type": architecture, key: layers, **sizes}))
+        with Simulator(source_of(path, seq_len=32)) as simulator:
+            facts = simulator.facts()
+            assert facts.layers == layers
+            for rung in ("zero1", "zero3"):
+                cut = 4 if layers == 6 else None
+                asked = ask(rung, layers=cut, checkpointing=True)
+                live[rung, layers] = simulator.simulate(asked, (2,))[0].live_bytes
+    for rung in ("zero1", "zero3"):
+        for phase in PHASES:
+            assert live[rung, 6][phase]["device"] == pytest.approx(live[rung, 4][phase]["device"], rel=0.005), phase
 
 
 def test_on_cpu_ranks_all_tensors_are_the_memory_of_the_process(llama: Simulator) -> None:
