@@ -154,7 +154,7 @@ class RayRunner:
             if done:
                 break
             if id is not None:
-                phase, step = self.ray.get(self.actor.progress.remote())
+                phase, step = self._wait(self.actor.progress.remote())
                 self.listen(TrialMoved(id=id, phase=phase, step=step))
         self.report = dict(self._wait(pending))
         return dict(self.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Mapping
@@ -83,6 +84,13 @@ class Evidence:
     def said(self) -> str:
         """The exception with its message, without the stack."""
         return f"{self.types[0]}: {self.message}" if self.types else ""
+
+    @property
+    def stack(self) -> str:
+        """The frames of its own traceback, as the signatures read those of a log: no indent, no message, no carets."""
+        _, _, own = self.traceback.rpartition("Traceback (most recent call last):\n")
+        frames = itertools.takewhile(lambda line: line.startswith("  "), own.splitlines())
+        return "\n".join(line.strip() for line in frames if line.strip(" ^~"))
 
     @property
     def text(self) -> str:

@@ -53,9 +53,9 @@ def row_of(evidence: Evidence) -> Signature | None:
 def _by_exception(evidence: Evidence) -> Signature | None:
     """By its type and message, those of its base classes, and where these say nothing by what it was raised from."""
     text = "\n".join(line for line in evidence.said.splitlines() if not BOILERPLATE.match(line))
-    row = first_match(text, type=evidence.types[0], stack=evidence.traceback)
+    row = first_match(text, type=evidence.types[0], stack=evidence.stack)
     if row is None or row.name == "any-exception":
-        own = (first_match(text, type=base, stack=evidence.traceback) for base in evidence.types[1:])
+        own = (first_match(text, type=base, stack=evidence.stack) for base in evidence.types[1:])
         row = next((found for found in own if found is not None and found.name != "any-exception"), None)
     if row is None or row.kind == "unknown":
         causes = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)

@@ -117,3 +117,37 @@ def test_a_failed_build_names_its_op():
     outcome = outcome_of([said])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.op) == ("toolchain", "cpu_adam")
+
+
+USERS_OWN = """Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/deepspeed/runtime/engine.py", line 1331, in _configure_distributed_model
+    self.module.bfloat16()
+    ^^^^^^^^^^^^^^^^^^^^^^
+  File "/home/me/model.py", line 30, in _apply
+    raise RuntimeError("made to fail")
+RuntimeError: made to fail
+"""
+
+
+def test_what_the_users_own_frame_raises_below_deepspeed_is_the_users():
+    said = evidence(
+        1,
+        1.0,
+        types=("RuntimeError",),
+        message="made to fail",
+        traceback=USERS_OWN,
+        user_frame="model.py:30",
+        phase="init",
+    )
+    outcome = outcome_of([said])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action) == ("user_code", "fix_code")
+
+
+def test_frames_are_read_as_those_of_a_log():
+    said = evidence(1, 1.0, types=("RuntimeError",), message="made to fail", traceback=USERS_OWN)
+    assert said.stack.splitlines()[1:] == [
+        "self.module.bfloat16()",
+        'File "/home/me/model.py", line 30, in _apply',
+        'raise RuntimeError("made to fail")',
+    ]
