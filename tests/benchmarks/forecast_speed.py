@@ -47,7 +47,8 @@ MODELS: dict[str, tuple[dict[str, int], list[str]]] = {
 _TICK = os.sysconf("SC_CLK_TCK")
 _EVERY_S = 0.2
 _ROW = re.compile(
-    r"^\S+: \S (?P<rung>[\w-]+): (?P<verdict>[^:,]+)(?P<estimate>, estimate)?: (?P<peak>[\d.]+)?(?P<tib> TiB)?"
+    r"^\S+: \S (?P<rung>[\w-]+): (?P<verdict>[^:,]+)(?P<estimate>, estimate)?: (?P<peak>[\d.]+)?"
+    r"(?: \([^)]*\))?(?P<tib> TiB)?"
 )
 
 
