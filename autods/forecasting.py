@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 
 from .asks import Sizing, ask_for, holds_for, limits_of, on_site, overruled
+from .ds_config import get
 from .forecast.constants import read_constants
 from .forecast.depth import deepened, depths_for, need_of_deepened
 from .forecast.events import Forecasted, ForecastListener, Simulating
@@ -104,6 +105,11 @@ def estimate_rung(work: Work, rung: Rung, site: Site, sizing: Sizing) -> None:
         return  # the formulas, which know no layers
     here, constants = on_site(ask, site), read_constants()
     whole = deepened(ask, shallow, deeper, depths)
+    if (
+        get(ask.ds_config, "zero_optimization.stage") in (1, 2)
+        and whole.live_bytes["init"]["device"] > ask.device_bytes
+    ):
+        return  # the shallow models were flattened on the device, and the whole one will not be: see `asks.holds_for`
     need = need_of_deepened(here, whole, deeper, constants)
     limits, emulated = limits_of(site, work.question), here.device == "cpu"
     said = judged(here, whole, limits=limits, emulated=emulated, constants=constants, exact=False, need=need)

@@ -46,7 +46,10 @@ MODELS: dict[str, tuple[dict[str, int], list[str]]] = {
 }  # fmt: skip
 _TICK = os.sysconf("SC_CLK_TCK")
 _EVERY_S = 0.2
-_ROW = re.compile(r"^\S+: \S (?P<rung>[\w-]+): (?P<verdict>[^:,]+)(?P<estimate>, estimate)?: (?P<peak>[\d.]+)? ?")
+_ROW = re.compile(
+    r"^\S+: \S (?P<rung>[\w-]+): (?P<verdict>[^:,]+)(?P<estimate>, estimate)?: (?P<peak>[\d.]+)?"
+    r"(?: \([^)]*\))?(?P<tib> TiB)?"
+)
 
 
 def main() -> int:
@@ -118,7 +121,7 @@ def _rows_of(told: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
             if not row["estimate"]:
                 exact[row["rung"]] = (at, row)
     errors = {
-        rung: float(row["peak"]) / float(exact[rung][1]["peak"]) - 1
+        rung: _peak(row) / _peak(exact[rung][1]) - 1
         for rung, (_, row) in first.items()
         if row["estimate"] and row["peak"] and rung in exact and exact[rung][1]["peak"]
     }
@@ -127,6 +130,11 @@ def _rows_of(told: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         "exact_table_s": max((at for at, _ in exact.values()), default=None),
         "estimates_off": errors,
     }
+
+
+def _peak(row: dict[str, Any]) -> float:
+    """In GiB, which is the unit where the line names none."""
+    return float(row["peak"]) * (1024 if row["tib"] else 1)
 
 
 class _Tree:
