@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import textwrap
 import time
@@ -17,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-PYTHON = Path(os.environ.get("PROVOKE_PYTHON", "/work/main/.venv/bin/python"))  # one that has accelerate as well
-OPS = Path(os.environ.get("PROVOKE_OPS", "/tmp/provoke-env/ext"))  # DeepSpeed ops that are built already
-PACKAGES = Path("/work/main/.venv")
+PYTHON = Path(os.environ.get("PROVOKE_PYTHON", sys.executable))  # one that has accelerate as well
+OPS = Path(os.environ.get("PROVOKE_OPS", Path(tempfile.gettempdir()) / "provoke-ops"))  # DeepSpeed ops that are built
+PACKAGES = Path(sys.prefix)
+REPOSITORY = Path(__file__).resolve().parents[3]
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
 LINES_KEPT = 200
 SECONDS = 90
@@ -170,9 +172,9 @@ class Workbench:
             (re.escape(str(OPS)), "/home/ana/.cache/torch_extensions/py311_cpu"),
             (re.escape(str(PYTHON.parent.parent)), "/home/ana/venv"),
             (re.escape(str(PACKAGES)), "/home/ana/venv"),
-            (r"/work/main\b", "/home/ana/project"),
-            (r"/root/\.pyenv/versions/[\d.]+", "/usr"),
-            (r"/root\b", "/home/ana"),
+            (re.escape(str(REPOSITORY)) + r"\b", "/home/ana/project"),
+            (re.escape(sys.base_prefix), "/usr"),
+            (re.escape(str(Path.home())) + r"\b", "/home/ana"),
             (r"(?<![\w./-])" + re.escape(socket.gethostname()) + r"(?![\w./-])", "node-1"),
             (r"\b192\.0\.2\.\d+", "10.0.0.4"),
             (r"\b10\.255\.255\.\d+", "10.0.0.2"),
