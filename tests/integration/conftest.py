@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from autods.values import Event
 from autods.workload import Workload, source_of
 
 HERE = Path(__file__).parent
+
+os.environ["AUTODS_FORECAST_CACHE"] = "off"  # what an earlier run simulated proves nothing of this one
 
 Runners = Callable[..., RayRunner]
 
