@@ -39,15 +39,19 @@ def walk(
     own forecast; but where nothing fits, the one that lacks least is tried all the same: that is then seen, not said.
     """
     rungs = tuple(candidates)
-    foresight.prepare(first_trial(candidate, steps) for candidate in rungs if candidate.skip is None)
+    _prepare(rungs, steps, foresight)
     walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip), foresight)
     foresight.settle()
     return walked
 
 
+def _prepare(candidates: Sequence[Candidate], steps: Steps, foresight: Foresight) -> None:
+    foresight.prepare(first_trial(candidate, steps) for candidate in candidates if candidate.skip is None)
+
+
 def _walked(candidates: Sequence[Candidate], walking: _Walking, foresight: Foresight) -> Walked:
     impossible: list[tuple[int, Candidate]] = []
-    for candidate in candidates:
+    for place, candidate in enumerate(candidates, 1):
         reason = candidate.skip or walking.lessons.against(candidate.rung, candidate.ops)
         forecast = foresight.forecast(first_trial(candidate, walking.steps)) if reason is None else None
         if forecast is not None and (why := why_impossible(forecast)) is not None:
@@ -55,8 +59,11 @@ def _walked(candidates: Sequence[Candidate], walking: _Walking, foresight: Fores
             reason = why
         if reason is not None:
             walking.skip(candidate, reason)
-        elif walking.ends_with(candidate):
+            continue
+        foresight.settle()  # how fast its steps are decides how growing begins
+        if walking.ends_with(candidate):
             return walking.walked()
+        _prepare(candidates[place:], walking.steps, foresight)
     if walking.pressed is None and impossible:
         _, closest = min(impossible, key=lambda item: item[0])
         walking.unskip(closest)

@@ -94,6 +94,21 @@ def test_forecasts_are_prepared_ahead_and_given_up_when_the_walk_ends() -> None:
     assert foresight.settled
 
 
+def test_no_simulation_runs_beside_a_trial() -> None:
+    rungs = [rung.name for rung in SETTINGS.ladder]
+    seen = []
+
+    def answer(trial: Trial) -> Outcome:
+        seen.append((trial.rung, foresight.settled))
+        foresight.settled = False  # what is prepared after it begins anew
+        return FITS if trial.rung == "zero2" else OOM
+
+    foresight = Scripted(lambda trial: None)
+    walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, foresight=foresight)
+    assert seen == [("ddp", True), ("zero1", True), ("zero2", True)]
+    assert foresight.prepared == [*rungs, *rungs[1:], *rungs[2:]]
+
+
 ANSWER = surface(limit_bytes=16 * GIB, state_bytes=2 * GIB, sample_bytes=GIB // 4)
 
 
