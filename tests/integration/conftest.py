@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from autods.workload import Workload, source_of
 
 HERE = Path(__file__).parent
 
-os.environ["AUTODS_FORECAST_CACHE"] = "off"  # what an earlier run simulated proves nothing of this one
-
 Runners = Callable[..., RayRunner]
 
 
@@ -28,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def simulated_anew() -> Iterator[None]:
+    """No forecast comes from a cache: what an earlier run simulated proves nothing of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTODS_FORECAST_CACHE", "off")
+        yield
 
 
 @pytest.fixture(scope="session")
