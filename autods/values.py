@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
@@ -15,11 +15,18 @@ TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
 Device = Literal["cuda", "cpu"]
 
 # What a rank is doing. The order is that of a trial; the heartbeat stores the index.
-Phase = Literal["start", "rendezvous", "build", "init", "forward", "backward", "step", "done"]
-PHASES: tuple[Phase, ...] = ("start", "rendezvous", "build", "init", "forward", "backward", "step", "done")
+Phase = Literal[
+    "start", "rendezvous", "build", "init", "forward", "backward", "step", "evaluate", "save", "load", "done"
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # Why a trial is run: which part of the search asked for it.
-Purpose = Literal["walk", "shortfall", "grow", "tune", "verify"]
+Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify"]
+
+# What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
+# evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
+# batch, without dropout, so that the losses of two configs can be compared.
+Exam = Literal["worst_case", "parity"]
 
 FailureKind = Literal[
     "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"
@@ -68,6 +75,7 @@ class Trial:
     native_optimizer: bool = True  # False: torch's AdamW stands in, so that no DeepSpeed op has to be built yet
     limited: bool = True  # False: without the memory budget, to learn how much would have been enough
     repeat: int = 0  # the same knobs measured again
+    exam: Exam | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +98,25 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What a `worst_case` trial did. A part that was not done is None, and `left_out` says why in a sentence.
+
+    batch_shape: of the largest tensor of the batch it ran on. draws: that batch is the longest of so many that
+    `build_batch` made; 0: the workload's own `build_longest_batch` made it.
+    """
+
+    batch_shape: tuple[int, ...]
+    draws: int
+    evaluated: bool = False
+    checkpoint_bytes: int | None = None  # on disk, of all ranks of the fullest node
+    save_s: float | None = None
+    load_s: float | None = None
+    gathered: bool | None = None  # the whole weights, which stage 3 has to gather for; None: nothing to gather
+    restored: bool | None = None  # the loaded engine evaluates to the loss of the saved one
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """The trial ran whole optimizer steps within the limit."""
 
@@ -98,9 +125,10 @@ class Fit:
     tokens_per_second: float | None
     step_s: tuple[float, ...]  # seconds of each timed optimizer step, slowest rank
     spread: float  # relative standard error of the median step
-    losses: tuple[float, ...]  # rank 0, one per optimizer step, warm-up included
+    losses: tuple[float, ...]  # one per optimizer step, warm-up included: rank 0's; in a parity trial the mean of all
     timing: Timing
     alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
+    examined: Examined | None = None
     kind: Literal["fit"] = "fit"
 
     @property
