@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .. import procs
 from ..trial.ops import cache_folder
 from ..trial.spec import RankJob
 from ..values import Device, WorkloadSource
-from . import procs
 from .host_watch import HostWatch
 from .supervise import remove_folders
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import procs
 from ..trial.heartbeat import Beat, Heartbeats
 from ..trial.spec import RankJob
 from ..workload import Workload
-from . import procs
 from .host_watch import HostWatch
 from .ranks import start_ranks
 
