@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..folders import cache_folder
 from ..hardware import versions
 from ..values import Device, ModelFacts, WorkloadSource
 from .protocol import Engine, Simulator
@@ -79,7 +80,7 @@ class Remembered:
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         said = json.dumps([self._made_of, key], sort_keys=True, default=str)
-        return library.cache_folder() / "forecasts" / hashlib.sha256(said.encode()).hexdigest()[:32]
+        return cache_folder() / "forecasts" / hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 @dataclass(slots=True)
