@@ -16,6 +16,7 @@ from ..units import show_bytes, show_count
 from ..values import TIERS
 from . import words
 from .breakdown import bar, legend
+from .layout import pairs_grid
 from .plan_advice import headline, sentences
 from .plan_result import Forecast, SiteForecast
 
@@ -49,7 +50,7 @@ def _show_one(forecast: Forecast, said: SiteForecast, console: Console) -> None:
     console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
     if console.width < _WITH_REASONS:
         scale = 0 if console.width >= _WITH_BARS else _scale(said.rungs)
-        console.print(_pairs((rung.rung, _under(rung, scale)) for rung in said.rungs))
+        console.print(pairs_grid((rung.rung, _under(rung, scale)) for rung in said.rungs))
         console.print()
     style = {"fits": "bold green", "tight": "bold yellow", "nothing_fits": "bold red"}[said.status]
     spent = f"  ({words.of_seconds(forecast.seconds)})"
@@ -188,13 +189,3 @@ def _workload(forecast: Forecast) -> str:
 
 def _list(lines: Iterable[str], *, style: str = "") -> RenderableType:
     return Group(*(Padding(Text(f"· {line}", style=style), (0, 0, 0, 2)) for line in lines))
-
-
-def _pairs(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
-    """Names and what is said of them; long text wraps in its own column."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, said in pairs:
-        table.add_row(name, said)
-    return Padding(table, (0, 0, 0, 2))
