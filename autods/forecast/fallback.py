@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..ds_config import get
+from ..ds_config import half_precision
 from ..values import Device, ModelFacts
 from .caching import phases
 from .formulas import estimated
@@ -85,10 +85,9 @@ def unsharded(ask: Ask) -> Ask:
     """The same model and precision as one CPU rank that holds everything."""
     config = ask.ds_config
     kept: Mapping[str, Any] = {key: config[key] for key in ("gradient_clipping",) if key in config}
-    half = any(get(config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
     plain = {
         **kept,
-        "bf16": {"enabled": half},  # CPU ranks have no fp16; it is as large
+        "bf16": {"enabled": half_precision(config) is not None},  # CPU ranks have no fp16; it is as large
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_optimization": {"stage": 0},
         "train_micro_batch_size_per_gpu": 1,
