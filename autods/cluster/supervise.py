@@ -41,7 +41,6 @@ class Live:
     rank: int
     slot: int
     pid: int
-    pidfd: int
     beat: Beat
     changed_s: float
     stopped_s: float | None = None
@@ -108,7 +107,7 @@ def _started(job: RankJob, workload: Workload | None, spawn: bool) -> Watch:
     now = time.monotonic()
     started = start_ranks(job, board, workload, spawn=spawn)
     live = {
-        pidfd: Live(job.local_ranks[slot], slot, pid, pidfd, Beat("start", 0, now), now)
+        pidfd: Live(job.local_ranks[slot], slot, pid, Beat("start", 0, now), now)
         for slot, (pid, pidfd) in enumerate(started)
     }
     return Watch(job, board, live, host)

@@ -78,11 +78,6 @@ class Message:
     pid: int | None = None  # of the Ray worker whose exception this is
 
     @property
-    def head(self) -> str:
-        """The first line."""
-        return self.text.partition("\n")[0].strip()
-
-    @property
     def stack(self) -> str:
         """The frames as one text."""
         return "\n".join(self.frames)
