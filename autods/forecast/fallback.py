@@ -7,7 +7,7 @@ adds to what already lives is the activations, and the rest follows from the num
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ _NO_DEVICE = ("no_compiler", "build_failed")
 
 
 @dataclass(slots=True)
-class WithFormulas:
+class WithFormulas(Simulator):
     """A `protocol.Simulator` that answers by another one, and by the formulas where that has no simulated GPU.
 
     Estimates have no traces, and say in `assumed` what they are and why. Calls raise SimulationFailed for the rest.
@@ -43,11 +43,6 @@ class WithFormulas:
         if self.known is None:
             self.known = self.simulator.facts("cpu")
         return self.known
-
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
-        """Each micro batch in turn on one engine."""
-        with self.engine(ask) as engine:
-            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
     @contextlib.contextmanager
     def engine(self, ask: Ask) -> Iterator[Engine]:
