@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import InputError
-from .ladder import data_folder, read_toml
-from .typed import read_as
+from .folders import data_folder
+from .toml_files import checked, read_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +91,8 @@ def _one(name: str, known: Mapping[str, Machine]) -> Machine:
 
 
 def _machine(path: Path) -> Machine:
-    try:
-        file = read_as(_File, read_toml(path))
-        if min(file.device.bytes, file.node.gpus, file.node.host_bytes) <= 0:
-            raise ValueError("bytes and gpus must be above 0")
-    except ValueError as error:
-        what = str(error).replace("_File", "machine")
-        mend = "compare with configs/hardware/a100-80gb.toml"
-        raise InputError(f"is not a machine: {what}", where=str(path), mend=mend) from None
+    mend = "compare with configs/hardware/a100-80gb.toml"
+    file = checked(_File, read_toml(path), _check, name="machine", where=str(path), mend=mend)
     return Machine(
         name=file.name,
         title=file.title,
@@ -110,3 +104,9 @@ def _machine(path: Path) -> Machine:
         links=file.links,
         source=file.source,
     )
+
+
+def _check(file: _File) -> None:
+    """Raises ValueError."""
+    if min(file.device.bytes, file.node.gpus, file.node.host_bytes) <= 0:
+        raise ValueError("bytes and gpus must be above 0")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .base_config import check_base_config, read_base_config
-from .ds_config import get
+from .ds_config import half_precision
 from .errors import InputError
 from .units import parse_bytes
 
@@ -59,7 +59,7 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
     """The base config with a precision in it: the user's own, else the one asked for, else `otherwise`."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise InputError(f"there is no precision {precision!r}", mend="give --precision bf16, fp16 or fp32")
-    users = next((key for key in ("bf16", "fp16") if get(base, f"{key}.enabled") is True), None)
+    users = half_precision(base)
     if precision == "auto":
         return dict(base) if users or "bf16" in base or "fp16" in base else {**base, otherwise: {"enabled": True}}
     if users and users != precision:
@@ -71,7 +71,7 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
 
 def precision_of(base: Mapping[str, Any]) -> str:
     """'bf16', 'fp16' or 'fp32', as a config says it."""
-    return next((key for key in ("bf16", "fp16") if get(base, f"{key}.enabled") is True), "fp32")
+    return half_precision(base) or "fp32"
 
 
 def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:

@@ -39,6 +39,11 @@ def get(config: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
+def half_precision(config: Mapping[str, Any]) -> str | None:
+    """'bf16' or 'fp16', whichever is enabled; None: fp32."""
+    return next((kind for kind in ("bf16", "fp16") if get(config, f"{kind}.enabled")), None)
+
+
 def nested(dotted: str, value: Any) -> dict[str, Any]:
     """'a.b', 1 → {'a': {'b': 1}}."""
     head, _, tail = dotted.partition(".")

@@ -149,20 +149,13 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
     if search and forecast.memory:
         work.tell(site, forecast)
         sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
-        first = (site.micro_batch, fill_of(forecast))
+        first = (site.micro_batch, forecast.fill)
         slope = work.sample_bytes / site.machine.device_bytes if work.sample_bytes is not None else None
-        found = largest(lambda size: fill_of(said_of(size)), sizes, known=first, slope=slope)
+        found = largest(lambda size: said_of(size).fill, sizes, known=first, slope=slope)
         if found.slope is not None and math.isfinite(found.slope):
             work.sample_bytes = found.slope * site.machine.device_bytes
         forecast = _with_largest(forecast, found)
     work.tell(site, forecast)
-
-
-def fill_of(forecast: RungForecast) -> float:
-    """How full the fullest tier is by the forecast itself, not an end of its interval."""
-    return max(
-        (said.peak_bytes / said.limit_bytes for said in forecast.memory.values() if said.limit_bytes), default=0.0
-    )
 
 
 def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:

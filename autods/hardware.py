@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
 import psutil
 
-from .cgroup import memory_groups
+from .cgroup import MemoryGroup, memory_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +34,32 @@ class Hardware:
     cards: tuple[Card, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Of a node: what programs may hold together, and what is left of it."""
+
+    total_bytes: int
+    free_bytes: int
+
+
 def look() -> Hardware:
     """Host memory by psutil and the cgroup's limit, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
-    memory = psutil.virtual_memory()
-    groups = memory_groups()  # a container's limit is less than what the machine has
-    limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
-    free = [left for group in groups if (left := group.free_bytes()) is not None]
+    memory = host_memory(memory_groups())
     return Hardware(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
-        host_bytes=min([memory.total, *limits]),
-        host_free_bytes=min([memory.available, *free]),
+        host_bytes=memory.total_bytes,
+        host_free_bytes=memory.free_bytes,
         cards=visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES")),
     )
+
+
+def host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
+    """The machine's, or less where one of the cgroups that hold this process, a container's say, has a limit."""
+    memory = psutil.virtual_memory()
+    limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
+    free = [left for group in groups if (left := group.free_bytes()) is not None]
+    return HostMemory(total_bytes=min([memory.total, *limits]), free_bytes=min([memory.available, *free]))
 
 
 def visible_cards(visible: str | None) -> tuple[Card, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import InputError
 from .typed import read_as
-from .values import Outcome, Record, Trial, is_machines_fault
+from .values import Record, Trial, is_machines_fault
 
 VERSION = 1
 
@@ -169,13 +169,3 @@ class Journal:
 def read_record(data: Mapping[str, Any]) -> Record:
     """The inverse of `asdict(record)`. Raises ValueError that says which field is wrong."""
     return read_as(Record, data)
-
-
-def read_outcome(data: Mapping[str, Any]) -> Outcome:
-    """An outcome from its JSON; its `kind` says which it is. Raises ValueError that says which field is wrong."""
-    return read_as(_Answer, {"outcome": data}).outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    outcome: Outcome

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import InputError
-from .typed import read_as
+from .folders import data_folder
+from .toml_files import checked, read_toml
 from .values import ModelFacts, Scalar, Tier
 
 State = Literal["parameters", "gradients", "optimizer"]
@@ -62,25 +62,6 @@ class Rung:
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
 
-def data_folder(name: str) -> Path:
-    """`strategies` or `configs`: inside the installed package, else beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / name, package.parent / name):
-        if folder.is_dir():
-            return folder
-    raise InputError(f"the folder {name}/ is missing from the installation", mend="reinstall autods")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file; InputError names the file and line when it is not one."""
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"is not TOML: {error}", where=str(path)) from None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Needs:
     world_size: int
@@ -105,12 +86,7 @@ class _File:
 
 def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
     """A rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
-    try:
-        file = read_as(_File, data)
-        _check(file)
-    except ValueError as error:
-        what = str(error).replace("_File", "rung")
-        raise InputError(f"is not a rung: {what}", where=where, mend="compare with strategies/zero3.toml") from None
+    file = checked(_File, data, _check, name="rung", where=where, mend="compare with strategies/zero3.toml")
     return Rung(
         name=file.name,
         order=file.order,

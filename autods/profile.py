@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import InputError
-from .ladder import data_folder, read_toml
-from .typed import read_as
+from .folders import data_folder
+from .toml_files import checked, read_toml
 from .values import Steps
 
 
@@ -60,14 +60,8 @@ def read_profile(name: str) -> Profile:
     if not path.is_file():
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no config {name!r}", mend=f"give one of {known}, or the path of a .toml file")
-    try:
-        file = read_as(_File, read_toml(path))
-        _check(file)
-    except ValueError as error:
-        what = str(error).replace("_File", "config")
-        raise InputError(
-            f"is not a config: {what}", where=str(path), mend="compare with configs/default.toml"
-        ) from None
+    mend = "compare with configs/default.toml"
+    file = checked(_File, read_toml(path), _check, name="config", where=str(path), mend=mend)
     return Profile(
         name=file.name,
         ladder=file.ladder,

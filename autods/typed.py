@@ -11,12 +11,13 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 T = TypeVar("T")
 
 
-def read_as(kind: type[T], data: object) -> T:
+def read_as(kind: type[T], data: object, *, name: str | None = None) -> T:
     """`data` as a `kind`, a frozen dataclass. Raises ValueError that says which field is missing, unknown or ill-typed.
 
     Fields with a default may be missing. Of a union of dataclasses the one is taken that has the data's `kind`.
+    name: what the error calls it; None: the class's name.
     """
-    return cast(T, _read(kind, data, kind.__name__))
+    return cast(T, _read(kind, data, name or kind.__name__))
 
 
 def _read(hint: Any, data: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ _FACTORS = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30, "ti": 2**40, "tib": 2**40,
 }  # fmt: skip
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -21,13 +22,15 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def unit_of(size: float) -> tuple[str, int]:
+    """436207616 → ('MiB', 1048576): the largest unit of which there is at least one, else bytes."""
+    return next((unit for unit in _UNITS if abs(size) >= unit[1]), ("B", 1))
+
+
 def show_bytes(size: float) -> str:
     """436207616 → '416.0 MiB'; negative sizes keep their sign."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    name, factor = unit_of(size)
+    return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {name}"
 
 
 def show_count(count: float) -> str:

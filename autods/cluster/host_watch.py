@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..cgroup import MemoryGroup, machine_oom_kills, memory_groups
+from ..hardware import host_memory
 
 _EVERY_S = 0.1
 
@@ -34,14 +33,13 @@ class HostWatch:
     def begin(cls) -> HostWatch:
         """The counters as they stand, and the smallest limit on this process: the machine's memory or a cgroup's."""
         groups = memory_groups()
-        memory = psutil.virtual_memory()
-        limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
+        memory = host_memory(groups)
         return cls(
             groups=groups,
-            limit_bytes=min([memory.total, *limits]),
+            limit_bytes=memory.total_bytes,
             group_kills=_kills(groups),
             machine_kills=machine_oom_kills() or 0,
-            least_free_bytes=_free(groups),
+            least_free_bytes=memory.free_bytes,
         )
 
     def look(self, ranks: Iterable[tuple[int, int]]) -> None:
@@ -50,7 +48,7 @@ class HostWatch:
         if now - self._looked_s < _EVERY_S:
             return
         self._looked_s = now
-        self.least_free_bytes = min(self.least_free_bytes, _free(self.groups))
+        self.least_free_bytes = min(self.least_free_bytes, host_memory(self.groups).free_bytes)
         for rank, pid in ranks:
             self.peak_rss_bytes[rank] = max(self.peak_rss_bytes.get(rank, 0), _rss(pid))
 
@@ -60,7 +58,7 @@ class HostWatch:
             "group_kills": _kills(self.groups) - self.group_kills,
             "machine_kills": (machine_oom_kills() or 0) - self.machine_kills,
             "limit_bytes": self.limit_bytes,
-            "least_free_bytes": min(self.least_free_bytes, _free(self.groups)),
+            "least_free_bytes": min(self.least_free_bytes, host_memory(self.groups).free_bytes),
             "peak_rss_bytes": {str(rank): size for rank, size in self.peak_rss_bytes.items()},
         }
 
@@ -68,11 +66,6 @@ class HostWatch:
 def _kills(groups: tuple[MemoryGroup, ...]) -> int:
     """The innermost group's: version 2 counts those below it there too."""
     return (groups[0].oom_kills() or 0) if groups else 0
-
-
-def _free(groups: tuple[MemoryGroup, ...]) -> int:
-    free = [left for group in groups if (left := group.free_bytes()) is not None]
-    return min([int(psutil.virtual_memory().available), *free])
 
 
 def _rss(pid: int) -> int:

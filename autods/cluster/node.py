@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..trial.ops import cache_folder
+from .. import procs
+from ..trial.ops import ops_folder
 from ..trial.spec import RankJob
 from ..values import Device, WorkloadSource
-from . import procs
 from .host_watch import HostWatch
 from .supervise import remove_folders
 
@@ -123,7 +123,7 @@ class Node:
             **self.environment,  # the user's own, which a cluster that already ran does not know
             **_ZYGOTE_ENVIRONMENT,
             "PATH": os.pathsep.join([scripts, self.environment.get("PATH", "")]),
-            "TORCH_EXTENSIONS_DIR": str(cache_folder()),
+            "TORCH_EXTENSIONS_DIR": str(ops_folder()),
         }
         if self.device == "cpu":
             said |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

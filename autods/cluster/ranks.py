@@ -9,11 +9,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from .. import procs
 from ..trial.heartbeat import Heartbeats
 from ..trial.rank import environment, run_rank
 from ..trial.spec import RankJob
 from ..workload import Workload
-from . import procs
 
 
 def start_ranks(job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool) -> list[tuple[int, int]]:

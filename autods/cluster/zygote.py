@@ -7,7 +7,6 @@ it says {"ready": …} once, then for each job line {"beat": …} while it runs 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -15,15 +14,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
+from .. import procs
 from ..trial.heartbeat import Beat
 from ..trial.rank import describe
 from ..trial.spec import RankJob
 from ..values import WorkloadSource
 from ..workload import Workload, load
-from . import procs
 from .supervise import supervise
 
 
@@ -35,7 +33,7 @@ def main(argv: list[str]) -> None:
     procs.adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it tells us by the socket
     driver = _pidfd(driver_pid)
-    with _ends_with(owner):
+    with procs.ends_with(owner):
         ready, workload = _prepare(source, preload_workload, argv)
     _say(owner, {"ready": ready})
     _serve(owner, driver, workload, spawn=bool(ready.get("unfit")))
@@ -59,18 +57,6 @@ def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) ->
             os.execv(sys.executable, [sys.executable, "-m", "autods.cluster.zygote", *argv, "--plain"])
     preload.settle()
     return {"pid": os.getpid(), "unfit": reason}, workload
-
-
-@contextlib.contextmanager
-def _ends_with(owner: socket.socket) -> Iterator[None]:
-    """Die at once when the owner hangs up, though this process is too busy importing to look."""
-    flags = fcntl.fcntl(owner, fcntl.F_GETFL) & ~os.O_ASYNC
-    fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(owner, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is death
-    if procs.hung_up(owner):  # before we asked
-        os._exit(97)
-    yield
-    fcntl.fcntl(owner, fcntl.F_SETFL, flags)
 
 
 def _serve(owner: socket.socket, driver: int | None, workload: Workload | None, *, spawn: bool) -> None:

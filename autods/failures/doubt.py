@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from .exits import normal
-from .messages import SAYS_SO
+from .patterns import SAYS_SO
 from .story import Finding, Story
 
 _KILLED_PROGRAM = re.compile(r"[Kk]illed process (\d+) \(([^)]*)\)")

@@ -63,7 +63,6 @@ class Evidence:
     message: str = ""
     traceback: str = ""
     causes: tuple[tuple[str, str], ...] = ()  # type and message of what it was raised from, the nearest first
-    functions: tuple[str, ...] = ()  # of the stack, outermost first
     user_frame: str | None = None
     contract: str | None = None  # what of the Workload contract was broken
     mend: str | None = None
@@ -71,7 +70,6 @@ class Evidence:
     log_tail: str = ""
     host: HostMemory | None = None
     idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
-    alloc_retries: int = 0
 
     @property
     def signal_name(self) -> str | None:
@@ -132,7 +130,6 @@ def from_end(
         message=error.get("message", ""),
         traceback=error.get("traceback", ""),
         causes=tuple((type, message) for type, message in error.get("causes", ())),
-        functions=tuple(error.get("functions", ())),
         user_frame=error.get("user_frame"),
         contract=error.get("contract"),
         mend=error.get("mend"),
@@ -140,5 +137,4 @@ def from_end(
         log_tail=end.get("log_tail", ""),
         host=HostMemory(**host) if host else None,
         idle_bytes=record.get("idle_bytes"),
-        alloc_retries=record.get("alloc_retries", 0),
     )

@@ -1,58 +1,23 @@
 """A log as lines worth reading: streamed, bounded, cleaned, each with the rank and stream that its prefix names.
 
-Most of a log is training progress. Only lines that hold one of `WORDS` (or that belong to an open traceback) are taken
-apart, and of lines that are alike only the first ones.
+Most of a log is training progress. Only lines that the sieve keeps, or that an open traceback wants, are taken apart.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .clock import SPAN, Clock, clock_of
 from .prefix import Prefix, joined, split_prefix
 from .records import record_of
-
-# A line without any of these is neither a failure nor the end of a run; a test holds every signature's example to it.
-_WORDS = """
-error, exception, traceback, fail, memory, kill, signal, abort, fault, fatal, oom, quota, cannot, can't,
-couldn't, unable, unavailable, timeout, timed, terminat, exit, died, dead, crash, assert, panic, refused,
-reset, closed, mismatch, invalid, unsupported, supported, missing, denied, xid, ecc, preempt, cancel, limit,
-interrupt, evict, bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected,
-unhandled, insufficient, exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped,
-flushes, alloc, retries, root cause, local_rank, return code, too many, too long, not found, no such, no space,
-not equal, not match, is not, must be, expected , out of , out_of_, nan , is nan, nan loss, stopping, overflow, illegal,
-no module, percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
-low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
-disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
-bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
-forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy,
-not , full, shm, mlock, page-lock, page lock, pinned, walltime, max wall, max run,  bus,  down, spot , sigh,
-sigint, sigx, sigseg, sigbus, enospc, pcie, buffer, divisible, install, batch size, batch_size, leaked, address,
-srcindex, ibv_, completion, mlx5, fork, peer, ran for, watchdog, rendezvous, tcpstore, joined, resolve,
-bootstrap, non-finite, inf or, nan/, loss is, diverge, usage of, buy new, enough, libcu, ptxas, glibc, gpus
-available, more than, int_max, 32-bit, too big, ctrl-c, user request, requeue, read-only, permitted,
-inconsistency, larger machine, retirement, remapping, machine check, emfile, descriptor, misaligned, disk ,
-stack smash, no gpu, no cuda, no nvidia, getaddrinfo, servname, another rank, other rank, end of file, heap
-space, all available, paging file, gateway, unavail, busy,
-world info, nnodes, num_machines, pid
-"""
-_ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip(" ").split(", "))
-WORDS = tuple(word for word in _ALL if not any(other in word for other in _ALL if other != word))
+from .sieve import Sieve
 
 BLOCK_BYTES = 1 << 20
 LINE_CHARS = 4000  # what is kept of a line: its beginning and its end
 _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
-_REPEATS = 12  # lines that differ only in their digits are read this often
-_WHO = 4000  # lines that tell which process has which rank are read this often
-_SHAPES = 100_000
-_MANY = 4000  # lines read: from here on lines are alike that have the same words
-_MANY_ALIKE = 200
 _MANY_PARTS = 40  # of one line: progress bars without a line end
-_NOTHING = hash(())
-_HEX = b"0123456789abcdefABCDEF"
 _BACK_LINES = 200  # so far back a line's time is looked for
 _WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
 
@@ -100,9 +65,7 @@ class Reader:
         self.last: list[str] = []  # of the last block
         self._watch_until = -1
         self._last_step = ""
-        self._shapes: Counter[int] = Counter()
-        self._alike: Counter[int] = Counter()
-        self._read = 0
+        self._sieve = Sieve()
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
         """Lines, in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
@@ -141,7 +104,7 @@ class Reader:
             self.number += 1
             if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
                 self._begin(header[1].decode(errors="replace"))
-            elif self.waiting() or self._worth_reading(raw, lowered):
+            elif self.waiting() or self._sieve.keeps(raw, lowered):
                 yield from self._lines(raw)
             elif self.number < self._watch_until:
                 self._count(raw)
@@ -152,31 +115,6 @@ class Reader:
         self.parts[self.file] = self.progress
         self.file = f"{self._name}/{name}" if self._name else name
         self.progress, self._last_step = self.parts.get(self.file, 0), ""
-
-    def _worth_reading(self, raw: bytes, lowered: bytes) -> bool:
-        """Whether the line may tell something, and lines like it were not read often already.
-
-        Alike are lines that differ in their digits only. In a log where too many differ otherwise (hashes, paths),
-        alike are those that differ in what a hash is made of, or that have the same of `WORDS`.
-        """
-        shape = hash(raw.translate(None, b"0123456789"))
-        if len(self._shapes) > _SHAPES:
-            self._shapes.clear()
-        self._shapes[shape] += 1
-        often = self._shapes[shape]
-        if often > _REPEATS and (often > _WHO or b"pid" not in lowered or b"rank" not in lowered):
-            return False
-        if self._read < _MANY:
-            found = any(word in lowered for word in WORDS)
-            self._read += found
-            return found
-        bare = hash(raw[:SPAN].translate(None, _HEX))
-        self._shapes[bare] += 1
-        if self._shapes[bare] > _MANY_ALIKE:
-            return False
-        words = hash(tuple(word for word in WORDS if word in lowered))
-        self._alike[words] += 1
-        return words != _NOTHING and self._alike[words] <= _MANY_ALIKE
 
     def _count(self, raw: bytes) -> None:
         found = PROGRESS.search(raw.decode(errors="replace"))
@@ -192,7 +130,7 @@ class Reader:
             self._count(raw)
         parts = _split(_clean(raw))
         for text in parts:
-            if len(parts) > _MANY_PARTS and not self.waiting() and not self._worth_reading(*_both(text)):
+            if len(parts) > _MANY_PARTS and not self.waiting() and not self._sieve.keeps(*_both(text)):
                 continue
             prefix, rest = split_prefix(text)
             if (bar := _BAR.search(rest)) and (

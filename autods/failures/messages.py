@@ -3,61 +3,41 @@
 Source code that a traceback quotes is stack, never text: `except torch.cuda.OutOfMemoryError:` is no evidence.
 """
 
-# ruff: noqa: E501  (tables of patterns)
-
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from .lines import PROGRESS, Line
+from .patterns import (
+    ANNOUNCES,
+    BOILERPLATE,
+    BOX,
+    BOXED_FRAME,
+    CHAINED,
+    ENDS_TRACEBACK,
+    EXCEPTION,
+    FRAME,
+    IGNORED,
+    NATIVE,
+    NATIVE_FRAME,
+    OF_NCCL,
+    RAY_PID,
+    SPAWNED,
+    STARTS_ANEW,
+    SYSTEM,
+    TRACEBACK,
+    Manner,
+    is_code,
+    manner_of,
+)
 from .prefix import Prefix
-
-# raised: the end of a traceback. stated: a line that says so itself. mentioned: in passing, below level ERROR.
-# quoted: data, arguments, generated text.
-Manner = Literal["raised", "stated", "mentioned", "quoted"]
 
 _FRAMES = 120
 _BODY_LINES = 25
 _OPEN_LINES = 600  # a traceback that has not ended after so many lines is not one
-
-_TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
-_FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
-_BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
-_CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
-_IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
-_SUFFIX = (
-    r"(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Abort|Abandoned|Unsupported|NotFound|Mismatch|OutOfMemory"
-    r"|OutOfResources|ErrorCode|Denied|Warning)"
-)
-# "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
-_EXCEPTION = re.compile(
-    r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*" + _SUFFIX
-    + r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
-)  # fmt: skip
-_ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")
-_NATIVE = re.compile(r"terminate called|(?:\s+)?what\(\):|Fatal Python error|\*\*\* Process received signal")
-_CODE = re.compile(
-    r"(?:>+ *\d* *)?(?:raise\b[^:]*\(|raise \w+$|except\b.*:\s*(?:#.*)?$|from [\w.]+ import |import [\w.]+(?: as \w+)?$|def \w+\(|class \w+.*:$"
-    r"|return\b.*\)$|(?:el)?if .*:$|assert .*[,=]|self\.\w+|with .*:$|for .* in .*:$|while .*:$|try:$|#|\^+$|~+\^)"
-)
-_BOX = "│╭╰┌└├|❱"
-_NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
-SAYS_SO = re.compile(
-    r"(?:[\w./-]+: (?=error:)|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
-    re.I,
-)
-# Data that a program prints: the name of a field near the line's beginning, or inside an object.
-_QUOTED = re.compile(
-    r"^[^:=(]{0,24}?(?<![\w-])(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
-    r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
-    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?(?: ?#?\d+)?['\"]?\s?[:=(]|^\W{0,3}[QA]\d*\s?[:=]"
-    r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
-    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w[\w-]*(?:[ =]|$)",
-    re.IGNORECASE,
-)
+CUT = "a traceback without its end"
 
 
 @dataclass(slots=True)
@@ -76,11 +56,6 @@ class Message:
     order: int = 0
     ignored: bool = False  # Python itself says that nobody sees this exception
     pid: int | None = None  # of the Ray worker whose exception this is
-
-    @property
-    def head(self) -> str:
-        """The first line."""
-        return self.text.partition("\n")[0].strip()
 
     @property
     def stack(self) -> str:
@@ -121,16 +96,16 @@ class Assembler:
         """The messages that this line completes."""
         key = (line.file, line.prefix.stream)
         text = line.text
-        if _TRACEBACK.search(text):
+        if TRACEBACK.search(text):
             yield from self._close(key)
             self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None), cut=line)
             self._ignore.discard(key)
             return
-        if found := _SPAWNED.search(text):
+        if found := SPAWNED.search(text):
             self._spawned[key] = int(found[1])
-        if _IGNORED.search(text):
+        if IGNORED.search(text):
             self._ignore.add(key)
-        if _CHAINED.search(text):
+        if CHAINED.search(text):
             yield from self._close(key)
             return
         opened = self._open.get(key)
@@ -141,14 +116,14 @@ class Assembler:
         if opened is not None and opened.message is None:
             yield from self._in_frames(key, opened, line)
         elif opened is None and (
-            _FRAME.match(text) or _BOXED_FRAME.match(text)
+            FRAME.match(text) or BOXED_FRAME.match(text)
         ):  # the beginning of the traceback was not pasted
             self._open[key] = _Open(frames=[text.strip()], indent=_indent(text), cut=line)
         elif opened is not None and self._goes_on(opened, line):
-            if _NATIVE_FRAME.match(text):
+            if NATIVE_FRAME.match(text):
                 assert opened.message is not None
                 opened.message.frames += (text.strip(),)
-            elif not _is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback inside the message
+            elif not is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback inside the message
                 opened.body.append(text.rstrip())
         else:
             yield from self._close(key)
@@ -168,21 +143,21 @@ class Assembler:
         opened.lines += 1
         if opened.lines > _OPEN_LINES:
             del self._open[key]
-        elif opened.frames and _indent(text) < opened.indent and (found := _EXCEPTION.match(text.strip())):
+        elif opened.frames and _indent(text) < opened.indent and (found := EXCEPTION.match(text.strip())):
             opened.message = self._message(line, "raised", found, tuple(opened.frames))
             opened.body = [text.strip()]
-        elif not text.strip() or text[0] in " \t" + _BOX:
+        elif not text.strip() or text[0] in " \t" + BOX:
             if not opened.frames:
                 opened.indent = _indent(text)
             if len(opened.frames) > _FRAMES:
                 del opened.frames[_FRAMES // 3]
             if text.strip():
                 opened.frames.append(text.strip())
-        elif opened.frames and (found := _EXCEPTION.match(text) or _ENDS_TRACEBACK.match(text)):
+        elif opened.frames and (found := EXCEPTION.match(text) or ENDS_TRACEBACK.match(text)):
             opened.message = self._message(line, "raised", found, tuple(opened.frames))
             opened.message.ignored = opened.ignored
             opened.body = [text]
-        elif found := _EXCEPTION.match(text):
+        elif found := EXCEPTION.match(text):
             opened.message = self._message(line, "raised", found, ())
             opened.body = [text]
         else:
@@ -197,13 +172,13 @@ class Assembler:
             return False
         if not text.strip():
             return len(opened.body) < 3 and bool(opened.frames)
-        if _OF_NCCL.match(text):
+        if OF_NCCL.match(text):
             return True
-        return not (_EXCEPTION.match(text) or _SYSTEM.match(text) or _STARTS_ANEW.match(text) or PROGRESS.search(text))
+        return not (EXCEPTION.match(text) or SYSTEM.match(text) or STARTS_ANEW.match(text) or PROGRESS.search(text))
 
     def _wrapped(self, opened: _Open, text: str) -> re.Match[str] | None:
         """The exception that another one announces: "…BackendCompilerFailed: backend='inductor' raised:"."""
-        return _EXCEPTION.match(text) if opened.body and _ANNOUNCES.search(opened.body[-1]) else None
+        return EXCEPTION.match(text) if opened.body and ANNOUNCES.search(opened.body[-1]) else None
 
     def _stamped(self, opened: _Open, line: Line) -> bool:
         """Every line has its time or level here, so that says nothing; and the exception's text is not at its end."""
@@ -215,13 +190,13 @@ class Assembler:
         return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
 
     def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
-        found = _EXCEPTION.match(line.text)
-        if found and not found["type"].endswith("Warning") and not _is_code(line.text):
+        found = EXCEPTION.match(line.text)
+        if found and not found["type"].endswith("Warning") and not is_code(line.text):
             opened = _Open()
             opened.message = self._message(line, "stated", found, ())
             opened.body = [line.text.rstrip()]
             self._open[key] = opened
-        elif _NATIVE.match(line.text):
+        elif NATIVE.match(line.text):
             opened = _Open()
             opened.message = self._message(line, "stated", None, ())
             opened.body = [line.text.rstrip()]
@@ -231,7 +206,7 @@ class Assembler:
 
     def _plain(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         text = line.text.strip()
-        if text and not _is_code(text):
+        if text and not is_code(text):
             yield self._message(line, manner_of(line), None, ())
 
     def _close(self, key: tuple[str, str]) -> Iterator[Message]:
@@ -240,7 +215,7 @@ class Assembler:
             return
         message = opened.message
         message.text = "\n".join(opened.body)
-        if message.type.startswith("RayTaskError") and (found := _RAY_PID.search(message.text)):
+        if message.type.startswith("RayTaskError") and (found := RAY_PID.search(message.text)):
             self._raised_in[key] = int(found[1])
         message.pid = self._raised_in.get(key)
         if opened.rank is not None and message.prefix.rank is None:
@@ -265,58 +240,5 @@ class Assembler:
         )
 
 
-# What torch adds to every CUDA error: advice that names things that did not happen.
-BOILERPLATE = re.compile(
-    r"\s*(?:Compile with `TORCH_USE|For debugging consider|CUDA kernel errors might|HIP kernel errors might|Device-side assert"
-    r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
-    r"nformation)"
-)
-_RAY_PID = re.compile(r"\(pid=(\d+)")
-_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
-_ANNOUNCES = re.compile(
-    r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)\W{0,3}:\s*$",
-    re.I,
-)
-_OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
-# What the kernel, a scheduler or a shell says is never the rest of an exception's text.
-_SYSTEM = re.compile(
-    r"(?:kernel|systemd\S*|dmesg|journalctl\S*|qmaster\S*|kubelet|containerd|dockerd|earlyoom\S*)\b ?[:\[(|]|\[ *\d+\.\d+\] |[$+] \w|"
-    r"(?:Warning|Normal) {2,}|Memory cgroup out|Out of memory: Kill|oom-kill|NVRM|=>> PBS|TERM_[A-Z]+|Exited with exit code|"
-    r"\s*(?:Reason|Status|State|Exit Code|Last State): |LAST SEEN|JobID |exit code\W{1,3}-?\d+$",
-)
-_STARTS_ANEW = re.compile(
-    r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
-    r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"
-    r"node\S*:\d+:\d+ |\S+:\d+:\d+ \[\d+\] NCCL|\s*\d+%\|"
-)
-
-
-CUT = "a traceback without its end"
-
-
-def exception_type(text: str) -> str:
-    """'OutOfMemoryError' for "torch.OutOfMemoryError: CUDA …"; empty when the text does not begin with an exception."""
-    found = _EXCEPTION.match(text)
-    return found["type"].replace("::", ".").rpartition(".")[2] if found else ""
-
-
 def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
-
-
-def _is_code(text: str) -> bool:
-    text = text.strip()
-    return bool(_CODE.match(text)) or text[:1] in _BOX or bool(_NATIVE_FRAME.match(text)) or text.startswith('File "')
-
-
-def manner_of(line: Line) -> Manner:
-    """Whether a plain line says itself that something failed, or only has the words in it."""
-    if _QUOTED.search(line.text) and line.prefix.level != "error" and not SAYS_SO.match(line.text):
-        return "quoted"
-    match line.prefix.level:
-        case "error":
-            return "stated"
-        case "debug" | "info" | "warning":
-            return "mentioned"
-        case _:
-            return "stated"

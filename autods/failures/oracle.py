@@ -14,7 +14,8 @@ from ..errors import InputError
 from .diagnosis import Diagnosis
 from .exits import Exits
 from .lines import BLOCK_BYTES, Reader
-from .messages import SAYS_SO, Assembler, Message
+from .messages import Assembler, Message
+from .patterns import SAYS_SO
 from .signatures import ERROR_LINE, first_match
 from .story import Finding, Story, finding_of
 from .weigh import weigh

@@ -67,8 +67,6 @@ _PREFIXES = tuple(
     )
 )
 _MOST = 7
-_QUICK = re.compile(r"[\[(\d|A-Zaber -]")
-_RAY = re.compile(r"\(|\[")
 
 
 def split_prefix(text: str) -> tuple[Prefix, str]:

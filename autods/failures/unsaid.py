@@ -11,7 +11,7 @@ from .diagnosis import Kind
 from .evidence import Evidence
 from .exits import MEANINGS
 
-_UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `cluster.supervise`
+_UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `cluster.ranks`
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..values import Failed, OutOfMemory
 from .evidence import Evidence
-from .messages import BOILERPLATE
+from .patterns import BOILERPLATE
 from .shortage import shortage_in
 from .signatures import Signature, first_match
 from .unsaid import Said, meaning_of

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from ..errors import InputError
-from ..ladder import data_folder, read_toml
-from ..typed import read_as
+from ..folders import data_folder
+from ..toml_files import checked, read_toml
 from ..units import parse_bytes
 from ..values import Device, Tier
 from .interval import Interval, total
@@ -78,16 +77,15 @@ def overlaps(ask: Ask) -> bool:
 def read_constants(path: Path | None = None) -> Constants:
     """The shipped rows, or a file of one's own. Raises InputError that says which row is wrong."""
     path = path or data_folder("configs") / "forecast" / "constants.toml"
-    try:
-        file = read_as(_File, read_toml(path))
-        for row in file.constant:
-            _check(row)
-        _check_kinds(file)
-    except ValueError as error:
-        what = str(error).replace("_File", "constants")
-        raise InputError(
-            f"does not hold the forecast's constants: {what}", where=str(path), mend="compare with the shipped file"
-        ) from None
+    file = checked(
+        _File,
+        read_toml(path),
+        _check,
+        name="constants",
+        where=str(path),
+        mend="compare with the shipped file",
+        refusal="does not hold the forecast's constants",
+    )
     return Constants(rows=file.constant, spread=file.spread, least=file.least)
 
 
@@ -101,7 +99,16 @@ class _File:
     constant: tuple[Constant, ...] = ()
 
 
-def _check(row: Constant) -> None:
+def _check(file: _File) -> None:
+    """Raises ValueError."""
+    for row in file.constant:
+        _check_row(row)
+    for name, table in (("spread", file.spread), ("least", file.least)):
+        if any(not 0 < table.get(kind, 0) < 1 for kind in _KINDS):
+            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_KINDS)}")
+
+
+def _check_row(row: Constant) -> None:
     """Raises ValueError."""
     values = row.bytes or row.share
     if bool(row.bytes) == bool(row.share) or len(values) != 3:
@@ -109,10 +116,3 @@ def _check(row: Constant) -> None:
     interval = row.interval({row.share_of: 10**9})
     if not 0 <= interval.low_bytes <= interval.peak_bytes <= interval.high_bytes:
         raise ValueError(f"{row.name!r}: low, typical and high are not in order")
-
-
-def _check_kinds(file: _File) -> None:
-    """Raises ValueError."""
-    for name, table in (("spread", file.spread), ("least", file.least)):
-        if any(not 0 < table.get(kind, 0) < 1 for kind in _KINDS):
-            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_KINDS)}")

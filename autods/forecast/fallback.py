@@ -7,11 +7,11 @@ adds to what already lives is the activations, and the rest follows from the num
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..ds_config import get
+from ..ds_config import half_precision
 from ..values import Device, ModelFacts
 from .caching import phases
 from .formulas import estimated
@@ -23,7 +23,7 @@ _NO_DEVICE = ("no_compiler", "build_failed")
 
 
 @dataclass(slots=True)
-class WithFormulas:
+class WithFormulas(Simulator):
     """A `protocol.Simulator` that answers by another one, and by the formulas where that has no simulated GPU.
 
     Estimates have no traces, and say in `assumed` what they are and why. Calls raise SimulationFailed for the rest.
@@ -43,11 +43,6 @@ class WithFormulas:
         if self.known is None:
             self.known = self.simulator.facts("cpu")
         return self.known
-
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
-        """Each micro batch in turn on one engine."""
-        with self.engine(ask) as engine:
-            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
     @contextlib.contextmanager
     def engine(self, ask: Ask) -> Iterator[Engine]:
@@ -85,10 +80,9 @@ def unsharded(ask: Ask) -> Ask:
     """The same model and precision as one CPU rank that holds everything."""
     config = ask.ds_config
     kept: Mapping[str, Any] = {key: config[key] for key in ("gradient_clipping",) if key in config}
-    half = any(get(config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
     plain = {
         **kept,
-        "bf16": {"enabled": half},  # CPU ranks have no fp16; it is as large
+        "bf16": {"enabled": half_precision(config) is not None},  # CPU ranks have no fp16; it is as large
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "zero_optimization": {"stage": 0},
         "train_micro_batch_size_per_gpu": 1,

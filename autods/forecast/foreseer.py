@@ -79,9 +79,8 @@ class Foreseer:
             simulated = engine.measure(size)
             self._keep(replace(trial, knobs=replace(trial.knobs, micro_batch=size)), simulated)
             memory = self._judged(ask, simulated).memory
-            limits = {tier: held.limit_bytes for tier, held in memory.items() if held.limit_bytes}
-            limits["device"] = int(usable_bytes)
-            return max(memory[tier].peak_bytes / limit for tier, limit in limits.items())
+            device = replace(memory["device"], limit_bytes=int(usable_bytes))
+            return max(held.fill for held in {**memory, "device": device}.values())
 
         try:
             with self.simulator.engine(ask) as engine:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ds_config import get
+from ..ds_config import get, half_precision
 from ..values import ModelFacts, Tier
 from .constants import overlaps
 from .values import Ask, ForecastPhase, Simulated
@@ -78,7 +78,7 @@ def _read(ask: Ask, facts: ModelFacts) -> _Engine:
         found = get(config, f"zero_optimization.{key}")
         return default if found is None else found
 
-    half = any(get(config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
+    dtype_bytes = 2 if half_precision(config) else 4
     optimizer = str(get(config, "optimizer.type") or "adamw").lower()
     live = min(int(zero("stage3_max_live_parameters", 1e9)), int(zero("stage3_max_reuse_distance", 1e9)))
     return _Engine(
@@ -86,12 +86,12 @@ def _read(ask: Ask, facts: ModelFacts) -> _Engine:
         parameters=facts.parameters,
         shard=-(-facts.parameters // ask.world_size),
         largest=facts.largest_parameter,
-        dtype_bytes=2 if half else 4,
+        dtype_bytes=dtype_bytes,
         moments_bytes=4 * _MOMENTS.get(optimizer, 2),
         bucket=int(zero("reduce_bucket_size", 5e8)),
         buckets=2 if overlaps(ask) else 1,
         gathered=min(facts.parameters, max(live, facts.largest_parameter)),
-        whole_bytes=0 if ask.zero_init else (2 if half else 4) * facts.parameters,
+        whole_bytes=0 if ask.zero_init else dtype_bytes * facts.parameters,
         sub_group=int(zero("sub_group_size", 1e9)),
         accumulates=int(config.get("gradient_accumulation_steps") or 1) > 1,
         world_size=ask.world_size,

@@ -83,12 +83,8 @@ def tier_verdict(held: Predicted) -> Verdict:
 def deciding(memory: Mapping[Tier, Predicted]) -> Tier:
     """The tier that decides the verdict: the worst one, of equally bad ones the fullest; the device while all fit."""
     order: tuple[Verdict, ...] = ("fits", "tight", "cannot_fit")
-    worst = max(memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), _fill(memory[tier])))
+    worst = max(memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), memory[tier].fill))
     return "device" if tier_verdict(memory[worst]) == "fits" and "device" in memory else worst
-
-
-def _fill(held: Predicted) -> float:
-    return held.peak_bytes / held.limit_bytes if held.limit_bytes else 0.0
 
 
 def _advice(

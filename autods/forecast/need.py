@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ds_config import get
+from ..ds_config import get, half_precision
 from ..values import Tier
 from .caching import replay, squeezed
 from .constants import Constants
@@ -120,5 +120,4 @@ def _host(simulated: Simulated, pinned: Interval) -> Interval:
 
 def _bucket_bytes(ask: Ask) -> int:
     elements = get(ask.ds_config, "zero_optimization.reduce_bucket_size")
-    half = any(get(ask.ds_config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
-    return int(elements or _DEFAULT_BUCKET) * (2 if half else 4)
+    return int(elements or _DEFAULT_BUCKET) * (2 if half_precision(ask.ds_config) else 4)

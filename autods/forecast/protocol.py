@@ -21,9 +21,12 @@ class Simulator(Protocol):
 
     def facts(self, device: Device = "cuda") -> ModelFacts: ...
 
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]: ...
-
     def engine(self, ask: Ask) -> AbstractContextManager[Engine]: ...
+
+    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+        """Each micro batch in turn on one engine."""
+        with self.engine(ask) as engine:
+            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
 
 Start = Callable[[WorkloadSource], AbstractContextManager[Simulator]]

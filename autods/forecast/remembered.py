@@ -12,11 +12,12 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..folders import cache_folder
 from ..hardware import versions
 from ..values import Device, ModelFacts, WorkloadSource
 from .protocol import Engine, Simulator
@@ -28,7 +29,7 @@ SAID = "what was simulated before is taken from the cache (AUTODS_FORECAST_CACHE
 
 
 @dataclass(slots=True)
-class Remembered:
+class Remembered(Simulator):
     """A `protocol.Simulator` that asks another one only for what it does not know. Calls raise SimulationFailed."""
 
     simulator: Simulator
@@ -49,11 +50,6 @@ class Remembered:
         found = self.simulator.facts(device)
         self._write(key, asdict(found))
         return found
-
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
-        """Each micro batch in turn on one engine."""
-        with self.engine(ask) as engine:
-            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
     @contextlib.contextmanager
     def engine(self, ask: Ask) -> Iterator[Engine]:
@@ -79,7 +75,7 @@ class Remembered:
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         said = json.dumps([self._made_of, key], sort_keys=True, default=str)
-        return library.cache_folder() / "forecasts" / hashlib.sha256(said.encode()).hexdigest()[:32]
+        return cache_folder() / "forecasts" / hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 @dataclass(slots=True)

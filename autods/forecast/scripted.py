@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..values import Device, ModelFacts, Tier
-from .protocol import Engine
+from .protocol import Engine, Simulator
 from .simulator import SimulationFailed
 from .values import Ask, ForecastPhase, Simulated
 
@@ -29,7 +29,7 @@ def allocates(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> 
 
 
 @dataclass(slots=True)
-class Scripted:
+class Scripted(Simulator):
     """Shipped beside the real one, see `protocol.Simulator`. engines, measured: what it was asked for, in order."""
 
     known: ModelFacts
@@ -40,11 +40,6 @@ class Scripted:
     def facts(self, device: Device = "cuda") -> ModelFacts:
         """What it was made with."""
         return self.known
-
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
-        """Each in turn, on one engine."""
-        with self.engine(ask) as engine:
-            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
     @contextmanager
     def engine(self, ask: Ask) -> Iterator[Engine]:

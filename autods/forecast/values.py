@@ -85,6 +85,11 @@ class Predicted:
     high_bytes: int
     limit_bytes: int | None = None
 
+    @property
+    def fill(self) -> float:
+        """How full the tier is by the forecast itself, not an end of its interval; 0 where no limit is known."""
+        return self.peak_bytes / self.limit_bytes if self.limit_bytes else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungForecast:
@@ -107,6 +112,11 @@ class RungForecast:
     exact: bool = True
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
+
+    @property
+    def fill(self) -> float:
+        """Of the fullest tier."""
+        return max((held.fill for held in self.memory.values()), default=0.0)
 
     @property
     def decides(self) -> ForecastPhase | None:

@@ -46,10 +46,8 @@ def sentences(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
 
 def missing(rung: RungForecast) -> tuple[Tier, Predicted] | None:
     """The tier that is overdrawn most, by share of its limit, if one is."""
-    over = [
-        (tier, said) for tier, said in rung.memory.items() if said.limit_bytes and said.peak_bytes > said.limit_bytes
-    ]
-    return max(over, key=lambda item: item[1].peak_bytes / (item[1].limit_bytes or 1), default=None)
+    over = [(tier, said) for tier, said in rung.memory.items() if said.fill > 1]
+    return max(over, key=lambda item: item[1].fill, default=None)
 
 
 def _batch(rung: RungForecast) -> str:
@@ -90,7 +88,7 @@ def _when_nothing_fits(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
 
 def _overdraft(rung: RungForecast) -> float:
     over = missing(rung)
-    return 0.0 if over is None else over[1].peak_bytes / (over[1].limit_bytes or 1)
+    return 0.0 if over is None else over[1].fill
 
 
 def _comes_before(said: SiteForecast, rung: RungForecast, best: RungForecast) -> bool:

@@ -5,49 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
 from ..forecast.events import Forecasted, ForecastEvent, Simulating
 from ..forecast.values import RungForecast
 from ..values import Note
 from . import words
+from .live import LiveView
 from .plan_table import MARKS, of_predicted, rung_table
 
 
-class PlanProgress:
-    """A `forecast.events.ForecastListener` and a context manager; it writes to `console` only, standard error's.
-
-    Events may come from any thread.
-    """
+class PlanProgress(LiveView):
+    """A `forecast.events.ForecastListener` and a context manager. Events may come from any thread."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(stderr=True)
-        self._clock, self._since = clock, clock()
+        super().__init__(console, clock=clock)
         self._doing: dict[str, str] = {}
         self._note = ""
         self._rows: dict[tuple[str, str], RungForecast] = {}
         self._share = ""
         self._lock = threading.Lock()
-        self._spinner = Spinner("dots", style="cyan")
-        self._live: Live | None = None
-
-    def __enter__(self) -> PlanProgress:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, get_renderable=self._now, refresh_per_second=8, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def __call__(self, event: ForecastEvent) -> None:
         with self._lock:
@@ -55,7 +34,7 @@ class PlanProgress:
                 case Note():
                     self._note = event.text
                     if self._live is None:
-                        self._print(event.text)
+                        self._print_plain(event.text)
                 case Simulating():
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
                 case Forecasted():
@@ -68,12 +47,9 @@ class PlanProgress:
         self._share = f"{event.done} of at most {event.total}"
         self._doing.pop(said.rung, None)
         if self._live is None and (before is None or before.exact != said.exact):
-            self._print(f"{event.machine}: {line_of(said)}")
+            self._print_plain(f"{event.machine}: {line_of(said)}")
         elif self._live is None and said.largest_micro_batch is not None:
-            self._print(f"{event.machine}: {said.rung}: up to micro batch {said.largest_micro_batch}")
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True, style=None)
+            self._print_plain(f"{event.machine}: {said.rung}: up to micro batch {said.largest_micro_batch}")
 
     def _now(self) -> RenderableType:
         """What is redrawn: the rows of the machine that is at work, and what is being simulated."""

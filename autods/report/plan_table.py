@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..forecast.values import Predicted, RungForecast, Verdict
-from ..units import show_bytes, show_count
+from ..units import show_bytes, show_count, unit_of
 from ..values import TIERS
 from . import words
 from .breakdown import bar, legend
+from .layout import pairs_grid
 from .plan_advice import headline, sentences
 from .plan_result import Forecast, SiteForecast
 
@@ -27,7 +28,6 @@ MARKS: dict[Verdict, tuple[str, str, str]] = {
 }
 # Columns from which a part stands in the table; before that it stands under it.
 _WITH_BARS, _WITH_PHASES, _WITH_REASONS = 110, 122, 150
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def show(forecast: Forecast, console: Console) -> None:
@@ -49,7 +49,7 @@ def _show_one(forecast: Forecast, said: SiteForecast, console: Console) -> None:
     console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
     if console.width < _WITH_REASONS:
         scale = 0 if console.width >= _WITH_BARS else _scale(said.rungs)
-        console.print(_pairs((rung.rung, _under(rung, scale)) for rung in said.rungs))
+        console.print(pairs_grid((rung.rung, _under(rung, scale)) for rung in said.rungs))
         console.print()
     style = {"fits": "bold green", "tight": "bold yellow", "nothing_fits": "bold red"}[said.status]
     spent = f"  ({words.of_seconds(forecast.seconds)})"
@@ -119,18 +119,14 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
 
 def of_predicted(said: Predicted) -> str:
     """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
-    name, factor = _unit(said.peak_bytes)
+    name, factor = unit_of(said.peak_bytes)
     low, peak, high = (f"{size / factor:.1f}" for size in (said.low_bytes, said.peak_bytes, said.high_bytes))
     between = f" ({low}–{high})" if low != high else ""
     if not said.limit_bytes:
         return f"{peak}{between} {name}"
-    if _unit(said.limit_bytes)[0] == name:
+    if unit_of(said.limit_bytes)[0] == name:
         return f"{peak}{between} / {said.limit_bytes / factor:.1f} {name}"
     return f"{peak}{between} {name} / {show_bytes(said.limit_bytes)}"
-
-
-def _unit(size: int) -> tuple[str, int]:
-    return next((unit for unit in _UNITS if size >= unit[1]), ("B", 1))
 
 
 def _tiers(rung: RungForecast) -> Iterator[Text]:
@@ -188,13 +184,3 @@ def _workload(forecast: Forecast) -> str:
 
 def _list(lines: Iterable[str], *, style: str = "") -> RenderableType:
     return Group(*(Padding(Text(f"· {line}", style=style), (0, 0, 0, 2)) for line in lines))
-
-
-def _pairs(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
-    """Names and what is said of them; long text wraps in its own column."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, said in pairs:
-        table.add_row(name, said)
-    return Padding(table, (0, 0, 0, 2))

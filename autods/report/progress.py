@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +25,7 @@ from ..values import (
     TrialStarted,
 )
 from . import words
+from .live import LiveView
 
 
 def mark_of(outcome: Outcome) -> tuple[str, str]:
@@ -52,36 +50,17 @@ class _Running:
     step: int = 0
 
 
-class Progress:
-    """A `values.Listener` and a context manager; it writes to `console` only, which should be standard error's.
+class Progress(LiveView):
+    """A `values.Listener` and a context manager.
 
     On a terminal: finished trials as lines and the running one below them, with its phase and seconds. Elsewhere: one
     plain line for each finished trial, skipped rung and note. Events may come from any thread.
     """
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(stderr=True)
-        self._clock = clock
+        super().__init__(console, clock=clock)
         self._running: _Running | None = None
         self._doing = Note(text="")
-        self._since = clock()
-        self._spinner = Spinner("dots", style="cyan")
-        self._live: Live | None = None
-
-    def __enter__(self) -> Progress:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                console=self._console, get_renderable=self._now, refresh_per_second=8, transient=True, screen=False
-            )
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -106,7 +85,7 @@ class Progress:
         if self._live is not None:
             self._console.print(pretty)
         else:
-            self._console.print(plain, markup=False, highlight=False, soft_wrap=True, style=None)
+            self._print_plain(plain)
 
     @property
     def _wide(self) -> bool:

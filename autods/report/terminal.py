@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..units import show_bytes, show_count
@@ -16,6 +14,7 @@ from . import words
 from .advice import remedies, shortage
 from .files import DS_CONFIG, REPORT
 from .ladder_table import ladder_table, reasons_of, untried
+from .layout import pairs_grid
 from .result import Report
 
 _WIDE = 116  # columns from which the reasons stand in the table instead of under it
@@ -29,7 +28,7 @@ def show(report: Report, console: Console) -> None:
     for reason, rungs in untried(report).items():
         console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
     if not wide:
-        console.print(_pairs((rung, Text(reason)) for rung, reason in reasons_of(report)))
+        console.print(pairs_grid((rung, Text(reason)) for rung, reason in reasons_of(report)))
         console.print()
     if report.status == "nothing_fits":
         console.print(_nothing(report))
@@ -54,7 +53,7 @@ def _winner(report: Report) -> RenderableType:
     head = Text.assemble(
         (f"{report.rung}", "bold green"), (" fits, the first rung of the ladder that does", "bold"), _spent(report)
     )
-    return Group(head, _pairs(_facts(report)), Text("\nNext", style="bold"))
+    return Group(head, pairs_grid(_facts(report)), Text("\nNext", style="bold"))
 
 
 def _spent(report: Report) -> Text:
@@ -100,17 +99,7 @@ def _line(name: str, said: str) -> Text:
 
 def _nothing(report: Report) -> RenderableType:
     head = Text.assemble(("nothing fits: ", "bold red"), (shortage(report), "bold"), _spent(report))
-    return Group(head, _pairs((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
-
-
-def _pairs(pairs: Iterator[tuple[str, RenderableType]]) -> RenderableType:
-    """Names and what is said of them; long text wraps in its own column."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, said in pairs:
-        table.add_row(name, said)
-    return Padding(table, (0, 0, 0, 2))
+    return Group(head, pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
 
 
 def _show(value: object) -> str:

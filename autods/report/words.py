@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ..units import show_bytes
+from ..units import show_bytes, unit_of
 from ..values import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, TierUse
-
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def of_outcome(outcome: Outcome) -> str:
@@ -36,7 +34,7 @@ def of_use(use: TierUse) -> str:
     """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it."""
     if use.limit_bytes is None:
         return show_bytes(use.peak_bytes)
-    name, factor = next((unit for unit in _UNITS if use.limit_bytes >= unit[1]), ("B", 1))
+    name, factor = unit_of(use.limit_bytes)
     if use.peak_bytes * 10 < factor:  # 3.0 MiB / 62.8 GiB would read 0.0 / 62.8 GiB
         return f"{show_bytes(use.peak_bytes)} / {show_bytes(use.limit_bytes)}"
     digits = 1 if factor > 1 else 0

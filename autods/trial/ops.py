@@ -12,20 +12,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..folders import cache_folder
+
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 # Seconds on two cores with a cold cache, for the note that announces the wait.
 USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
 
 
-def cache_folder() -> Path:
+def ops_folder() -> Path:
     """Where ops are built and kept. Our own, because the lock that torch leaves when a build is killed has no owner."""
-    root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
     made_with = "-".join(f"{name}{metadata.version(name)}" for name in ("torch", "deepspeed"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     # Ninja builds again when the sources lie elsewhere: each virtual environment keeps its own.
     place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-    return Path(root).expanduser() / "torch_extensions" / f"{python}-{made_with}-{place}"
+    return cache_folder() / "torch_extensions" / f"{python}-{made_with}-{place}"
 
 
 def builder_of(op: str) -> Any:
@@ -55,12 +56,12 @@ def problem(op: str) -> str | None:
 
 def is_cached(op: str) -> bool:
     """Whether the cache holds a finished build (torch writes the library last). Loads neither torch nor DeepSpeed."""
-    return any((cache_folder() / op).glob("*.so"))
+    return any((ops_folder() / op).glob("*.so"))
 
 
 def build(op: str) -> None:
     """Build if it is not cached, and load. One build at a time on this machine; a killed build's lock is cleared."""
-    folder = cache_folder()
+    folder = ops_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{op}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

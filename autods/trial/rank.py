@@ -83,11 +83,9 @@ def describe(error: BaseException, user_file: str) -> dict[str, Any]:
     contract = getattr(error, "what", None) if type(error).__name__ == "WorkloadError" else None
     return {
         "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
-        "module": type(error).__module__,
         "message": str(error)[:_TRACEBACK_CHARS],
         "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
         "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in _causes(error)],
-        "functions": [frame.name for frame in frames],
         "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
         "contract": contract,
         "mend": getattr(error, "mend", None) if contract else None,

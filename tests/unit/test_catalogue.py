@@ -6,7 +6,7 @@ import pytest
 
 from autods.catalogue import catalogue, machines_named
 from autods.errors import InputError
-from autods.ladder import data_folder
+from autods.folders import data_folder
 
 GIB = 2**30
 

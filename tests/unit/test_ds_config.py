@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autods.base_config import check_base_config
-from autods.ds_config import compose, get, merge, ops_of, start_settings, without_monitors
+from autods.ds_config import compose, get, half_precision, merge, ops_of, start_settings, without_monitors
 from autods.ladder import all_rungs
 from autods.values import Knobs, ModelFacts
 
@@ -201,3 +201,17 @@ def test_merging_nests_and_leaves_both_sides_alone() -> None:
 def test_monitors_are_for_the_training_not_for_trials() -> None:
     monitors = {"wandb": {"enabled": True}, "tensorboard": {}, "csv_monitor": {}, "comet": {}}
     assert without_monitors({"steps_per_print": 5, **monitors}) == {"steps_per_print": 5}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({}, None),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": 1}}, "fp16"),  # DeepSpeed takes 1 for true
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
+        ({"bf16": {"enabled": False}}, None),
+    ],
+)
+def test_the_half_precision_is_the_one_that_is_enabled(config: dict[str, Any], kind: str | None) -> None:
+    assert half_precision(config) == kind

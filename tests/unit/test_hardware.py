@@ -1,9 +1,11 @@
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from autods.hardware import look, versions, visible_cards
+from autods.cgroup import MemoryGroup
+from autods.hardware import host_memory, look, versions, visible_cards
 
 
 class FakeNvml(ModuleType):
@@ -92,3 +94,10 @@ def test_versions_name_what_decides_a_result() -> None:
     found = versions()
     assert {"python", "autods", "torch", "deepspeed", "ray", "optuna", "transformers"} == set(found)
     assert "not installed" not in found.values()
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    for name, said in {"memory.max": 2**20, "memory.current": 2**18}.items():
+        (tmp_path / name).write_text(str(said))
+    memory = host_memory((MemoryGroup(folder=tmp_path, version=2),))
+    assert (memory.total_bytes, memory.free_bytes) == (2**20, 2**20 - 2**18)

@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.ladder import Rung, all_rungs, choose, data_folder, parse_rung, read_toml
+from autods.folders import data_folder
+from autods.ladder import Rung, all_rungs, choose, parse_rung
+from autods.toml_files import read_toml
 from autods.values import ModelFacts
 
 SHIPPED = ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme"]

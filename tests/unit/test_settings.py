@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
+from autods.folders import data_folder
 from autods.hardware import Card, Hardware
-from autods.ladder import data_folder
 from autods.settings import Settings, read_profile, resolve
 from autods.values import WorkloadSource
 

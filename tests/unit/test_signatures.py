@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autods.failures.lines import WORDS
-from autods.failures.messages import exception_type
+from autods.failures.patterns import exception_type
+from autods.failures.sieve import WORDS
 from autods.failures.signatures import ERROR_LINE, Signature, first_match, rows
 
 

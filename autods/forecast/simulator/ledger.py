@@ -73,15 +73,6 @@ class Ledger:
                 self.locked.append(number)
             self._live[key] = (size, tier, number, watch)
 
-    def forget(self) -> None:
-        """Start from nothing, whatever is still alive."""
-        self._live.clear()
-        self.current, self.highest = [0, 0, 0, 0], [0, 0, 0, 0]
-        self._by_phase.clear()
-        self._events = [array("q"), array("q"), array("q")]
-        self._blocks, self._marks, self.kinds = [0, 0, 0], [[], [], []], bytearray()
-        self.emptied, self.copied, self.locked = [], [], []
-
     def see(self, tensor: Any, tier: int | None = None) -> None:
         """Enter the tensor's storage if it is new or has another size than before."""
         storage = tensor.untyped_storage()

@@ -13,6 +13,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from ...folders import cache_folder
+
 _SOURCE = Path(__file__).with_name("simcuda.cpp")
 
 
@@ -39,12 +41,6 @@ def library_path() -> Path:
     made_of = hashlib.sha256(_SOURCE.read_bytes() + str(_torch_folder()).encode()).hexdigest()[:12]
     name = f"torch{metadata.version('torch')}-{made_of}.so"
     return cache_folder() / "simulated_device" / name
-
-
-def cache_folder() -> Path:
-    """The house's: AUTODS_CACHE, or `autods` in the user's cache folder."""
-    root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
-    return Path(root).expanduser()
 
 
 def compiler() -> str | None:

@@ -9,9 +9,7 @@ Started by `client` as `python -m autods.forecast.simulator.worker FD cuda|cpu S
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import fcntl
 import json
 import os
 import select
@@ -20,14 +18,13 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ... import procs
 from ...values import WorkloadSource
 from ..values import Ask
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +33,7 @@ def main(argv: list[str]) -> None:
     source = WorkloadSource(**json.loads(argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it closes the socket
     try:
-        with _ends_with(client):
+        with procs.ends_with(client):
             stage, workload = _prepare(device, source)
     except BaseException as error:
         _say(client, {"failed": _told(error, source.path)})
@@ -60,6 +57,7 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
 
     Engines that start alike come from a child that has built their model, which this one starts and passes the line on.
     """
+    parent = os.getpid()
     children: set[int] = set()
     passed: dict[str, socket.socket] = {}
     poll = select.poll()
@@ -82,6 +80,7 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
+            procs.die_with_parent(parent)
             for other in (client, ours, *passed.values()):
                 other.close()
             if alike is None:
@@ -125,7 +124,6 @@ def _pass_on(child: socket.socket, line: bytes, own: socket.socket) -> bool:
 def _build(client: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
     """The life of a process that builds what engines share, and forks them. Never returns."""
     faulthandler.enable()
-    _die_with_parent()
     from ...trial import preload
     from .engine import Rank
 
@@ -166,7 +164,6 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
 def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
     """The life of one engine's process. Never returns."""
     faulthandler.enable()
-    _die_with_parent()
     from .engine import Engine, look
 
     with tempfile.TemporaryDirectory(prefix="autods-simulated-") as scratch:
@@ -188,25 +185,13 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
 
 def _answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[str, Any]]) -> bool:
     try:
-        with _ends_with(own):
+        with procs.ends_with(own):
             said = work()
     except BaseException as error:
         traceback.print_exc()
         said = {"failed": _told(error, source.path)}
     _say(own, said)
     return "failed" not in said
-
-
-@contextlib.contextmanager
-def _ends_with(own: socket.socket) -> Iterator[None]:
-    """Die at once when the client hangs up, though this process is too busy to look. It says nothing meanwhile."""
-    flags = fcntl.fcntl(own, fcntl.F_GETFL) & ~os.O_ASYNC
-    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is death
-    try:
-        yield
-    finally:
-        fcntl.fcntl(own, fcntl.F_SETFL, flags)
 
 
 def _told(error: BaseException, user_file: str) -> dict[str, Any]:
@@ -231,10 +216,6 @@ def _told(error: BaseException, user_file: str) -> dict[str, Any]:
     else:
         kind, mend = "engine", None
     return {"kind": kind, "what": f"{names[0]}: {message}", "where": told["user_frame"], "mend": mend}
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _reap(children: set[int]) -> None:

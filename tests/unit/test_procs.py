@@ -1,0 +1,47 @@
+"""A process that is busy ends with the peer that it works for."""
+
+import socket
+import subprocess
+import sys
+
+WORKER = """
+import socket, sys, time
+from autods import procs
+
+peer = socket.socket(fileno=int(sys.argv[1]))
+with procs.ends_with(peer):
+    peer.sendall(b"busy")
+    time.sleep(0 if "quick" in sys.argv else 60)
+peer.sendall(b"done")
+time.sleep(0.3)
+sys.exit(5)
+"""
+
+
+def worker(theirs: socket.socket, *words: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", WORKER, str(theirs.fileno()), *words]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return process
+
+
+def test_a_busy_process_dies_when_its_peer_hangs_up() -> None:
+    ours, theirs = socket.socketpair()
+    process = worker(theirs)
+    assert ours.recv(4) == b"busy"
+    ours.close()
+    assert process.wait(30) < 0  # by a signal
+
+
+def test_a_peer_that_hung_up_before_is_noticed_too() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    assert worker(theirs).wait(30) == 97
+
+
+def test_a_process_that_has_done_its_work_outlives_its_peer() -> None:
+    ours, theirs = socket.socketpair()
+    process = worker(theirs, "quick")
+    assert ours.recv(8, socket.MSG_WAITALL) == b"busydone"
+    ours.close()
+    assert process.wait(30) == 5
