@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..units import show_bytes, show_count
-from . import words
+from . import certificate, words
 from .advice import remedies, shortage
 from .files import DS_CONFIG, REPORT
 from .ladder_table import ladder_table, reasons_of, untried
@@ -54,7 +54,13 @@ def _winner(report: Report) -> RenderableType:
     head = Text.assemble(
         (f"{report.rung}", "bold green"), (" fits, the first rung of the ladder that does", "bold"), _spent(report)
     )
-    return Group(head, _pairs(_facts(report)), Text("\nNext", style="bold"))
+    return Group(head, _pairs(_facts(report)), *_certified(report), Text("\nNext", style="bold"))
+
+
+def _certified(report: Report) -> Iterator[RenderableType]:
+    if report.certificate:
+        yield certificate.headline(report.certificate)
+        yield _pairs(certificate.lines_of(report.certificate))
 
 
 def _spent(report: Report) -> Text:

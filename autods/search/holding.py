@@ -1,0 +1,106 @@
+"""Which micro batch of a config holds on the longest batch: examine, and back off while memory runs short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ..values import Record, Steps, Trial
+from .ask import accumulation_for, fits_well, micro_batches
+from .exams import Exams, grows_with_the_batch, is_short, smaller, what_happened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A config that is not short of memory on the longest batch: its timed trial and its exam."""
+
+    best: Record
+    exam: Record
+
+
+@dataclass(slots=True, kw_only=True)
+class Holding:
+    """A search under way. known: trials that were run before, the winner first. short: answers that did not hold.
+
+    backed_off: from what to what, and why, as sentences.
+    """
+
+    known: tuple[Record, ...]
+    exams: Exams
+    steps: Steps
+    limit_bytes: int
+    headroom: float
+    world_size: int
+    global_batch: int | None
+    backed_off: list[str] = field(default_factory=list)
+    short: list[Record] = field(default_factory=list)
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.limit_bytes * (1 - self.headroom)
+
+    def hold(self, config: Trial) -> Held | None:
+        """The config at the largest micro batch that holds, from its own down. None: none does, or trials are spent.
+
+        An exam that fails of something else than memory holds: backing off would not mend it.
+        """
+        again = False
+        while (exam := self._examined(config)) is not None:
+            answer = exam if is_short(exam.outcome, self.limit_bytes) else self._timed(config)
+            if answer is None:
+                return None
+            if answer is not exam and (answer is self.known[0] or fits_well(answer)):
+                return Held(best=answer, exam=exam)
+            self.short.append(answer)
+            following = self._smaller(answer, again)
+            if following is None:
+                return None
+            size = config.knobs.micro_batch
+            self.backed_off.append(f"{config.rung} from micro batch {size} to {following}: {self.last_said()}")
+            config, again = self.timing(config, following), True
+        return None
+
+    def timing(self, config: Trial, micro_batch: int | None = None) -> Trial:
+        """The trial that measures this config as the winner was measured, with the global batch kept."""
+        size = config.knobs.micro_batch if micro_batch is None else micro_batch
+        accumulation = config.knobs.accumulation
+        if self.global_batch is not None:
+            accumulation = accumulation_for(self.global_batch, size, self.world_size)
+        knobs = replace(config.knobs, micro_batch=size, accumulation=accumulation)
+        return replace(config, knobs=knobs, purpose="verify", steps=self.known[0].trial.steps, exam=None, repeat=0)
+
+    def rules_out(self, config: Trial) -> bool:
+        """Whether one that ran short needed no more than this: its rung, at a batch as small, recomputing if it did."""
+        return any(
+            one.trial.rung == config.rung
+            and (one.trial.knobs.micro_batch <= config.knobs.micro_batch or not grows_with_the_batch(one.outcome))
+            and (one.trial.knobs.checkpointing or not config.knobs.checkpointing)
+            for one in self.short
+        )
+
+    def last_said(self) -> str:
+        """Why the last one that did not hold does not, as part of a sentence."""
+        last = self.short[-1]
+        on = "the longest batch" if last.trial.exam == "worst_case" else "the usual batch"
+        size = last.trial.knobs.micro_batch
+        return f"on {on}, micro batch {size} {what_happened(last.outcome, self.limit_bytes)}"
+
+    def _examined(self, config: Trial) -> Record | None:
+        return self.exams.ask(replace(config, purpose="certify", exam="worst_case", steps=self.steps, repeat=0))
+
+    def _timed(self, config: Trial) -> Record | None:
+        """Its throughput on the usual batch: by a trial that is known, or by a new one."""
+        for record in self.known:
+            same = replace(config, purpose=record.trial.purpose, repeat=record.trial.repeat)
+            if record.trial == same and (record is self.known[0] or fits_well(record)):
+                return record
+        return self.exams.ask(config)
+
+    def _smaller(self, short: Record, again: bool) -> int | None:
+        return smaller(
+            short,
+            micro_batches(self.global_batch, self.world_size, short.trial.knobs.micro_batch - 1),
+            self.known,
+            usable_bytes=self.usable_bytes,
+            limit_bytes=self.limit_bytes,
+            again=again,
+        )
