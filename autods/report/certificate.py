@@ -86,8 +86,10 @@ def _parity(parity: Mapping[str, Any]) -> str:
         said = f"losses within {_share(apart)} of {reference}'s {over}"
     else:
         said = f"losses differ by {_share(apart)} from {reference}'s {over}"
-    changed = parity.get("changed_by")
-    return f"{said}; changed by {', '.join(changed)}" if changed else said
+    changed, taken_back = ", ".join(parity.get("changed_by") or ()), parity.get("taken_back")
+    if taken_back:
+        return f"{said}, since {taken_back}, which changed them, was taken back"
+    return f"{said}; changed by {changed}" if changed else said
 
 
 def _share(value: float) -> str:

@@ -25,7 +25,8 @@ class Parity:
     """The losses beside those of a plain config on the same samples, step by step.
 
     reference: the plain config's rung. largest_difference: relative; infinite when only one of two losses is finite.
-    changed_by: the knobs that changed the maths; when one was taken back, the difference is of the config without it.
+    changed_by: the knobs that changed the maths, each by itself enough to mend it. taken_back: the one of them that was
+    set back; the difference is then that of the config without it.
     """
 
     reference: str
@@ -34,6 +35,7 @@ class Parity:
     largest_difference: float
     within: bool
     changed_by: tuple[str, ...] = ()
+    taken_back: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

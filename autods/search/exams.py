@@ -12,6 +12,7 @@ from .certificate import first_line
 
 # Where a rank's device memory grows with the micro batch. What building, saving and loading need does not.
 _WITH_THE_BATCH: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")
+_WORTH = 1.125  # times the micro batch that holds; growth by less is not worth an exam
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ def what_happened(outcome: Outcome, limit_bytes: int) -> str:
         case Fit():
             return "fits"
         case OutOfMemory() as out:
-            lacking = f", {show_bytes(out.missing_bytes)} short" if out.missing_bytes else ""
+            lacking = f", at least {show_bytes(out.missing_bytes)} short" if out.missing_bytes else ""
             return f"ran out of {out.tier} memory in {out.phase}{lacking}"
         case Failed() as failure:
             return f"failed in {failure.phase}: {first_line(failure.evidence)}"
@@ -104,6 +105,15 @@ def smaller(
         fixed = min(_fixed_bytes(short.trial, known), usable_bytes)
         target = size * (usable_bytes - fixed) / (needed - fixed)
     return max((one for one in below if one <= target), default=below[0])
+
+
+def roomier(exam: Record, sizes: Sequence[int], *, usable_bytes: float) -> int | None:
+    """A larger one of `sizes` that must fit, too, as if all of the exam's peak grew with the batch; None: no such."""
+    if not isinstance(exam.outcome, Fit):
+        return None
+    size = exam.trial.knobs.micro_batch
+    most = size * usable_bytes / max(1, exam.outcome.device_peak_bytes)
+    return max((one for one in sizes if size * _WORTH <= one <= most), default=None)
 
 
 def _needed(outcome: Outcome, limit_bytes: int) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..values import Record, Steps, Trial
+from ..values import Fit, Record, Steps, Trial
 from .ask import accumulation_for, fits_well, micro_batches
-from .exams import Exams, grows_with_the_batch, is_short, smaller, what_happened
+from .exams import Exams, grows_with_the_batch, is_short, roomier, smaller, what_happened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +44,23 @@ class Holding:
 
         An exam that fails of something else than memory holds: backing off would not mend it.
         """
-        again = False
+        above: int | None = None  # the smallest micro batch that ran short
         while (exam := self._examined(config)) is not None:
-            answer = exam if is_short(exam.outcome, self.limit_bytes) else self._timed(config)
+            answer: Record | None = exam
+            if not is_short(exam.outcome, self.limit_bytes):
+                exam = self._roomier(exam, above)
+                answer = self._timed(self.timing(exam.trial))
             if answer is None:
                 return None
             if answer is not exam and (answer is self.known[0] or fits_well(answer)):
                 return Held(best=answer, exam=exam)
             self.short.append(answer)
-            following = self._smaller(answer, again)
+            following = self._smaller(answer, again=above is not None)
             if following is None:
                 return None
-            size = config.knobs.micro_batch
-            self.backed_off.append(f"{config.rung} from micro batch {size} to {following}: {self.last_said()}")
-            config, again = self.timing(config, following), True
+            above = answer.trial.knobs.micro_batch
+            self.backed_off.append(f"{config.rung} from micro batch {above} to {following}: {self.last_said()}")
+            config = self.timing(config, following)
         return None
 
     def timing(self, config: Trial, micro_batch: int | None = None) -> Trial:
@@ -95,12 +99,22 @@ class Holding:
                 return record
         return self.exams.ask(config)
 
-    def _smaller(self, short: Record, again: bool) -> int | None:
-        return smaller(
-            short,
-            micro_batches(self.global_batch, self.world_size, short.trial.knobs.micro_batch - 1),
-            self.known,
-            usable_bytes=self.usable_bytes,
-            limit_bytes=self.limit_bytes,
-            again=again,
-        )
+    def _smaller(self, short: Record, *, again: bool) -> int | None:
+        sizes = self._below(short.trial.knobs.micro_batch)
+        known, usable, limit = self.known, self.usable_bytes, self.limit_bytes
+        return smaller(short, sizes, known, usable_bytes=usable, limit_bytes=limit, again=again)
+
+    def _roomier(self, exam: Record, above: int | None) -> Record:
+        """The same below the one that ran short, where halving went further down than memory asks for."""
+        size = None if above is None else roomier(exam, self._below(above), usable_bytes=self.usable_bytes)
+        if size is None or self.exams.left < 2:  # one is kept for the timing
+            return exam
+        larger = self._examined(self.timing(exam.trial, size))
+        if larger is None or not isinstance(larger.outcome, Fit) or is_short(larger.outcome, self.limit_bytes):
+            return exam
+        before = exam.trial.knobs.micro_batch
+        self.backed_off.append(f"{exam.trial.rung} from micro batch {before} up to {size}: {before} left room for it")
+        return larger
+
+    def _below(self, size: int) -> Sequence[int]:
+        return micro_batches(self.global_batch, self.world_size, size - 1)

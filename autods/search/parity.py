@@ -18,22 +18,16 @@ _TINY = 1e-12  # a loss of 0 has no relative difference
 class Compared:
     """What comparing found. parity: None when there was nothing to compare, or it could not be.
 
-    taken_back: the winner with the knob that changed the maths as the reference has it, its losses `apart_without` of
-    the reference's; changed: what was taken back and why. The sentences are for the certificate.
+    taken_back: the winner with the knob that changed the maths as the reference has it; `without` is so of it; changed:
+    what was taken back and why. The sentences are for the certificate.
     """
 
     parity: Parity | None = None
     taken_back: Trial | None = None
-    apart_without: float = 0.0
+    without: Parity | None = None
     changed: str = ""
     failure: str | None = None
     not_checked: str | None = None
-
-    def mended(self) -> Compared:
-        """What is so of `taken_back`."""
-        if self.parity is None:
-            return self
-        return Compared(parity=replace(self.parity, largest_difference=self.apart_without, within=True))
 
 
 def compare(
@@ -148,7 +142,7 @@ def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence
     return Compared(
         parity=replace(parity, changed_by=names),
         taken_back=config,
-        apart_without=apart,
+        without=replace(parity, changed_by=names, taken_back=name, largest_difference=apart, within=True),
         changed=f"{name} taken back to {_shown(plain, name)}: with {_shown(winner, name)} {said}",
         failure=f"{said}: changed by {', '.join(names)}",
     )

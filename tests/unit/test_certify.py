@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -112,6 +112,7 @@ def certifying(
     tolerance: float = 0.02,
     global_batch: int | None = None,
     most_trials: int = 20,
+    leaner: Iterable[Record] = (),
 ) -> Certifying:
     runner = ScriptedRunner(answer)
     certified = certify(
@@ -127,6 +128,7 @@ def certifying(
         world_size=2,
         global_batch=global_batch,
         most_trials=most_trials,
+        leaner=leaner,
     )
     assert [record.trial for record in certified.records] == runner.trials
     return Certifying(certified, runner.trials)
@@ -180,7 +182,7 @@ def test_a_winner_that_fits_only_the_short_batch_backs_off_to_a_smaller_micro_ba
 def test_backing_off_halves_where_nothing_is_known_of_the_shortage() -> None:
     def answer(asked: Trial) -> Outcome:
         short = asked.exam == "worst_case" and asked.knobs.micro_batch > 5
-        return out_of_memory() if short else passes(asked)
+        return out_of_memory() if short else passes(asked, 900 * MIB)
 
     run = certifying(answer, timed(trial("zero2", 40)))
     assert [size for _, size in run.exams] == [40, 20, 10, 5]
@@ -200,7 +202,7 @@ def test_backing_off_goes_by_the_memory_that_was_lacking() -> None:
 
 def test_a_full_allocator_is_no_fit() -> None:
     def answer(asked: Trial) -> Outcome:
-        return passes(asked, retries=3 if asked.exam and asked.knobs.micro_batch > 4 else 0)
+        return passes(asked, 900 * MIB, retries=3 if asked.exam and asked.knobs.micro_batch > 4 else 0)
 
     run = certifying(answer, timed(trial("zero2", 8)))
     assert run.exams == [("zero2", 8), ("zero2", 4)]
@@ -373,7 +375,10 @@ def test_when_nothing_holds_the_winner_is_told_with_what_it_ran_out_of() -> None
     assert run.certified.best is winner
     assert not run.certified.certificate.passed
     assert run.exams == [("zero2", 1), ("zero3", 1)]
-    assert "zero3: on the longest batch, micro batch 1 ran out of device memory" in run.certified.reason
+    assert (
+        "no config was found that holds: zero3, on the longest batch, micro batch 1 ran out of device memory"
+        in run.certified.reason
+    )
 
 
 def test_nothing_is_run_twice() -> None:
@@ -382,6 +387,51 @@ def test_nothing_is_run_twice() -> None:
     assert run.certified.best is smaller
     assert all(one.exam == "worst_case" for one in run.trials)
     assert len({repr(one) for one in run.trials}) == len(run.trials)
+
+
+def test_leaner_rungs_are_looked_for_only_when_nothing_that_is_known_holds() -> None:
+    drawn: list[str] = []
+
+    def leaner() -> Iterator[Record]:
+        for number, rung in enumerate(("zero2-offload", "zero3", "zero3-offload")):
+            drawn.append(rung)
+            yield timed(trial(rung, 1, steps=Steps()), 70 + number)
+
+    assert certifying(longest(), timed(trial("zero2", 4)), leaner=leaner()).certified.certificate.passed
+    assert drawn == []
+    needs = {"zero2": LIMIT, "zero2-offload": LIMIT}
+    run = certifying(longest(needs=needs), timed(trial("zero2", 1)), leaner=leaner())
+    assert run.certified.best.trial.rung == "zero3"
+    assert run.certified.certificate.passed
+    assert drawn == ["zero2-offload", "zero3"]
+    assert "taken instead of zero2 (micro batch 1)" in run.certified.reason
+
+
+def test_room_that_turns_out_to_be_none_is_left() -> None:
+    def answer(asked: Trial) -> Outcome:
+        short = asked.exam == "worst_case" and asked.knobs.micro_batch > 5
+        return out_of_memory() if short else passes(asked, 600 * MIB)
+
+    run = certifying(answer, timed(trial("zero2", 10)))
+    assert run.exams == [("zero2", 10), ("zero2", 5), ("zero2", 7)]
+    assert run.certified.best.trial.knobs.micro_batch == 5
+    assert run.certified.certificate.passed
+
+
+def test_after_halving_the_room_that_is_left_is_used() -> None:
+    def answer(asked: Trial) -> Outcome:
+        peak = 20 * MIB * asked.knobs.micro_batch  # 47 leave the headroom
+        if asked.exam == "worst_case" and peak > LIMIT:
+            return out_of_memory()
+        return passes(asked, peak if asked.exam else MIB)
+
+    run = certifying(answer, timed(trial("zero2", 60)))
+    assert [size for _, size in run.exams] == [60, 30, 47]
+    assert run.certified.best.trial.knobs.micro_batch == 47
+    assert "from micro batch 30 up to 47" in run.said
+    shared = certifying(answer, timed(trial("zero2", 96)), global_batch=192)  # the divisors of 96: 48 is the next
+    assert [size for _, size in shared.exams] == [96, 48]
+    assert certifying(answer, timed(trial("zero2", 60)), most_trials=3).certified.best.trial.knobs.micro_batch == 30
 
 
 @pytest.mark.parametrize("global_batch", [None, 64, 96])

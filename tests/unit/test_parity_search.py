@@ -108,7 +108,7 @@ def test_a_knob_that_changes_the_maths_is_named_and_taken_back() -> None:
     run = against(winner_with({OVERLAP: False, BUCKET: 5000}, checkpointing=True), losing(by_overlap))
     certificate, best = run.certified.certificate, run.certified.best.trial
     assert certificate.parity is not None
-    assert certificate.parity.changed_by == (OVERLAP,)
+    assert (certificate.parity.changed_by, certificate.parity.taken_back) == ((OVERLAP,), OVERLAP)
     assert certificate.parity.within
     assert certificate.parity.largest_difference == 0
     assert certificate.passed
@@ -117,6 +117,7 @@ def test_a_knob_that_changes_the_maths_is_named_and_taken_back() -> None:
     examined = [one.knobs.settings[OVERLAP] for one in run.trials if one.exam == "worst_case"]
     assert examined == [False, True]  # and the worst case is examined again
     assert f"{OVERLAP} taken back to true: with false losses differ by 50 % from zero2's" in run.said
+    assert run.said in run.certified.reason
 
 
 def test_each_knob_is_set_back_alone() -> None:
@@ -211,7 +212,10 @@ def test_a_config_that_no_longer_fits_without_its_knob_makes_way_for_the_runner_
     alone = against(winner, answer)
     assert alone.certified.best is winner
     assert not alone.certified.certificate.passed
-    assert "changed by checkpointing" in alone.certified.reason
+    assert "changed by checkpointing; without it, the config was not seen to hold" in alone.certified.reason
+    assert alone.certified.certificate.backed_off == ()
+    assert alone.certified.certificate.parity is not None
+    assert not alone.certified.certificate.parity.within
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_losses_that_differ_are_said_with_the_knob() -> None:
     assert apart == (
         "losses differ by 12.3 % from ddp's over 6 steps, tolerance 2 %; changed by zero_optimization.overlap_comm"
     )
+    mended = parity(changed_by=("a", "b"), taken_back="a")
+    assert mended.endswith("tolerance 2 %, since a, which changed them, was taken back")
     assert parity(largest_difference=0.0) == "losses within 0 % of ddp's over 6 steps, tolerance 2 %"
 
 
