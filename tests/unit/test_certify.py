@@ -466,3 +466,116 @@ def test_running_out_that_the_machine_is_to_blame_for_does_not_shrink_the_batch(
     assert len(run.trials) == 1
     assert not run.certified.certificate.passed
     assert "the longest batch ran out of device memory" in run.said
+
+
+def test_a_peak_beyond_the_limit_is_no_fit() -> None:
+    def answer(asked: Trial) -> Outcome:
+        return passes(asked, 300 * MIB * asked.knobs.micro_batch if asked.exam else MIB)
+
+    run = certifying(answer, timed(trial("zero2", 4)))
+    assert run.exams == [("zero2", 4), ("zero2", 3)]
+    assert "on the longest batch, micro batch 4 needs 1.2 GiB of 1000.0 MiB" in run.said
+
+
+def test_a_fluke_of_the_last_trial_is_not_asked_again() -> None:
+    run = certifying(lambda asked: failed(), timed(trial("zero2", 4)), most_trials=1)
+    assert len(run.trials) == 1
+    assert "the longest batch failed (rank 0, step): exit code 3" in run.said
+
+
+@pytest.mark.parametrize("short", [replace(out_of_memory(), phase="init"), out_of_memory(tier="host")])
+def test_only_device_memory_that_the_batch_takes_shrinks_the_batch(short: Outcome) -> None:
+    runner_up = timed(trial("zero3", 4), 51)
+    run = certifying(
+        lambda asked: short if asked.exam and asked.rung == "zero2" else passes(asked),
+        timed(trial("zero2", 64)),
+        alternates=[runner_up],
+    )
+    assert run.exams == [("zero2", 64), ("zero3", 4)]
+
+
+def test_a_little_room_is_not_worth_an_exam() -> None:
+    def answer(asked: Trial) -> Outcome:
+        peak = 30 * MIB * asked.knobs.micro_batch  # 31 would leave the headroom
+        return out_of_memory() if asked.exam and peak > LIMIT else passes(asked, peak if asked.exam else MIB)
+
+    assert certifying(answer, timed(trial("zero2", 60))).exams == [("zero2", 60), ("zero2", 30)]
+
+
+def test_trials_with_recomputing_say_nothing_of_memory_without() -> None:
+    def answer(asked: Trial) -> Outcome:
+        peak = 100 * MIB * asked.knobs.micro_batch
+        if asked.exam and peak > LIMIT:
+            return out_of_memory(missing_bytes=peak - LIMIT)
+        return passes(asked, min(peak, LIMIT))
+
+    recomputing = timed(trial("zero2", 1, checkpointing=True), 1, peak=399 * MIB)
+    run = certifying(answer, timed(trial("zero2", 12)), alternates=[recomputing])
+    assert run.exams == [("zero2", 12), ("zero2", 9)]
+
+
+def test_a_smaller_batch_that_runs_short_when_it_is_timed_is_not_taken() -> None:
+    def answer(asked: Trial) -> Outcome:
+        size = asked.knobs.micro_batch
+        if asked.exam:
+            return passes(asked, 900 * MIB) if size <= 8 else out_of_memory()
+        return passes(asked, retries=size // 8)
+
+    run = certifying(answer, timed(trial("zero2", 16)))
+    assert run.certified.best.trial.knobs.micro_batch == 4
+    assert "on the usual batch, micro batch 8 fits, but its allocator ran full 1 times" in run.said
+
+
+def test_a_winner_whose_allocator_ran_full_is_judged_by_its_exam() -> None:
+    pressed = timed(trial("zero2", 4))
+    assert isinstance(pressed.outcome, Fit)
+    pressed = replace(pressed, outcome=replace(pressed.outcome, alloc_retries=2))
+    run = certifying(longest(), pressed)
+    assert run.certified.best is pressed
+    assert len(run.trials) == 1
+
+
+def test_a_winner_that_was_measured_again_is_not_measured_once_more() -> None:
+    winner = timed(replace(trial("zero2", 4), purpose="verify", repeat=2))
+    run = certifying(longest(), winner)
+    assert run.certified.best is winner
+    assert [one.repeat for one in run.trials] == [0]
+
+
+def test_a_runner_up_that_is_no_usual_fit_is_passed_over() -> None:
+    fits = timed(trial("zero3", 1), 51)
+    assert isinstance(fits.outcome, Fit)
+    alternates = [
+        replace(fits, outcome=replace(fits.outcome, alloc_retries=1)),
+        replace(fits, trial=replace(fits.trial, limited=False)),
+        replace(fits, trial=replace(fits.trial, native_optimizer=False)),
+        replace(fits, outcome=out_of_memory()),
+    ]
+    run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 1)), alternates=alternates)
+    assert run.exams == [("zero2", 1)]
+    assert not run.certified.certificate.passed
+
+
+def test_a_known_trial_that_ran_full_does_not_stand_for_a_timing() -> None:
+    smaller = timed(trial("zero2", 2), 51)
+    assert isinstance(smaller.outcome, Fit)
+    pressed = replace(smaller, outcome=replace(smaller.outcome, alloc_retries=1))
+    run = certifying(longest(sample=400 * MIB), timed(trial("zero2", 8)), alternates=[pressed])
+    assert run.certified.best.outcome != pressed.outcome
+    assert run.trials[-1].exam is None
+
+
+def test_when_the_trials_are_spent_no_leaner_rung_is_looked_for() -> None:
+    def leaner() -> Iterator[Record]:
+        raise AssertionError("a walk was begun for nothing")
+        yield
+
+    run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 1)), most_trials=1, leaner=leaner())
+    assert "all 1 trials of the certificate are spent" in run.said
+
+
+def test_the_devices_headroom_is_known_by_the_question_when_no_trial_says_it() -> None:
+    def answer(asked: Trial) -> Outcome:
+        return replace(passes(asked), memory={"device": TierUse(peak_bytes=900 * MIB)})
+
+    assert certifying(answer, timed(trial("zero2", 1))).certified.certificate.headroom_bytes == {"device": 100 * MIB}

@@ -257,3 +257,48 @@ def test_a_knob_is_set_back_to_what_the_plain_config_has() -> None:
     assert set_back(knobs, plain, OVERLAP).settings == {OVERLAP: True, TYPE: "bf16"}
     assert set_back(knobs, plain, TYPE).settings == {OVERLAP: False}
     assert set_back(knobs, plain, "checkpointing").checkpointing is False
+
+
+def test_the_reference_is_not_run_again_as_the_winner_with_its_knob_set_back() -> None:
+    reference = timed(trial("zero2", 4, settings={OVERLAP: True}), 1)
+    run = certifying(losing(by_overlap), timed(trial("zero2", 4, settings={OVERLAP: False}), 60), reference=reference)
+    assert len(parities(run)) == 2
+    assert run.certified.best is reference  # it was timed before
+    assert run.certified.certificate.passed
+
+
+def test_of_several_knobs_that_mend_the_losses_the_one_that_comes_closest_is_taken_back() -> None:
+    def answer(asked: Trial) -> Outcome:
+        ran, settings = passes(asked), asked.knobs.settings
+        by = 0.01 if by_overlap(asked) else 0.001
+        off = by * 5 if by_overlap(asked) and settings[BUCKET] == 5000 else by
+        if asked.exam != "parity" or settings == PLAIN.trial.knobs.settings:
+            return ran
+        return replace(ran, losses=tuple(loss * (1 + off) for loss in ran.losses))
+
+    for settings in ({OVERLAP: False, BUCKET: 5000}, {BUCKET: 5000, OVERLAP: False}):
+        run = against(winner_with(settings), answer)
+        parity = run.certified.certificate.parity
+        assert parity is not None
+        assert set(parity.changed_by) == {OVERLAP, BUCKET}
+        assert parity.taken_back == OVERLAP
+        assert parity.largest_difference == pytest.approx(0.001)
+
+
+def test_parity_asks_each_config_as_if_it_was_never_measured() -> None:
+    winner = replace(winner_with({}, rung="zero3"), trial=replace(trial("zero3", 4), purpose="verify", repeat=2))
+    assert [one.repeat for one in parities(against(winner, losing(never)))] == [0, 0]
+
+
+def test_of_several_configs_that_cannot_be_mended_the_first_is_told() -> None:
+    def answer(asked: Trial) -> Outcome:
+        if asked.exam == "worst_case" and not asked.knobs.checkpointing:
+            return out_of_memory()
+        return losing(lambda one: one.knobs.checkpointing)(asked)
+
+    settings = PLAIN.trial.knobs.settings
+    winner = winner_with(settings, rung="zero1", checkpointing=True, micro_batch=1)
+    runner_up = timed(trial("zero3", 1, settings=settings, checkpointing=True), 61)
+    run = against(winner, answer, alternates=[runner_up])
+    assert run.certified.best is winner
+    assert ("zero3", 1) in run.exams
