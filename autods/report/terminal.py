@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ..units import show_bytes, show_count
-from . import words
+from . import certificate, words
 from .advice import remedies, shortage
 from .files import DS_CONFIG, REPORT
 from .ladder_table import ladder_table, reasons_of, untried
@@ -53,7 +53,13 @@ def _winner(report: Report) -> RenderableType:
     head = Text.assemble(
         (f"{report.rung}", "bold green"), (" fits, the first rung of the ladder that does", "bold"), _spent(report)
     )
-    return Group(head, pairs_grid(_facts(report)), Text("\nNext", style="bold"))
+    return Group(head, pairs_grid(_facts(report)), *_certified(report), Text("\nNext", style="bold"))
+
+
+def _certified(report: Report) -> Iterator[RenderableType]:
+    if report.certificate:
+        yield certificate.headline(report.certificate)
+        yield pairs_grid(certificate.lines_of(report.certificate))
 
 
 def _spent(report: Report) -> Text:

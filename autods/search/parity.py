@@ -1,0 +1,158 @@
+"""Does the winner compute what a plain config does? Losses on the same samples, side by side; and which knob if not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..values import Fit, Knobs, Record, Steps, Trial
+from .certificate import Parity
+from .exams import Exams, what_happened
+
+CHECKPOINTING = "checkpointing"
+_TINY = 1e-12  # a loss of 0 has no relative difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What comparing found. parity: None when there was nothing to compare, or it could not be.
+
+    taken_back: the winner with the knob that changed the maths as the reference has it; `without` is so of it; changed:
+    what was taken back and why. The sentences are for the certificate.
+    """
+
+    parity: Parity | None = None
+    taken_back: Trial | None = None
+    without: Parity | None = None
+    changed: str = ""
+    failure: str | None = None
+    not_checked: str | None = None
+
+
+def compare(
+    winner: Trial, reference: Record, exams: Exams, *, steps: Steps, tolerance: float, limit_bytes: int
+) -> Compared:
+    """Run both on the same samples, `steps` optimizer steps, and find the knob when their losses part.
+
+    Nothing is run when the two differ in the batch only: how samples are cut into micro batches is no change of maths.
+    """
+    plain = reference.trial
+    if winner.rung == plain.rung and not differing(winner.knobs, plain.knobs):
+        return Compared()
+    comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes)
+    ours = comparing.losses(winner)
+    if isinstance(ours, str):
+        return Compared(not_checked=f"parity was not checked: {winner.rung} {ours}")
+    theirs = comparing.losses(replace(plain, knobs=cut_alike(plain.knobs, winner.knobs)))
+    if isinstance(theirs, str):
+        return Compared(not_checked=f"parity was not checked: {plain.rung}, the reference, {theirs}")
+    if not any(map(math.isfinite, theirs)):
+        return Compared(not_checked=f"parity was not checked: no loss of {plain.rung}, the reference, is finite")
+    apart = difference(ours, theirs)
+    parity = Parity(
+        reference=plain.rung,
+        steps=min(len(ours), len(theirs)),
+        tolerance=tolerance,
+        largest_difference=apart,
+        within=apart <= tolerance,
+    )
+    return Compared(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
+
+
+def differing(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
+    """The names of the knobs in which the two differ, the batch aside."""
+    names = dict.fromkeys((*knobs.settings, *plain.settings))
+    apart = [name for name in names if knobs.settings.get(name) != plain.settings.get(name)]
+    return (*apart, *((CHECKPOINTING,) if knobs.checkpointing != plain.checkpointing else ()))
+
+
+def set_back(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
+    """With one knob as the plain config has it; removed where it has none."""
+    if name == CHECKPOINTING:
+        return replace(knobs, checkpointing=plain.checkpointing)
+    if name in plain.settings:
+        return replace(knobs, settings={**knobs.settings, name: plain.settings[name]})
+    return replace(knobs, settings={key: value for key, value in knobs.settings.items() if key != name})
+
+
+def cut_alike(plain: Knobs, winner: Knobs) -> Knobs:
+    """The plain config on as many samples as the winner's: the largest micro batch that divides them and is no larger
+    than it is known to fit."""
+    samples = winner.micro_batch * winner.accumulation
+    size = max(one for one in range(1, min(plain.micro_batch, samples) + 1) if samples % one == 0)
+    return replace(plain, micro_batch=size, accumulation=samples // size)
+
+
+def difference(losses: Sequence[float], plain: Sequence[float]) -> float:
+    """The largest relative difference, step by step; infinite where only one of two losses is finite."""
+    return max(map(_apart, losses, plain), default=math.inf)
+
+
+def _apart(loss: float, plain: float) -> float:
+    if not math.isfinite(loss) or not math.isfinite(plain):
+        return 0.0 if math.isfinite(loss) == math.isfinite(plain) else math.inf
+    return abs(loss - plain) / max(abs(plain), _TINY)
+
+
+def share(value: float) -> str:
+    """0.0041 → '0.41 %'."""
+    if not math.isfinite(value):
+        return "more than any share (a loss is not finite)"
+    return f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparing:
+    """What is given and stays."""
+
+    exams: Exams
+    steps: Steps
+    limit_bytes: int
+
+    def losses(self, config: Trial) -> tuple[float, ...] | str:
+        """Its losses on the samples that all compared configs get, or why there are none."""
+        trial = replace(config, purpose="certify", exam="parity", steps=self.steps, repeat=0)
+        answer = self.exams.ask(trial)
+        if answer is None:
+            return f"was not run, {self.exams.spent}"
+        if not isinstance(answer.outcome, Fit):
+            return what_happened(answer.outcome, self.limit_bytes)
+        return answer.outcome.losses or "gave no losses"
+
+
+def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence[float], parity: Parity) -> Compared:
+    """Each knob alone set back: those with which the losses come within the tolerance changed the maths."""
+    found: list[tuple[float, str, Trial]] = []
+    unknown: list[str] = []
+    for name, config in _each_set_back(winner, plain):
+        losses = comparing.losses(config)
+        if isinstance(losses, str):
+            unknown.append(f"with {name} set back it {losses}")
+        elif (apart := difference(losses, theirs)) <= parity.tolerance:
+            found.append((apart, name, config))
+    said = (
+        f"losses differ by {share(parity.largest_difference)} from {plain.rung}'s, tolerance {share(parity.tolerance)}"
+    )
+    if not found:
+        why = "; ".join(unknown) or (f"{winner.rung} itself or a combination of its knobs changes the maths")
+        return Compared(parity=parity, failure=f"{said}: {why}")
+    apart, name, config = min(found, key=lambda item: item[0])
+    names = tuple(name for _, name, _ in found)
+    return Compared(
+        parity=replace(parity, changed_by=names),
+        taken_back=config,
+        without=replace(parity, changed_by=names, taken_back=name, largest_difference=apart, within=True),
+        changed=f"{name} taken back to {_shown(plain, name)}: with {_shown(winner, name)} {said}",
+        failure=f"{said}: changed by {', '.join(names)}",
+    )
+
+
+def _each_set_back(winner: Trial, plain: Trial) -> Iterator[tuple[str, Trial]]:
+    for name in differing(winner.knobs, plain.knobs):
+        yield name, replace(winner, knobs=set_back(winner.knobs, plain.knobs, name))
+
+
+def _shown(trial: Trial, name: str) -> str:
+    value = trial.knobs.checkpointing if name == CHECKPOINTING else trial.knobs.settings.get(name, "its default")
+    return str(value).lower() if isinstance(value, bool) else str(value)
