@@ -8,13 +8,13 @@ from math import ceil, log, sqrt
 from statistics import mean, median, median_low
 
 from ..values import Fit, Purpose, Record, Run, Trial
-from .ask import asked, fits_within
+from .ask import asked, fits_within, samples_per_second
 
 Score = Callable[[Record], float]
 
 # What is believed of the noise of one trial before any was repeated: 3 %, worth two degrees of freedom. In-trial
 # spread, where it is larger, is the better guess.
-_PRIOR_NOISE = 0.03
+PRIOR_NOISE = 0.03
 _PRIOR_FREEDOM = 2
 
 # Student's t, one-sided 99 %, by degrees of freedom from 1 on; the last one stands for more (Student 1908).
@@ -124,14 +124,15 @@ class _Final:
         )
 
     def _reason(self, winner: int, scores: Mapping[int, float], turns: int) -> str:
-        name = _named(self.contestants[winner])
-        said = f"{name} is the fastest of {len(scores)} measured again in {turns} turn{'s' if turns > 1 else ''}"
+        best, times = comparison(self.score)
+        how_often = f"measured again in {turns} turn{'s' if turns > 1 else ''}"
+        said = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
         others = {place: score for place, score in scores.items() if place != winner and score > 0}
         if not others:
             return f"{said}: no other fitted again"
         following = max(others, key=lambda place: others[place])
         ratio = scores[winner] / others[following]
-        return f"{said}: {ratio:.2f} times as fast as {_named(self.contestants[following])}"
+        return f"{said}: {ratio:.2f} {times} as {_named(self.contestants[following])}"
 
 
 def _still_in(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]:
@@ -152,7 +153,7 @@ def _still_in(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]
         for value, turn in zip(one, turns, strict=True)
     ]
     freedom = _PRIOR_FREEDOM + (len(scores) - 1) * (len(turns) - 1)
-    noise = sqrt((_PRIOR_FREEDOM * max(spread, _PRIOR_NOISE) ** 2 + sum(one**2 for one in rest)) / freedom)
+    noise = sqrt((_PRIOR_FREEDOM * max(spread, PRIOR_NOISE) ** 2 + sum(one**2 for one in rest)) / freedom)
     quantile = _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
     least = max(means.values()) - quantile * noise * sqrt(2 / len(turns))
     return [place for place, one in means.items() if one >= least]
@@ -170,6 +171,11 @@ def _unmeasured(contestants: Sequence[Record], score: Score) -> Finals:
         "had no other to be compared with" if len(contestants) == 1 else "was the fastest, and none was measured again"
     )
     return Finals(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
+
+
+def comparison(score: Score) -> tuple[str, str]:
+    """What the best is called by this score, and how it compares: "fastest", "times as fast"."""
+    return ("fastest", "times as fast") if score is samples_per_second else ("best", "times as good")
 
 
 def _named(record: Record) -> str:
