@@ -37,12 +37,16 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """One key that may be tuned: either choices, or a range given as multiples of the start value."""
+    """One key that may be tuned: either choices, or a range given as multiples of the start value.
+
+    usual: what DeepSpeed takes when nobody says anything, worth a trial whatever the start is.
+    """
 
     choices: tuple[Scalar, ...] = ()
     low: float = 1.0
     high: float = 1.0
     most: int | None = None
+    usual: bool | int | float | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,21 @@ def _check(file: _File) -> None:
             raise ValueError(f"tune.{key} is a range, so it needs a start value in [start]")
         if not dimension.choices and not 0 < dimension.low < dimension.high:
             raise ValueError(f"tune.{key} needs choices, or 0 < low < high")
+        _check_usual(key, dimension)
+
+
+def _check_usual(key: str, dimension: Dimension) -> None:
+    usual = dimension.usual
+    if dimension.choices:
+        right = usual is None or any(
+            usual is one or (type(usual) is type(one) and usual == one) for one in dimension.choices
+        )
+        wanted = "one of the choices"
+    else:
+        right = usual is None or (isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2)
+        wanted = "a number of elements, at least 2"
+    if not right:
+        raise ValueError(f"tune.{key}.usual is {usual!r}, not {wanted}")
 
 
 def all_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from ..values import Record, Run
-from .ask import fits_within, samples_per_second
+from .ask import samples_per_second
+from .finals import Score, comparison, finals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmed:
-    """Which of the two is to be taken, the trials that decided it, and why in a sentence."""
+    """Which of them is to be taken, the trials that decided it, and why in a sentence."""
 
     best: Record
     records: tuple[Record, ...]
     reason: str
 
 
-def confirm(start: Record, leader: Record, run: Run, *, gain: float, turns: int, usable_bytes: float) -> Confirmed:
-    """Take the leader only when it beats the start by `gain`, side by side `turns` times (start, leader, start, …).
+def confirm(
+    start: Record,
+    leaders: Sequence[Record],
+    run: Run,
+    *,
+    gain: float,
+    turns: int,
+    usable_bytes: float,
+    score: Score = samples_per_second,
+) -> Confirmed:
+    """Take the best of the leaders only when it beats the start by `gain`, side by side in up to `turns` turns.
 
-    What drifts (clocks, heat, neighbours) falls on both of a turn alike, and the measurement that made the leader lead
-    does not count: it was chosen for being high.
+    leaders: best first; one that did not even claim the gain is not measured again. See `finals` for how they are.
     """
-    claimed = samples_per_second(leader) / max(samples_per_second(start), 1e-12)
-    if claimed < gain:
-        said = f"the fastest of them was {claimed:.2f} times as fast as the start, less than the {gain:g} that counts"
-        return Confirmed(best=start, records=(), reason=said)
-    measured = [
-        tuple(run(replace(one.trial, purpose="verify", repeat=turn)) for one in (start, leader))
-        for turn in range(1, turns + 1)
-    ]
-    records = tuple(record for turn in measured for record in turn)
-    again = [theirs for _, theirs in measured]
-    if not all(fits_within(record, usable_bytes) for record in again):
-        return Confirmed(best=start, records=records, reason="the fastest of them did not fit when it was run again")
-    gains = [
-        samples_per_second(theirs) / samples_per_second(ours) for ours, theirs in measured if samples_per_second(ours)
-    ]
-    held = median(gains) if gains else 0.0
-    if held < gain:
-        said = f"the fastest of them was {held:.2f} times as fast as the start when measured again in turn"
-        return Confirmed(best=start, records=records, reason=f"{said}, less than the {gain:g} that counts")
-    # The slower of the new measurements: what the report promises should hold.
-    best = min(again, key=samples_per_second)
-    return Confirmed(
-        best=best, records=records, reason=f"measured again in turn, {held:.2f} times as fast as the start"
-    )
+    best, times = comparison(score)
+    claims = {id(one): score(one) / max(score(start), 1e-12) for one in leaders}
+    promising = [one for one in leaders if claims[id(one)] >= gain]
+    if not promising:
+        said = f"the {best} of them was {max(claims.values()):.2f} {times} as the start"
+        return Confirmed(best=start, records=(), reason=f"{said}, less than the {gain:g} that counts")
+    final = finals((start, *promising), run, turns=turns, usable_bytes=usable_bytes, score=score)
+    again = {place: one for place, one in final.measured.items() if place > 0}
+    if not again:
+        said = f"the {best} of them did not fit when it was run again"
+        return Confirmed(best=start, records=final.records, reason=said)
+    if 0 not in final.measured:
+        return Confirmed(best=final.best, records=final.records, reason="the start did not fit when it was run again")
+    winner = next(place for place, one in final.measured.items() if final.best in one)
+    shown = winner or max(again, key=lambda place: final.scores[place])
+    # Drift falls on both of a turn alike, so their ratio is taken turn by turn.
+    held = median(score(one) / score(ours) for one, ours in zip(again[shown], final.measured[0], strict=False))
+    said = f"{held:.2f} {times} as the start"
+    if winner == 0 or held < gain:
+        said = f"the {best} of them was {said} when measured again in turn"
+        return Confirmed(best=start, records=final.records, reason=f"{said}, less than the {gain:g} that counts")
+    return Confirmed(best=final.best, records=final.records, reason=f"measured again in turn, {said}")

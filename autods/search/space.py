@@ -26,10 +26,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be tuned, and the start as a point of it."""
+    """What may be tuned, and two points of it: the start, and DeepSpeed's usual settings as far as they are inside."""
 
     dimensions: Mapping[str, Choice | Range]
     start: Mapping[str, Scalar]
+    usual: Mapping[str, Scalar]
+
+    @property
+    def seeds(self) -> tuple[Mapping[str, Scalar], ...]:
+        """What is worth a trial before anything is known, the start first."""
+        return (self.start,) if self.usual == self.start else (self.start, self.usual)
 
     def settings(self, proposal: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """The settings to run: ranges rounded down to even, since ZeRO aligns partitions to two elements."""
@@ -49,13 +55,19 @@ def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, S
     """
     dimensions: dict[str, Choice | Range] = {}
     start: dict[str, Scalar] = {}
+    usual: dict[str, Scalar] = {}
     for key, row in rung.tune.items():
         value = settings.get(key, current.get(key))
         found = _choice(row, value) if row.choices else _range(row, value)
         if found is not None:
             dimensions[key] = found
             start[key] = found.options[0] if isinstance(found, Choice) else int(value or 0)
-    return Space(dimensions=dimensions, start=start)
+            usual[key] = start[key] if row.usual is None else _inside(found, row.usual)
+    return Space(dimensions=dimensions, start=start, usual=usual)
+
+
+def _inside(found: Choice | Range, usual: Scalar) -> Scalar:
+    return usual if isinstance(found, Choice) else min(max(int(usual), found.low), found.high)
 
 
 def _choice(row: Dimension, value: Scalar | None) -> Choice | None:

@@ -1,4 +1,8 @@
-"""The Optuna study of a tuning search: on disk, so that a killed fit goes on with it. What Optuna is, is known here."""
+"""The Optuna study of a tuning search: on disk, so that a killed fit goes on with it. What Optuna is, is known here.
+
+It is an Optuna journal: `optuna-dashboard study.jsonl` in the fit's folder (pip install optuna-dashboard) shows it in a
+browser, also while the fit runs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ if TYPE_CHECKING:  # optuna is imported where it is used: reading this module st
 
 FAILURE = "failure"  # the user attribute of a trial that failed of itself, not because a kill cut it short
 
+_STARTUP_TRIALS = 3  # the start, the usual settings and one at random; from then on the GP knows more than chance
 _LEAST_FOR_IMPORTANCE = 5
 
 
@@ -34,10 +39,19 @@ def open_study(path: Path, name: str, space: Space) -> optuna.Study:
         raise InputError(
             f"is damaged: it is no Optuna journal ({error})", where=str(path), mend="start over with --fresh"
         ) from None
-    if not study.get_trials(deepcopy=False):
-        study.enqueue_trial(dict(space.start))
+    known = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(deepcopy=False)]
+    for seed in space.seeds:
+        if seed not in known:
+            study.enqueue_trial(dict(seed))
     _put_back(study, space)
     return study
+
+
+def gp(seed: int) -> optuna.samplers.BaseSampler:
+    """The sampler that needs the fewest trials, see tests/benchmarks/samplers.py."""
+    from optuna.samplers import GPSampler
+
+    return GPSampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, warn_independent_sampling=False)
 
 
 def _clear_leftovers(path: Path) -> None:
@@ -80,6 +94,17 @@ def told_of(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     ]
 
 
+def scores_of(study: optuna.Study) -> list[float | None]:
+    """What was told, in order; None for what did not leave the headroom or failed."""
+    return [trial.value if _fitted(trial) else None for trial in told_of(study)]
+
+
+def _fitted(trial: optuna.trial.FrozenTrial) -> bool:
+    from optuna.trial import TrialState
+
+    return trial.state == TrialState.COMPLETE and all(one <= 0 for one in trial.constraints.values())
+
+
 def distributions(space: Space) -> dict[str, Any]:
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
@@ -96,11 +121,7 @@ def importances_of(study: optuna.Study) -> dict[str, float]:
     """Of the trials that fitted: the speed told for an out-of-memory is none."""
     import optuna
 
-    fitted = [
-        trial
-        for trial in told_of(study)
-        if trial.state == optuna.trial.TrialState.COMPLETE and all(one <= 0 for one in trial.constraints.values())
-    ]
+    fitted = [trial for trial in told_of(study) if _fitted(trial)]
     if len(fitted) < _LEAST_FOR_IMPORTANCE:
         return {}
     measured = optuna.create_study(direction="maximize")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,18 @@ from ..settings import TuneLimits
 from ..values import Failed, Fit, OutOfMemory, Record, Run, Scalar, Steps
 from .ask import fits_within, samples_per_second
 from .confirm import confirm
+from .enough import enough, patience
+from .finals import PRIOR_NOISE, Score
 from .foresight import BLIND, Foresight, lacking_bytes
 from .space import Space, space_of
-from .study import FAILURE, distributions, importances_of, open_study, told_of
+from .study import FAILURE, distributions, gp, importances_of, open_study, scores_of, told_of
 
 if TYPE_CHECKING:  # optuna is imported where it is used: reading this module stays cheap
     import optuna
 
-_STARTUP_TRIALS = 3  # the start and two at random; from then on the GP knows more than chance
+Sampler = Callable[[int], "optuna.samplers.BaseSampler"]
+
+_MOST_LEADERS = 3  # are measured again
 _LEAST_EXCESS = 0.01  # share of the limit by which an out-of-memory at least overshot, for want of a figure
 
 
@@ -46,6 +51,7 @@ class _Judge:
     limit_bytes: int
     headroom: float
     foresight: Foresight
+    score: Score
 
     @property
     def usable_bytes(self) -> float:
@@ -62,7 +68,7 @@ class _Judge:
             case Fit() as fit:
                 margin = (fit.device_peak_bytes - self.usable_bytes) / self.limit_bytes
                 asked.set_constraint("device_margin", max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin)
-                study.tell(asked, fit.samples_per_second)
+                study.tell(asked, self.score(answer))
             case OutOfMemory() as out:
                 # What the last allocation lacked says little of what the trial lacks; its forecast says more.
                 forecast = self.foresight.forecast(answer.trial)
@@ -79,7 +85,7 @@ class _Judge:
         # Running out says nothing of speed. A speed of 0 would dig a hole into the GP's picture of samples/s and spoil
         # the good points beside it; the start's speed neither attracts nor repels, and the constraint alone keeps the
         # search away. (Told as failed, the GP would not see the point at all.)
-        study.tell(asked, samples_per_second(self.start))
+        study.tell(asked, self.score(self.start))
 
 
 def tune(
@@ -95,67 +101,93 @@ def tune(
     study_path: Path,
     current: Mapping[str, Scalar] | None = None,
     foresight: Foresight = BLIND,
+    score: Score = samples_per_second,
+    stop_gain: float = 0.01,
+    may_go_on: Callable[[], bool] = lambda: True,
+    sampler: Sampler = gp,
 ) -> Tuned:
-    """Search `rung.tune` around `start` for more samples per second within the usable memory, in limits.trials trials.
+    """Search `rung.tune` around `start` for a higher score within the usable memory, in up to limits.trials trials.
 
     The proposals are a function of the seed and of the outcomes before, so that a search that was killed and goes on
     proposes what it would have proposed. current: what the start's DeepSpeed config says of keys that its settings
-    leave out. A proposal that cannot fit by its forecast is not run. Raises InputError when the study on disk is
-    damaged.
+    leave out. A proposal that cannot fit by its forecast is not run. score: larger is better, above 0 for a fit.
+    stop_gain: the search ends once it no longer gains this share, see `enough`; 0 spends all trials. may_go_on: asked
+    before each proposal; the leaders that it has found by then are still measured again. sampler: made anew for each
+    proposal, from a seed. Raises InputError when the study on disk is damaged.
     """
     space = space_of(rung, start.trial.knobs.settings, current or {})
     if not space.dimensions or limits.trials < 1:
         why = "no trials were granted for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
         return Tuned(best=start, records=(), importances={}, reason=why)
-    judge = _Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight)
+    judge = _Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight, score=score)
     knobs = start.trial.knobs
     study = open_study(study_path, f"{rung.name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
-    answers = _search(study, space, judge, run, steps, trials=limits.trials, seed=seed)
-    records = tuple(answer for answer in answers.values() if isinstance(answer, Record) and answer is not start)
-    foretold = sum(isinstance(answer, RungForecast) for answer in answers.values())
-    faster = [
-        record
-        for record in records
-        if fits_within(record, judge.usable_bytes) and samples_per_second(record) > samples_per_second(start)
-    ]
+    search = _Search(study=study, space=space, judge=judge, run=run, steps=steps, seed=seed, sampler=sampler)
+    ended = search.until(trials=limits.trials, stop_gain=stop_gain, may_go_on=may_go_on)
+    records = tuple(answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start)
+    foretold = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
     importances = importances_of(study)
     said = f"{len(records)} other settings of {rung.name} were tried"
     said += f" ({foretold} more cannot fit by the forecast)" if foretold else ""
-    if not faster:
-        return Tuned(best=start, records=records, importances=importances, reason=f"{said}, none was faster")
-    leader = max(faster, key=samples_per_second)
-    final = confirm(start, leader, run, gain=limits.gain, turns=limits.turns, usable_bytes=judge.usable_bytes)
+    said += ended
+    better = [one for one in records if fits_within(one, judge.usable_bytes) and score(one) > score(start)]
+    if not better:
+        none = "none was faster" if score is samples_per_second else "none was better"
+        return Tuned(best=start, records=records, importances=importances, reason=f"{said}, {none}")
+    leaders = _leaders(better, score)
+    final = confirm(
+        start, leaders, run, gain=limits.gain, turns=limits.turns, usable_bytes=judge.usable_bytes, score=score
+    )
     reason = f"{said}; {final.reason}"
     return Tuned(best=final.best, records=records + final.records, importances=importances, reason=reason)
 
 
-def _search(
-    study: optuna.Study, space: Space, judge: _Judge, run: Run, steps: Steps, *, trials: int, seed: int
-) -> dict[str, Record | RungForecast]:
-    """Ask and tell until the start and `trials` more are told; what became of each proposal, the start first."""
-    from optuna.samplers import GPSampler
+def _leaders(better: Sequence[Record], score: Score) -> list[Record]:
+    """The best, and those whose lead it has by less than the noise of two measurements: best first."""
+    ranked = sorted(better, key=score, reverse=True)[:_MOST_LEADERS]
+    return [one for one in ranked if score(one) * (1 + PRIOR_NOISE * sqrt(2)) >= score(ranked[0])]
 
-    answers: dict[str, Record | RungForecast] = {_key(space.start): judge.start}
 
-    def answer(proposal: Mapping[str, Any]) -> Record | RungForecast:
-        settings = space.settings(proposal)
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """A search under way; what became of each proposal is in `answers`, the start first."""
+
+    study: optuna.Study
+    space: Space
+    judge: _Judge
+    run: Run
+    steps: Steps
+    seed: int
+    sampler: Sampler
+    answers: dict[str, Record | RungForecast] = field(default_factory=dict)
+
+    def until(self, *, trials: int, stop_gain: float, may_go_on: Callable[[], bool]) -> str:
+        """Ask and tell until the start and `trials` more are told; what ended it before, as the end of a sentence."""
+        self.answers = {_key(self.space.start): self.judge.start}
+        for past in told_of(self.study):
+            self._answer(past.params)  # from the journal: these were run
+        while (told := len(scores := scores_of(self.study))) <= trials:
+            if enough(scores, stop_gain, len(self.space.dimensions)):
+                return f" until the last {patience(len(self.space.dimensions))} had gained less than {stop_gain:.0%}"
+            if not may_go_on():
+                return " until the budget was spent"
+            # A new sampler each time, seeded by the position: no state but the study's has to survive a kill.
+            self.study.sampler = self.sampler(self.seed + told)
+            asked = self.study.ask(distributions(self.space))
+            self.judge.tell(self.study, asked, self._answer(asked.params))
+        return ""
+
+    def _answer(self, proposal: Mapping[str, Any]) -> Record | RungForecast:
+        settings = self.space.settings(proposal)
         key = _key(settings)
-        if key not in answers:  # rounding and a confident sampler propose the same again: told, not run
-            knobs = replace(judge.start.trial.knobs, settings={**judge.start.trial.knobs.settings, **settings})
-            trial = replace(judge.start.trial, knobs=knobs, purpose="tune", steps=steps, repeat=0)
-            forecast = judge.foresight.forecast(trial)
+        if key not in self.answers:  # rounding and a confident sampler propose the same again: told, not run
+            first = self.judge.start.trial
+            knobs = replace(first.knobs, settings={**first.knobs.settings, **settings})
+            trial = replace(first, knobs=knobs, purpose="tune", steps=self.steps, repeat=0)
+            forecast = self.judge.foresight.forecast(trial)
             cannot_fit = forecast is not None and forecast.verdict == "cannot_fit"
-            answers[key] = forecast if forecast is not None and cannot_fit else run(trial)
-        return answers[key]
-
-    for past in told_of(study):
-        answer(past.params)  # from the journal: these were run
-    while (told := len(told_of(study))) <= trials:
-        # A new sampler each time, seeded by the position: no state but the study's has to survive a kill.
-        study.sampler = GPSampler(seed=seed + told, n_startup_trials=_STARTUP_TRIALS, warn_independent_sampling=False)
-        asked = study.ask(distributions(space))
-        judge.tell(study, asked, answer(asked.params))
-    return answers
+            self.answers[key] = forecast if forecast is not None and cannot_fit else self.run(trial)
+        return self.answers[key]
 
 
 def _key(settings: Mapping[str, Scalar]) -> str:

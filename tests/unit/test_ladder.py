@@ -165,3 +165,23 @@ def test_a_rung_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_every_rung_file_is_named_after_its_rung() -> None:
     for path in data_folder("strategies").glob("*.toml"):
         assert parse_rung(read_toml(path), where=str(path)).name == path.stem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("choices = [true, false], usual = true", "choices = [true], usual = false", "one of the choices"),
+        ("most = 500_000_000, usual = 50_000_000", 'most = 500_000_000, usual = "50M"', "a number of elements"),
+        ("most = 500_000_000, usual = 50_000_000", "most = 500_000_000, usual = 1", "a number of elements"),
+        ("most = 500_000_000, usual = 50_000_000", "most = 500_000_000, usual = true", "a number of elements"),
+    ],
+)
+def test_a_usual_value_that_the_key_cannot_take_is_an_error(tmp_path: Path, old: str, new: str, wanted: str) -> None:
+    rung_file(tmp_path, old=old, new=new)
+    with pytest.raises(InputError, match=rf"usual is .*, not {wanted}"):
+        all_rungs((tmp_path,))
+
+
+def test_a_rung_need_not_say_what_is_usual(tmp_path: Path) -> None:
+    rung_file(tmp_path, old=", usual = 50_000_000", new="")
+    assert all_rungs((tmp_path,))["mine"].tune["zero_optimization.stage3_prefetch_bucket_size"].usual is None

@@ -8,14 +8,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import optuna
 import pytest
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 
 from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
 from autods.errors import InputError
+from autods.forecast.values import RungForecast, Verdict
 from autods.journal import key_of
 from autods.ladder import all_rungs
 from autods.search.confirm import confirm
+from autods.search.enough import patience
+from autods.search.foresight import Blind
 from autods.search.space import Choice, Range, space_of
 from autods.search.tune import Tuned, tune
 from autods.settings import TuneLimits
@@ -70,7 +76,14 @@ class Journaled:
 
 
 def tuning(
-    run: Journaled, path: Path, *, trials: int = 8, headroom: float = 0.05, start: Trial = START, seed: int = 0
+    run: Journaled,
+    path: Path,
+    *,
+    trials: int = 8,
+    headroom: float = 0.05,
+    start: Trial = START,
+    seed: int = 0,
+    **options: Any,
 ) -> Tuned:
     return tune(
         run(start),
@@ -82,6 +95,7 @@ def tuning(
         headroom=headroom,
         seed=seed,
         study_path=path,
+        **options,
     )
 
 
@@ -97,8 +111,10 @@ def test_tuning_finds_a_faster_setting_and_confirms_it_in_turn(path: Path) -> No
     assert isinstance(tuned.best.outcome, Fit)
     assert tuned.best.outcome.samples_per_second > 1.1 * 82.5  # of the start
     verified = [trial for trial in run.ran if trial.purpose == "verify"]
-    assert [trial.repeat for trial in verified] == [1, 1, 2, 2]
-    assert [trial.knobs == START.knobs for trial in verified] == [True, False, True, False]
+    turns = [[trial for trial in verified if trial.repeat == turn] for turn in (1, 2)]
+    assert verified == turns[0] + turns[1]
+    for turn in turns:
+        assert [trial.knobs == START.knobs for trial in turn] == [True] + [False] * (len(turn) - 1)
     assert "measured again in turn" in tuned.reason
 
 
@@ -207,6 +223,106 @@ def test_the_same_proposal_is_run_once_and_still_counts(path: Path) -> None:
     assert len({key_of(trial) for trial in run.tuned}) == len(run.tuned)
 
 
+def usual_of(path: Path, **options: Any) -> Journaled:
+    run = Journaled(hill)
+    tuning(run, path, trials=1, **options)
+    return run
+
+
+def test_what_deepspeed_takes_by_itself_is_tried_first(path: Path) -> None:
+    (first,) = usual_of(path).tuned
+    assert bucket_of(first) == 100_000_000  # of its 500M the space ends here
+    assert first.knobs.settings[OVERLAP] is False
+    assert first.knobs.settings["zero_optimization.contiguous_gradients"] is True
+
+
+def test_a_start_that_is_the_usual_is_not_tried_again(path: Path) -> None:
+    knobs = replace(KNOBS, settings={BUCKET: 500_000_000})
+    run = Journaled(lambda trial: fit(peak_bytes=1, samples_per_second=1.0))
+    tuning(run, path, trials=1, start=replace(START, knobs=knobs))
+    assert all(trial.knobs.settings != run.ran[0].knobs.settings for trial in run.tuned)
+    assert told(path)[1] != told(path)[0]
+
+
+def test_the_usual_is_not_run_where_it_cannot_fit_by_the_forecast(path: Path) -> None:
+    class Foreseeing(Blind):
+        def forecast(self, trial: Trial) -> RungForecast | None:
+            verdict: Verdict = "cannot_fit" if bucket_of(trial) == 100_000_000 else "fits"
+            return RungForecast(rung="zero2", verdict=verdict, reason="needs more", micro_batch=4, memory={})
+
+    assert usual_of(path, foresight=Foreseeing()).tuned == []
+
+
+def study_at(path: Path) -> optuna.Study:
+    """As anybody with Optuna reads it."""
+    backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
+    storage = JournalStorage(backend)
+    (summary,) = storage.get_all_studies()
+    return optuna.load_study(study_name=summary.study_name, storage=storage)
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    return [trial.params for trial in study_at(path).trials]
+
+
+def flat(trial: Trial) -> Outcome:
+    """Half a percent is all there is to gain."""
+    return fit(peak_bytes=1, samples_per_second=100 + (bucket_of(trial) > 10_000_000) / 2)
+
+
+def test_a_search_that_gains_nothing_ends_before_its_trials_are_spent(path: Path) -> None:
+    run = Journaled(flat)
+    tuned = tuning(run, path, trials=40)
+    assert len(run.tuned) <= patience(3)
+    assert tuned.best.trial == START
+    assert tuned.reason.startswith(f"{len(run.tuned)} other settings of zero2 were tried until the last ")
+    assert "had gained less than 1%" in tuned.reason
+
+
+def test_a_stop_gain_of_zero_spends_all_trials(path: Path) -> None:
+    tuning(Journaled(flat), path, trials=14, stop_gain=0)
+    assert len(told(path)) == 15
+
+
+def test_a_search_that_ended_early_ends_there_again_after_a_kill(tmp_path: Path) -> None:
+    whole, run = Journaled(flat), Journaled(flat, kill_at=5)
+    undisturbed = tuning(whole, tmp_path / "whole.jsonl", trials=20)
+    with pytest.raises(KeyboardInterrupt):
+        tuning(run, tmp_path / "killed.jsonl", trials=20)
+    assert (tuning(run, tmp_path / "killed.jsonl", trials=20), run.ran) == (undisturbed, whole.ran)
+
+
+def test_the_search_ends_when_it_may_not_go_on_and_what_it_found_is_confirmed(path: Path) -> None:
+    granted = iter([True, True, True, True])  # the start, the usual settings, and two more
+    run = Journaled(lambda trial: fit(peak_bytes=1, samples_per_second=100 if trial.knobs == KNOBS else 150))
+    tuned = tuning(run, path, may_go_on=lambda: next(granted, False))
+    assert len(run.tuned) == 3
+    assert tuned.best.trial.knobs != KNOBS
+    assert tuned.reason.startswith("3 other settings of zero2 were tried until the budget was spent; measured again")
+
+
+def test_without_any_budget_the_start_stays(path: Path) -> None:
+    run = Journaled(hill)
+    tuned = tuning(run, path, may_go_on=lambda: False)
+    assert (tuned.best.trial, run.ran) == (START, [START])
+    assert tuned.reason == "0 other settings of zero2 were tried until the budget was spent, none was faster"
+
+
+def leanness(record: Record) -> float:
+    return 1e9 / record.outcome.device_peak_bytes if isinstance(record.outcome, Fit) else 0.0
+
+
+def test_the_objective_can_be_another_than_samples_per_second(path: Path) -> None:
+    tuned = tuning(Journaled(hill), path, score=leanness)
+    assert bucket_of(tuned.best.trial) < 5_000_000  # the hill is at 40M
+    assert "times as good as the start" in tuned.reason
+
+
+def test_what_is_told_to_the_study_is_the_objective(path: Path) -> None:
+    tuning(Journaled(flat), path, trials=2, score=lambda record: 7.0)
+    assert [trial.value for trial in study_at(path).trials] == [7.0] * 3
+
+
 def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
     start = ScriptedRunner(hill).run(replace(START, rung="ddp"))
     tuned = tune(
@@ -233,10 +349,36 @@ def measured(speed: float, settings: dict[str, Scalar]) -> Record:
     return Record(id=1, trial=trial, outcome=fit(peak_bytes=1, samples_per_second=speed), seconds=1.0)
 
 
+def test_of_leaders_within_the_noise_the_best_when_measured_again_is_taken() -> None:
+    start, lucky, steady = measured(100.0, {}), measured(121.0, {OVERLAP: True}), measured(120.0, {OVERLAP: False})
+    speeds = {None: 100.0, True: 108.0, False: 118.0}
+    runner = ScriptedRunner(
+        lambda trial: fit(peak_bytes=1, samples_per_second=speeds[trial.knobs.settings.get(OVERLAP)])  # type: ignore[index]
+    )
+    confirmed = confirm(start, [lucky, steady], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    assert confirmed.best.trial.knobs == steady.trial.knobs
+    assert confirmed.reason == "measured again in turn, 1.18 times as fast as the start"
+
+
+def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
+    start, leader, other = measured(100.0, {}), measured(104.0, {OVERLAP: True}), measured(102.0, {OVERLAP: False})
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=100.0))
+    confirm(start, [leader, other], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    assert [trial.knobs for trial in runner.trials] == [start.trial.knobs, leader.trial.knobs] * 2
+
+
+def test_a_start_that_does_not_fit_again_gives_way() -> None:
+    start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
+    runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == start.trial.knobs else leader.outcome)
+    confirmed = confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    assert confirmed.best.trial.knobs == leader.trial.knobs
+    assert confirmed.reason == "the start did not fit when it was run again"
+
+
 def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
-    confirmed = confirm(start, leader, runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best is start
     assert len(confirmed.records) == 4
     assert "1.01 times as fast" in confirmed.reason
@@ -244,7 +386,7 @@ def test_the_start_is_kept_when_the_gain_is_noise() -> None:
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
-    confirmed = confirm(start, leader, ScriptedRunner(hill).run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm(start, [leader], ScriptedRunner(hill).run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best is start
     assert confirmed.records == ()
 
@@ -252,7 +394,7 @@ def test_a_gain_below_what_counts_is_not_measured_again() -> None:
 def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
-    confirmed = confirm(start, leader, runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best.trial.knobs == leader.trial.knobs
     assert isinstance(confirmed.best.outcome, Fit)
     assert confirmed.best.outcome.samples_per_second == 110.0
@@ -261,7 +403,7 @@ def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> Non
 def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == leader.trial.knobs else start.outcome)
-    assert confirm(start, leader, runner.run, gain=1.03, turns=2, usable_bytes=10).best is start
+    assert confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10).best is start
 
 
 def test_the_space_starts_where_the_config_stands() -> None:

@@ -1,0 +1,182 @@
+"""The last comparison of a few: who led by one measurement was flattered by it, so all are measured again, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log, sqrt
+from statistics import mean, median, median_low
+
+from ..values import Fit, Purpose, Record, Run, Trial
+from .ask import asked, fits_within, samples_per_second
+
+Score = Callable[[Record], float]
+
+# What is believed of the noise of one trial before any was repeated: 3 %, worth two degrees of freedom. In-trial
+# spread, where it is larger, is the better guess.
+PRIOR_NOISE = 0.03
+_PRIOR_FREEDOM = 2
+
+# Student's t, one-sided 99 %, by degrees of freedom from 1 on; the last one stands for more (Student 1908).
+_QUANTILES = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finals:
+    """Who won, the trials that decided it, and why in a sentence.
+
+    best: of the new records the one with the winner's (lower) median score. scores: place among the contestants →
+    median of its new measurements, 0 when it did not fit again. measured: place → its new records that count, by turn.
+    """
+
+    best: Record
+    records: tuple[Record, ...]
+    scores: Mapping[int, float]
+    reason: str
+    measured: Mapping[int, tuple[Record, ...]]
+
+
+def finals(
+    contestants: Sequence[Record],
+    run: Run,
+    *,
+    turns: int,
+    usable_bytes: float,
+    score: Score,
+    purpose: Purpose = "verify",
+) -> Finals:
+    """Measure all again in turn (A B C A B C …), drop who is clearly slower, until one is left or the turns are spent.
+
+    score: larger is better, above 0 for a fit. What drifts (clocks, heat, neighbours) falls on all of a turn alike. The
+    measurements that the contestants come with do not count: they were chosen for being high. On a tie the earlier one
+    wins. Who does not fit within usable_bytes again is out; one that never left that room has only to run. purpose, and
+    the repeats counted on from the contestants' own, make each new trial one that no journal has answered before.
+    """
+    if not contestants:
+        raise ValueError("finals need a contestant")
+    if len(contestants) == 1 or turns < 1:
+        return _unmeasured(contestants, score)
+    final = _Final(tuple(contestants), run, turns, usable_bytes, score, purpose)
+    records: list[Record] = []
+    measured: dict[int, list[Record]] = {place: [] for place in range(len(contestants))}
+    left = list(measured)
+    for turn in range(1, turns + 1):
+        for place in tuple(left):
+            answers = final.measure(place, turn)
+            records += answers
+            if final.holds(place, answers[-1]):
+                measured[place].append(answers[-1])
+            else:
+                measured[place].clear()
+                left.remove(place)
+        scores = {place: [score(record) for record in measured[place]] for place in left}
+        left = _still_in(scores, _spread([record for place in left for record in measured[place]]))
+        if len(left) <= 1:
+            break
+    return final.ended(records, measured, left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Final:
+    """What is given and stays."""
+
+    contestants: tuple[Record, ...]
+    run: Run
+    turns: int
+    usable_bytes: float
+    score: Score
+    purpose: Purpose
+
+    def measure(self, place: int, turn: int) -> tuple[Record, ...]:
+        """One new measurement, the last record; a failure that may be a fluke is asked once more."""
+        before = [one.trial.repeat for one in self.contestants if one.trial.purpose == self.purpose]
+        repeat = self.turns * ceil(max(before, default=0) / self.turns) + turn
+
+        def run(trial: Trial) -> Record:  # asked once more, it must not take the place of the next turn
+            return self.run(trial if trial.repeat == repeat else replace(trial, repeat=repeat + self.turns))
+
+        return asked(replace(self.contestants[place].trial, purpose=self.purpose, repeat=repeat), run)
+
+    def holds(self, place: int, record: Record) -> bool:
+        had_room = fits_within(self.contestants[place], self.usable_bytes)
+        return fits_within(record, self.usable_bytes) if had_room else isinstance(record.outcome, Fit)
+
+    def ended(self, records: Sequence[Record], measured: Mapping[int, Sequence[Record]], left: Sequence[int]) -> Finals:
+        """The best median of those that are left; when all of these fell over, of those that were only slower."""
+        scores = {place: median(map(self.score, again)) if again else 0.0 for place, again in measured.items()}
+        able = left or [place for place, again in measured.items() if again]
+        if not able:
+            return Finals(
+                best=self.contestants[0],
+                records=tuple(records),
+                scores=scores,
+                reason="none of them fitted when it was run again",
+                measured={},
+            )
+        winner = max(able, key=lambda place: scores[place])  # the first of equals
+        middle = median_low(map(self.score, measured[winner]))
+        return Finals(
+            best=next(record for record in measured[winner] if self.score(record) == middle),
+            records=tuple(records),
+            scores=scores,
+            reason=self._reason(winner, scores, len(measured[winner])),
+            measured={place: tuple(again) for place, again in measured.items() if again},
+        )
+
+    def _reason(self, winner: int, scores: Mapping[int, float], turns: int) -> str:
+        best, times = comparison(self.score)
+        how_often = f"measured again in {turns} turn{'s' if turns > 1 else ''}"
+        said = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
+        others = {place: score for place, score in scores.items() if place != winner and score > 0}
+        if not others:
+            return f"{said}: no other fitted again"
+        following = max(others, key=lambda place: others[place])
+        ratio = scores[winner] / others[following]
+        return f"{said}: {ratio:.2f} {times} as {_named(self.contestants[following])}"
+
+
+def _still_in(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]:
+    """The places that are not clearly slower than the fastest; scores have the same turns each.
+
+    In logarithms a turn and a place each add their part, and what neither explains is noise. Clearly: by more than the
+    difference of two means of equal contestants is in 99 of 100 cases.
+    """
+    if len(scores) < 2 or min(min(one) for one in scores.values()) <= 0:
+        return list(scores)
+    logs = {place: [log(score) for score in one] for place, one in scores.items()}
+    means = {place: mean(one) for place, one in logs.items()}
+    turns = list(map(mean, zip(*logs.values(), strict=True)))
+    middle = mean(turns)
+    rest = [
+        value - means[place] - turn + middle
+        for place, one in logs.items()
+        for value, turn in zip(one, turns, strict=True)
+    ]
+    freedom = _PRIOR_FREEDOM + (len(scores) - 1) * (len(turns) - 1)
+    noise = sqrt((_PRIOR_FREEDOM * max(spread, PRIOR_NOISE) ** 2 + sum(one**2 for one in rest)) / freedom)
+    quantile = _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
+    least = max(means.values()) - quantile * noise * sqrt(2 / len(turns))
+    return [place for place, one in means.items() if one >= least]
+
+
+def _spread(records: Sequence[Record]) -> float:
+    """Of the steps within a trial, the widest."""
+    return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
+
+
+def _unmeasured(contestants: Sequence[Record], score: Score) -> Finals:
+    best = max(contestants, key=score)  # the first of equals
+    scores = {place: score(one) for place, one in enumerate(contestants)}
+    why = (
+        "had no other to be compared with" if len(contestants) == 1 else "was the fastest, and none was measured again"
+    )
+    return Finals(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
+
+
+def comparison(score: Score) -> tuple[str, str]:
+    """What the best is called by this score, and how it compares: "fastest", "times as fast"."""
+    return ("fastest", "times as fast") if score is samples_per_second else ("best", "times as good")
+
+
+def _named(record: Record) -> str:
+    return f"{record.trial.rung} with micro batch {record.trial.knobs.micro_batch}"

@@ -1,0 +1,32 @@
+"""When a search has found enough."""
+
+from __future__ import annotations
+
+from autods.search.enough import enough, patience
+
+WAIT = patience(4)
+
+
+def test_a_search_goes_on_while_it_gains() -> None:
+    scores = [100.0 * 1.02**number for number in range(4 * WAIT)]
+    assert not any(enough(scores[:count], 0.01, 4) for count in range(len(scores) + 1))
+
+
+def test_it_ends_when_the_last_trials_gained_less_than_asked() -> None:
+    scores = [100.0, 120.0] + [120.5] * WAIT
+    assert enough(scores, 0.01, 4)
+    assert not enough(scores[:-1], 0.01, 4)
+    assert not enough(scores, 0.001, 4)
+
+
+def test_small_gains_add_up() -> None:
+    assert not enough([100.0] + [100 + 1.5 * number / WAIT for number in range(1, WAIT + 1)], 0.01, 4)
+
+
+def test_what_does_not_fit_gains_nothing() -> None:
+    assert enough([100.0] + [None] * WAIT, 0.01, 4)
+    assert not enough([None] * 3 * WAIT, 0.01, 4)
+
+
+def test_zero_never_ends_it() -> None:
+    assert not enough([100.0] * 5 * WAIT, 0.0, 4)

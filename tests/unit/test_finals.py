@@ -1,0 +1,190 @@
+"""Finals: who is measured again, who drops out when, and that no first measurement decides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
+from autods.journal import Journal, key_of
+from autods.resume import Memory
+from autods.search.ask import samples_per_second
+from autods.search.finals import Finals, finals
+from autods.values import Fit, Knobs, Outcome, Record, Trial
+
+USABLE = 1000.0
+
+
+def contestant(rung: str, speed: float = 100.0, *, peak: int = 500, repeat: int = 0) -> Record:
+    trial = Trial(rung=rung, knobs=Knobs(micro_batch=4), purpose="race", repeat=repeat)
+    return Record(id=1, trial=trial, outcome=fit(peak_bytes=peak, samples_per_second=speed), seconds=1.0)
+
+
+def by_rung(speeds: Mapping[str, float]) -> Callable[[Trial], Outcome]:
+    return lambda trial: fit(peak_bytes=500, samples_per_second=speeds[trial.rung])
+
+
+def script(**speeds: list[float]) -> Callable[[Trial], Outcome]:
+    """Each rung's speeds, measurement by measurement."""
+    left: dict[str, Iterator[float]] = {rung: iter(each) for rung, each in speeds.items()}
+    return lambda trial: fit(peak_bytes=500, samples_per_second=next(left[trial.rung]))
+
+
+def held(answer: Callable[[Trial], Outcome], *contestants: Record, turns: int = 3) -> tuple[Finals, ScriptedRunner]:
+    runner = ScriptedRunner(answer)
+    final = finals(contestants, runner.run, turns=turns, usable_bytes=USABLE, score=samples_per_second)
+    return final, runner
+
+
+def rungs(runner: ScriptedRunner) -> list[str]:
+    return [trial.rung for trial in runner.trials]
+
+
+def test_contestants_are_measured_in_turn() -> None:
+    final, runner = held(by_rung({"a": 100, "b": 101, "c": 102}), contestant("a"), contestant("b"), contestant("c"))
+    assert rungs(runner) == ["a", "b", "c"] * 3
+    assert [trial.repeat for trial in runner.trials] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {trial.purpose for trial in runner.trials} == {"verify"}
+    assert final.best.trial.rung == "c"
+    assert len(final.records) == 9
+    assert final.reason == (
+        "c with micro batch 4 is the fastest of 3 measured again in 3 turns: 1.01 times as fast as b with micro batch 4"
+    )
+
+
+def test_the_measurement_that_made_it_lead_does_not_count() -> None:
+    final, _ = held(by_rung({"flattered": 100, "steady": 104}), contestant("flattered", 140), contestant("steady", 105))
+    assert final.best.trial.rung == "steady"
+    assert samples_per_second(final.best) == 104
+    assert final.scores == {0: 100, 1: 104}
+
+
+def test_the_median_decides_and_one_bad_turn_does_not() -> None:
+    final, _ = held(script(a=[100, 102, 99], b=[110, 70, 111]), contestant("a"), contestant("b"))
+    assert final.best.trial.rung == "b"
+    assert samples_per_second(final.best) == 110
+
+
+def test_of_two_measurements_the_slower_is_reported() -> None:
+    final, _ = held(script(a=[100, 102], b=[110, 108]), contestant("a"), contestant("b"), turns=2)
+    assert samples_per_second(final.best) == 108
+    assert final.scores[1] == 109
+
+
+def test_who_is_clearly_slower_is_measured_no_further() -> None:
+    speeds = by_rung({"a": 100, "slow": 50, "b": 101})
+    _, runner = held(speeds, contestant("a"), contestant("slow"), contestant("b"))
+    assert rungs(runner) == ["a", "slow", "b", "a", "b", "a", "b"]
+
+
+def test_it_ends_when_one_is_left() -> None:
+    final, runner = held(by_rung({"a": 100, "slow": 80}), contestant("a"), contestant("slow"), turns=9)
+    assert rungs(runner) == ["a", "slow"] * 2
+    assert final.best.trial.rung == "a"
+
+
+def test_noisy_turns_keep_alive_what_quiet_ones_drop() -> None:
+    quiet = {"a": [100.0] * 6, "b": [88.0] * 6}
+    noisy = {"a": [100.0, 88, 110, 100, 95, 104], "b": [88.0, 99, 80, 92, 96, 78]}
+    assert len(held(script(**quiet), contestant("a"), contestant("b"), turns=6)[1].trials) < 12
+    assert len(held(script(**noisy), contestant("a"), contestant("b"), turns=6)[1].trials) == 12
+
+
+def test_what_drifts_for_all_alike_is_no_noise() -> None:
+    drifting = {"a": [100.0, 50.0, 25.0], "b": [85.0, 42.5, 21.25]}
+    final, runner = held(script(**drifting), contestant("a"), contestant("b"))
+    assert final.best.trial.rung == "a"
+    assert len(runner.trials) == 4
+
+
+def test_wide_spread_within_the_trials_asks_for_more_turns() -> None:
+    def spread(trial: Trial) -> Outcome:
+        return replace(fit(peak_bytes=500, samples_per_second={"a": 100, "b": 80}[trial.rung]), spread=0.2)
+
+    assert len(held(spread, contestant("a"), contestant("b"))[1].trials) == 6
+
+
+@pytest.mark.parametrize("again", [out_of_memory(), fit(peak_bytes=1001, samples_per_second=500)])
+def test_who_does_not_fit_again_is_out(again: Outcome) -> None:
+    final, runner = held(
+        lambda trial: again if trial.rung == "b" else fit(peak_bytes=500, samples_per_second=100),
+        contestant("a"), contestant("b", 200),
+    )  # fmt: skip
+    assert final.best.trial.rung == "a"
+    assert final.scores == {0: 100, 1: 0}
+    assert rungs(runner) == ["a", "b"]
+    assert final.reason == "a with micro batch 4 is the fastest of 2 measured again in 1 turn: no other fitted again"
+
+
+def test_what_never_left_the_headroom_has_only_to_run() -> None:
+    final, _ = held(
+        lambda trial: fit(peak_bytes=1100, samples_per_second=100) if trial.rung == "tight" else out_of_memory(),
+        contestant("tight", peak=1100), contestant("b"),
+    )  # fmt: skip
+    assert final.best.trial.rung == "tight"
+
+
+def test_a_fluke_is_asked_once_more_and_takes_no_turn() -> None:
+    outcomes = {1: failed(), 4: fit(peak_bytes=1, samples_per_second=110)}
+    final, runner = held(
+        lambda trial: outcomes[trial.repeat] if trial.rung == "b" and trial.repeat in outcomes
+        else fit(peak_bytes=1, samples_per_second=108 if trial.rung == "b" else 100),
+        contestant("a"), contestant("b"),
+    )  # fmt: skip
+    assert final.best.trial.rung == "b"
+    assert [trial.repeat for trial in runner.trials if trial.rung == "b"] == [1, 4, 2, 3]
+    assert len(final.measured[1]) == 3
+
+
+def test_when_nobody_fits_again_the_first_stays() -> None:
+    first = contestant("a")
+    final, _ = held(lambda trial: out_of_memory(), first, contestant("b"))
+    assert final.best is first
+    assert final.reason == "none of them fitted when it was run again"
+
+
+def test_on_a_tie_the_earlier_wins() -> None:
+    assert held(by_rung({"a": 100, "b": 100}), contestant("a"), contestant("b"))[0].best.trial.rung == "a"
+
+
+def test_one_contestant_has_won_and_no_turns_measure_nothing() -> None:
+    alone, runner = held(by_rung({}), contestant("a"))
+    assert (alone.best.trial.rung, runner.trials) == ("a", [])
+    unmeasured, runner = held(by_rung({}), contestant("a", 100), contestant("b", 110), turns=0)
+    assert (unmeasured.best.trial.rung, runner.trials) == ("b", [])
+    assert unmeasured.reason == "b with micro batch 4 was the fastest, and none was measured again"
+    with pytest.raises(ValueError, match="contestant"):
+        held(by_rung({}))
+
+
+def test_any_objective_can_decide() -> None:
+    def leaner(record: Record) -> float:
+        assert isinstance(record.outcome, Fit)
+        return 1 / record.outcome.device_peak_bytes
+
+    peaks = {"a": 500, "lean": 300}
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=peaks[trial.rung], samples_per_second=1))
+    final = finals([contestant("a"), contestant("lean")], runner.run, turns=2, usable_bytes=USABLE, score=leaner)
+    assert final.best.trial.rung == "lean"
+
+
+def test_later_finals_of_the_same_are_measured_anew_although_a_journal_answers(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    count = itertools.count(1)
+
+    def execute(trial: Trial, id: int) -> Record:
+        speed = {"a": 100, "b": 101}[trial.rung]
+        return Record(id=next(count), trial=trial, outcome=fit(peak_bytes=1, samples_per_second=speed), seconds=1.0)
+
+    memory = Memory(journal, journal.open(fingerprint="x"), execute, lambda event: None)
+    first = finals(
+        [contestant("a"), contestant("b")], memory.run, turns=2, usable_bytes=USABLE, score=samples_per_second
+    )
+    again = [first.measured[0][0], first.measured[1][1]]
+    second = finals(again, memory.run, turns=2, usable_bytes=USABLE, score=samples_per_second)
+    keys = [key_of(record.trial) for record in (*first.records, *second.records)]
+    assert len(keys) == len(set(keys)) == 8
