@@ -36,6 +36,10 @@ def find_best_config(
     out: str | Path | None = None,
     seed: int = 0,
     forecast: bool = True,
+    objective: str = "samples",
+    stop: str | None = None,
+    max_trials: int | None = None,
+    max_time: str | float | None = None,
     fresh: bool = False,
     on_event: Listener | None = None,
 ) -> Report:
@@ -45,31 +49,17 @@ def find_best_config(
     task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
     forecast: False tries every rung, even those that cannot fit by the forecast.
+    objective: 'samples', 'tokens' (the most a second) or 'memory' (the least of the device).
+    stop: 'first-fit' takes the first rung that fits, 'fastest' races all that could be faster; else as the config says.
+    max_trials, max_time: after so many trials, or seconds in them ('20m'), nothing more is raced or tuned.
     fresh: forget the journal in `out`; otherwise finished trials are not run again.
     on_event: called with each `values.Event` while it works.
 
     That nothing fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
     `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.
     """
-    settings = settle(
-        workload,
-        gpus=gpus,
-        device=device,
-        gpu_memory=gpu_memory,
-        global_batch=global_batch,
-        precision=precision,
-        base_config=base_config,
-        config=config,
-        ladder=ladder,
-        strategies=strategies,
-        nvme_path=nvme_path,
-        task=task,
-        seq_len=seq_len,
-        target_len=target_len,
-        out=out,
-        seed=seed,
-        forecast=forecast,
-    )
+    asked = {name: value for name, value in locals().items() if name not in ("workload", "fresh", "on_event")}
+    settings = settle(workload, **asked)
     return run_fit(settings, on_event or _ignore, fresh)
 
 

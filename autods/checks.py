@@ -69,6 +69,15 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
     return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
 
 
+def precisions_of(given: str) -> tuple[str, ...]:
+    """'bf16,fp32' → both; the first is what the fit starts with, the others may win the race."""
+    names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    for name in names:
+        if name not in ("bf16", "fp16", "fp32") and names != ("auto",):
+            raise InputError(f"there is no precision {name!r}", mend="give --precision bf16, fp16, fp32, or bf16,fp32")
+    return names
+
+
 def precision_of(base: Mapping[str, Any]) -> str:
     """'bf16', 'fp16' or 'fp32', as a config says it."""
     return half_precision(base) or "fp32"

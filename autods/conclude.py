@@ -8,74 +8,82 @@ from typing import Any
 from .forecast.values import RungForecast
 from .report import Report, Throughput, words
 from .report.plan_result import rung_to_dict
-from .search.grow import Grown
-from .search.shortfall import Closest
-from .search.tune import Tuned
+from .search.certificate import as_json
 from .search.walk import Walked
+from .searching import Found, Nothing
 from .settings import Settings
-from .values import Fit, ModelFacts, Record
+from .values import Fit, Knobs, ModelFacts, Record
 
 Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions
 
 
 def result_of(
     settings: Settings,
-    facts: ModelFacts,
-    walked: Walked,
-    grown: Grown,
-    tuned: Tuned,
-    ds_config: Mapping[str, Any],
+    found: Found,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
     forecasts: Iterable[RungForecast] = (),
 ) -> Report:
     """The report of a fit that found a config."""
-    outcome = tuned.best.outcome
+    best = found.best
+    outcome = best.outcome
     assert isinstance(outcome, Fit)
+    certified = found.certified
     return Report(
         status="fit",
-        rung=tuned.best.trial.rung,
-        knobs=tuned.best.trial.knobs,
-        ds_config=ds_config,
+        rung=best.trial.rung,
+        knobs=best.trial.knobs,
+        ds_config=found.ds_config,
         throughput=Throughput(
             samples_per_second=outcome.samples_per_second, tokens_per_second=outcome.tokens_per_second
         ),
         memory=outcome.memory,
-        largest_micro_batch=grown.largest_micro_batch,
+        largest_micro_batch=found.raced.grown.largest_micro_batch,
+        certificate={} if certified is None else as_json(certified.certificate),
+        importances=found.tuned.importances,
         reasons={
-            **_why_left(walked),
-            tuned.best.trial.rung: "the first rung of the ladder that fits",
-            **_not_needed(settings, walked),
-            "grow": grown.reason,
-            "tune": tuned.reason,
+            **_why_left(found.walked),
+            **_not_needed(settings, found.walked),
+            **found.raced.reasons,
+            "batch": _batch(settings, best.trial.knobs),
+            "grow": found.raced.grown.reason,
+            "tune": found.tuned.reason,
+            **({} if certified is None else {"certify": certified.reason}),
         },
-        **_common(settings, facts, walked, records, machine, seconds),
+        **_common(settings, found.facts, found.walked, records, machine, seconds),
         forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
     )
 
 
 def nothing_fits(
     settings: Settings,
-    facts: ModelFacts,
-    walked: Walked,
-    closest: Closest | None,
+    found: Nothing,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
     forecasts: Iterable[RungForecast] = (),
 ) -> Report:
     """The report of a fit that found none: the closest rung, and what it lacks."""
-    lacks = None
+    closest, lacks = found.closest, None
     if closest is not None:
         lacks = {"rung": closest.rung, "missing_bytes": closest.missing_bytes, "exact": closest.exact}
     return Report(
         status="nothing_fits",
         closest=lacks,
-        reasons=_why_left(walked),
-        **_common(settings, facts, walked, records, machine, seconds),
+        reasons=_why_left(found.walked),
+        **_common(settings, found.facts, found.walked, records, machine, seconds),
         forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
     )
+
+
+def _batch(settings: Settings, knobs: Knobs) -> str:
+    """What an optimizer step trains on: who changes it changes the training."""
+    total = knobs.train_batch(settings.gpus)
+    said = f"{total} samples an optimizer step ({knobs.micro_batch} × {knobs.accumulation} × {settings.gpus} ranks)"
+    if settings.global_batch is not None:
+        return f"{said}, as asked"
+    return f"{said}, chosen for throughput: give --global-batch to keep yours"
 
 
 def _why_left(walked: Walked) -> dict[str, str]:
@@ -86,7 +94,12 @@ def _why_left(walked: Walked) -> dict[str, str]:
 
 def _not_needed(settings: Settings, walked: Walked) -> dict[str, str]:
     known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
-    return {rung.name: "not tried: a rung above it fits" for rung in settings.ladder if rung.name not in known}
+    raced = settings.profile.race.stop == "fastest"
+    return {
+        rung.name: f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
+        for rung in settings.ladder
+        if rung.name not in known
+    }
 
 
 def _common(
@@ -113,6 +126,8 @@ def _common(
             "device_bytes": settings.device_bytes,
             "global_batch": settings.global_batch,
             "profile": settings.profile.name,
+            "objective": settings.objective,
+            "stop": settings.profile.race.stop,
             "ladder": [rung.name for rung in settings.ladder],
         },
     }

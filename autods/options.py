@@ -18,7 +18,27 @@ GpuMemory = Annotated[
     Option(metavar="SIZE", help="Memory of a rank, such as 416MiB; less than the card has emulates a smaller one."),
 ]
 GlobalBatch = Annotated[int | None, Option(metavar="N", help="Keep micro batch × accumulation × ranks at N.")]
-Precision = Annotated[str, Option(metavar="NAME", help="auto (the base config's, else bf16), bf16, fp16 or fp32.")]
+Precision = Annotated[
+    str,
+    Option(metavar="NAME", help="auto (the base config's, else bf16), bf16, fp16 or fp32; bf16,fp32: either may win."),
+]
+Objective = Annotated[
+    str, Option(metavar="NAME", help="samples or tokens (the most a second), memory (the least of the device).")
+]
+Stop = Annotated[
+    str | None,
+    Option(
+        metavar="first-fit|fastest",
+        help="Take the first rung that fits, or race all that could be faster.",
+        show_default="the config's",
+    ),
+]
+MaxTrials = Annotated[
+    int | None, Option(metavar="N", help="After N trials nothing more is raced or tuned.", show_default="the config's")
+]
+MaxTime = Annotated[
+    str | None, Option(metavar="TIME", help="The same after so much time in trials: 90s, 20m, 2h.", show_default="none")
+]
 BaseConfig = Annotated[
     str | None,
     Option(

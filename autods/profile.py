@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from .errors import InputError
 from .folders import data_folder
 from .toml_files import checked, read_toml
 from .values import Steps
+
+Stop = Literal["first-fit", "fastest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,43 @@ class GrowLimits:
     most_trials: int
     most_micro_batch: int
     gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceLimits:
+    """How the rungs that fit compete.
+
+    stop: "first-fit" takes the first rung of the ladder that fits; "fastest" races the others against it. noise: share
+    by which a short timing may be wrong. most_trials: of a rival's climb. steps: of its trials;
+    finals: of the last comparison. checkpointing: race without it, too.
+    """
+
+    stop: Stop
+    noise: float
+    most_trials: int
+    finalists: int
+    turns: int  # how often the leaders are measured again, side by side
+    steps: Steps
+    finals: Steps
+    checkpointing: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertifyLimits:
+    """What the winner has to stand. most_trials: of the worst case; 0 certifies nothing. parity: None compares no
+    losses."""
+
+    most_trials: int
+    steps: Steps
+    parity: Steps | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What race and tune may spend together with all before them; 0: as much as they like."""
+
+    trials: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +89,11 @@ class Profile:
     walk: Steps
     timed: Steps
     grow: GrowLimits
+    race: RaceLimits
     tune: TuneLimits
+    certify: CertifyLimits
     limits: TimeLimits
+    budget: Budget = field(default_factory=Budget)
 
 
 def read_profile(name: str) -> Profile:
@@ -69,8 +112,11 @@ def read_profile(name: str) -> Profile:
         walk=file.walk,
         timed=file.timed,
         grow=file.grow,
+        race=file.race,
         tune=file.tune,
+        certify=file.certify,
         limits=file.limits,
+        budget=file.budget,
     )
 
 
@@ -90,22 +136,31 @@ class _File:
     walk: Steps
     timed: Steps
     grow: GrowLimits
+    race: RaceLimits
     tune: TuneLimits
+    certify: CertifyLimits
     limits: TimeLimits
+    budget: Budget = field(default_factory=Budget)
 
 
 def _check(file: _File) -> None:
     """Raises ValueError for numbers that make no sense."""
-    limits = file.limits
+    limits, parity = file.limits, file.certify.parity or file.certify.steps
     senses = {
         "memory.headroom must be at least 0 and below 1": 0 <= file.memory.headroom < 1,
         "warmup must be at least 0, timed at least 1, most_timed no less than timed": all(
-            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed for steps in (file.walk, file.timed)
+            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed
+            for steps in (file.walk, file.timed, file.race.steps, file.race.finals, file.certify.steps, parity)
         ),
         "grow.most_trials must be at least 0, grow.most_micro_batch at least 1": (
             file.grow.most_trials >= 0 and file.grow.most_micro_batch >= 1
         ),
+        "race.noise must be at least 0 and below 1, finalists at least 1, turns and most_trials at least 0": (
+            0 <= file.race.noise < 1 and file.race.finalists >= 1 and min(file.race.turns, file.race.most_trials) >= 0
+        ),
         "tune.trials must be at least 0": file.tune.trials >= 0,
+        "certify.most_trials must be at least 0": file.certify.most_trials >= 0,
+        "budget must be at least 0": min(file.budget.trials, file.budget.seconds) >= 0,
         "limits must be above 0 s": min(limits.stall_s, limits.init_s, limits.wall_s, limits.build_s) > 0,
     }
     for sense, holds in senses.items():

@@ -8,20 +8,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
-from .checks import Given, base_of, check_ranks, global_batch_of, size_of, with_precision
+from .checks import Given, base_of, check_ranks, global_batch_of, precisions_of, size_of, with_precision
 from .checks import Precision as Precision
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
+from .profile import Budget as Budget
 from .profile import GrowLimits as GrowLimits
 from .profile import Profile as Profile
+from .profile import Stop as Stop
 from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
-from .units import show_bytes
+from .units import parse_seconds, show_bytes
 from .values import Device, WorkloadSource
+
+# What the search looks for: the most samples or tokens a second, or the least device memory.
+Objective = Literal["samples", "tokens", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,9 @@ class Settings:
     nvme_path: Path | None = None
     seed: int = 0
     forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
+    objective: Objective = "samples"
+    precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
+    budget: Budget = field(default_factory=Budget)
 
     def fingerprint(self) -> str:
         """Equal for equal questions; a journal answers only the question it was made for."""
@@ -55,6 +63,8 @@ class Settings:
             "ladder": [repr(rung) for rung in self.ladder],
             "profile": repr(self.profile),
             "seed": self.seed,
+            "objective": self.objective,
+            "precisions": self.precisions,
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -76,15 +86,20 @@ def resolve(
     out: str | Path | None = None,
     seed: int = 0,
     forecast: bool = True,
+    objective: str = "samples",
+    stop: str | None = None,
+    max_trials: int | None = None,
+    max_time: str | float | None = None,
 ) -> Settings:
     """Check what was asked against what the machine has. Raises InputError, never adjusts silently."""
-    profile = read_profile(config)
+    profile = _stopping(read_profile(config), stop)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
     base, where = base_of(source.base_config if base_config is None else base_config, world_size=ranks)
     total = global_batch_of(global_batch, base, ranks)
     asked = size_of(gpu_memory, "--gpu-memory")
+    first, *others = precisions_of(precision)
     settings = Settings(
         source=source,
         gpus=ranks,
@@ -94,14 +109,44 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=with_precision(base, precision, where),
+        base=with_precision(base, first, where),
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
         forecast=forecast,
+        objective=_objective(objective),
+        precisions=tuple(others),
+        budget=_budget(profile.budget, max_trials, max_time),
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
+
+
+def _objective(objective: str) -> Objective:
+    if objective not in get_args(Objective):
+        raise InputError(
+            f"there is no objective {objective!r}", mend=f"give --objective {', '.join(get_args(Objective))}"
+        )
+    return cast(Objective, objective)
+
+
+def _stopping(profile: Profile, stop: str | None) -> Profile:
+    if stop is None:
+        return profile
+    if stop not in get_args(Stop):
+        raise InputError(f"--stop {stop!r} is neither first-fit nor fastest", mend="give --stop first-fit or fastest")
+    return replace(profile, race=replace(profile.race, stop=cast(Stop, stop)))
+
+
+def _budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
+    """The profile's, unless something else was asked."""
+    if trials is not None and trials < 1:
+        raise InputError(f"--max-trials {trials}: at least one trial is needed", mend="give --max-trials 25, say")
+    try:
+        seconds = budget.seconds if time is None else parse_seconds(str(time))
+    except ValueError as error:
+        raise InputError(f"--max-time {error}", mend="give a time such as 90s, 20m or 2h") from None
+    return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
 
 
 def _device(device: str, hardware: Hardware) -> Device:

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes, counts and times as people write and read them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ def parse_bytes(text: str) -> int:
 def unit_of(size: float) -> tuple[str, int]:
     """436207616 → ('MiB', 1048576): the largest unit of which there is at least one, else bytes."""
     return next((unit for unit in _UNITS if abs(size) >= unit[1]), ("B", 1))
+
+
+_SECONDS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_seconds(text: str) -> float:
+    """'20m' → 1200.0. Raises ValueError with the accepted forms when it is not a time above zero."""
+    match = _SIZE.fullmatch(text)
+    factor = _SECONDS.get(match[2].lower()) if match else None
+    if match is None or factor is None or (seconds := float(match[1]) * factor) <= 0:
+        raise ValueError(f"{text!r} is not a time; write it as 90s, 20m, 2h or a number of seconds")
+    return seconds
 
 
 def show_bytes(size: float) -> str:

@@ -22,6 +22,8 @@ autods fit model.py --gpus 8
 
 autods fit model.py --gpus 8 --gpu-memory 16GiB --global-batch 64 --config quick
 
+autods fit model.py --gpus 8 --stop first-fit      the first rung that fits is enough
+
 autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB      without a GPU
 
 Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
@@ -47,6 +49,10 @@ def fit_command(
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
     fresh: options.Fresh = False,
+    objective: options.Objective = "samples",
+    stop: options.Stop = None,
+    max_trials: options.MaxTrials = None,
+    max_time: options.MaxTime = None,
     seed: options.Seed = 0,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -60,7 +66,8 @@ def fit_command(
         "precision": precision, "base_config": base_config, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
         "nvme_path": nvme_path, "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "seed": seed,
-        "forecast": not no_forecast,
+        "forecast": not no_forecast, "objective": objective, "stop": stop, "max_trials": max_trials,
+        "max_time": max_time,
     }  # fmt: skip
     return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
 

@@ -22,7 +22,9 @@ class Report:
     """What a fit found. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
     memory: the winner's peaks; a tier that was not measured is absent.
-    reasons: rung → why it was left or chosen, and under "grow" and "tune" why these stopped.
+    reasons: rung (or a variant of one) → why it was left or chosen; "grow", "tune" and "certify" → why these stopped;
+    "batch" → how many samples an optimizer step trains on, and why.
+    importances: tuned key → share of the variation in throughput.
     closest: when nothing fits, {"rung", "missing_bytes", "exact"} of the rung that came nearest; missing_bytes is a
     lower bound unless exact, and None when it is not known.
     question: what was asked: workload, gpus, device, device_bytes, global_batch, profile, ladder (names in order).
@@ -39,6 +41,7 @@ class Report:
     trials: tuple[Record, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    importances: Mapping[str, float] = field(default_factory=dict)
     largest_micro_batch: int | None = None
     closest: Mapping[str, Any] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..values import Action, Failed, Fit, OutOfMemory, Record, Run, Trial
 
 # Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
-_LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
+LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
@@ -37,7 +38,7 @@ def asked(trial: Trial, run: Run) -> tuple[Record, ...]:
     match first.outcome:
         case Failed(failure="toolchain") | Fit() | OutOfMemory():
             return (first,)
-        case Failed(action=action) if action in _LASTING:
+        case Failed(action=action) if action in LASTING:
             return (first,)
         case Failed():
             return (first, run(replace(trial, repeat=trial.repeat + 1)))
@@ -56,3 +57,13 @@ def fits_within(record: Record, usable_bytes: float) -> bool:
 def samples_per_second(record: Record) -> float:
     """The objective; 0 for a trial that did not fit."""
     return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
+
+
+def leanness(record: Record) -> float:
+    """The objective where memory is what counts: more for a smaller peak; 0 for a trial that did not fit."""
+    return 1 / max(1, record.outcome.device_peak_bytes) if isinstance(record.outcome, Fit) else 0.0
+
+
+def score_of(objective: str) -> Callable[[Record], float]:
+    """What is to be as large as possible. A sample has the same tokens in every trial, so one order holds for both."""
+    return leanness if objective == "memory" else samples_per_second

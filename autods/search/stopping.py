@@ -50,7 +50,7 @@ def when_found(ground: Ground, sizes: Sequence[int], records: Sequence[Record], 
         )
     if ground.bad is not None:
         last = [record for record in records if record.trial.knobs.micro_batch == ground.bad][-1]
-        return Stop(is_limit=True, reason=f"micro batch {ground.bad} {_what_happened(last, usable)}")
+        return Stop(is_limit=True, reason=f"micro batch {ground.bad} {what_happened(last, usable)}")
     if good == sizes[-1]:
         why = (
             "is a rank's whole share of the global batch" if good == whole_share else "is the largest that may be tried"
@@ -101,7 +101,8 @@ def predicted_s(times: Mapping[int, float], micro_batch: int) -> float:
     return times[largest] + each * (micro_batch - largest)
 
 
-def _what_happened(record: Record, usable: str) -> str:
+def what_happened(record: Record, usable: str) -> str:
+    """What a trial that is no good came to. usable: the memory that may be used, in words."""
     match record.outcome:
         case Fit(alloc_retries=int(retries)) if retries:
             return f"fits, but its allocator ran full {retries} times in the steps"

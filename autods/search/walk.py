@@ -14,7 +14,7 @@ from .lessons import Lessons
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """What the walk found: `winner` fits; `stopped` is a failure that every rung would share.
+    """What the walk found: `winner` fits; `stopped` is a failure that every rung would share; `lessons` hold on.
 
     The winner is the first rung that fits well; where none does, the first that fits although its allocator had to
     flush and try again in the steps.
@@ -24,6 +24,7 @@ class Walked:
     records: tuple[Record, ...]
     skipped: tuple[Skipped, ...]
     stopped: Record | None
+    lessons: Lessons = field(default_factory=Lessons)
 
 
 def walk(
@@ -87,7 +88,7 @@ class _Walking:
 
     def ends_with(self, candidate: Candidate) -> bool:
         """Try the rung; whether that ends the walk."""
-        answers = _tried(candidate, self.run, self.steps)
+        answers = tried(candidate, self.run, self.steps)
         self.records.extend(answers)
         last = answers[-1]
         if fits_well(last):
@@ -108,7 +109,13 @@ class _Walking:
 
     def walked(self) -> Walked:
         winner = self.winner if self.stopped or self.winner else self.pressed
-        return Walked(winner=winner, records=tuple(self.records), skipped=tuple(self.skipped), stopped=self.stopped)
+        return Walked(
+            winner=winner,
+            records=tuple(self.records),
+            skipped=tuple(self.skipped),
+            stopped=self.stopped,
+            lessons=self.lessons,
+        )
 
 
 def _stops_all(record: Record) -> bool:
@@ -122,7 +129,7 @@ def _stops_all(record: Record) -> bool:
             return is_machines_fault(outcome)
 
 
-def _tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
+def tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
     """The records of one rung, the last one decides. Where pinned memory runs out, it is tried unpinned."""
     answers = _as_it_is(candidate, run, steps)
     match answers[-1].outcome:

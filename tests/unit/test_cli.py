@@ -96,12 +96,14 @@ def test_every_option_reaches_the_fit() -> None:
     more = ("--global-batch", "64", "--precision", "fp16", "--deepspeed-config", "base.json", "--config", "quick")
     rest = ("--ladder", "zero1,zero2", "--strategies", "a", "--strategies", "b", "--nvme-path", "/n", "--seed", "7")
     last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh", "--no-forecast")
-    assert fake(*CPU, *more, *rest, *last) == 0
+    search = ("--objective", "memory", "--stop", "first-fit", "--max-trials", "9", "--max-time", "20m")
+    assert fake(*CPU, *more, *rest, *last, *search) == 0
     assert fake.asked == {
         "workload": "model.py", "gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "global_batch": 64,
         "precision": "fp16", "base_config": "base.json", "config": "quick", "ladder": "zero1,zero2",
         "strategies": (Path("a"), Path("b")), "nvme_path": "/n", "task": "seq2seq", "seq_len": 512,
-        "target_len": 64, "out": "here", "seed": 7, "forecast": False,
+        "target_len": 64, "out": "here", "seed": 7, "forecast": False, "objective": "memory", "stop": "first-fit",
+        "max_trials": 9, "max_time": "20m",
     }  # fmt: skip
     assert fake.fresh is True
 
@@ -114,6 +116,11 @@ def test_every_option_reaches_the_fit() -> None:
         (("fit", "model.py", "--device", "cpu", "--gpus", "2", "--gpu-memory", "banana"), "'banana' is not a size"),
         ((*CPU, "--global-batch", "7"), "cannot be split over 2 ranks"),
         ((*CPU, "--config", "nonsense"), "there is no config 'nonsense'"),
+        ((*CPU, "--objective", "fun"), "there is no objective 'fun'"),
+        ((*CPU, "--stop", "never"), "neither first-fit nor fastest"),
+        ((*CPU, "--max-trials", "0"), "at least one trial"),
+        ((*CPU, "--max-time", "soon"), "'soon' is not a time"),
+        ((*CPU, "--precision", "bf16,int4"), "there is no precision 'int4'"),
         (("fit",), "Missing argument 'WORKLOAD'"),
         ((*CPU, "--colour"), "No such option: --colour"),
         (("fit", "model.py", "--gpus", "many"), "Invalid value for '--gpus'"),

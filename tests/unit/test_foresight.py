@@ -12,6 +12,7 @@ from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS
 from autods.cluster.scripted import ScriptedRunner, surface
 from autods.forecast.values import Predicted, RungForecast, Verdict
 from autods.search.candidates import candidates
+from autods.search.climb import Rules
 from autods.search.grow import Grown, grow
 from autods.search.tune import Tuned, tune
 from autods.search.walk import Walked, walk
@@ -115,12 +116,11 @@ ANSWER = surface(limit_bytes=16 * GIB, state_bytes=2 * GIB, sample_bytes=GIB // 
 def grown(batch: int | None) -> tuple[Grown, ScriptedRunner]:
     runner = ScriptedRunner(ANSWER)
     first = runner.run(Trial(rung="zero2", knobs=candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk"))
-    found = grow(
-        first, runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
-        limit_bytes=16 * GIB, headroom=0.05, world_size=2, global_batch=None,
-        foresight=Scripted(lambda trial: None, batch),
+    rules = Rules(
+        run=runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
+        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None, foresight=Scripted(lambda trial: None, batch),
     )  # fmt: skip
-    return found, runner
+    return grow(first, rules), runner
 
 
 def test_growth_begins_at_the_foreseen_micro_batch() -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from autods.cluster.scripted import ScriptedRunner, failed, surface
+from autods.search.climb import Rules
 from autods.search.grow import Grown, grow
 from autods.settings import GrowLimits
 from autods.values import Knobs, Outcome, OutOfMemory, Steps, Trial
@@ -47,16 +48,15 @@ def growing(
 ) -> Growth:
     runner = ScriptedRunner(answer)
     winner = runner.run(walked)
-    grown = grow(
-        winner,
-        runner.run,
+    rules = Rules(
+        run=runner.run,
         limits=limits,
         steps=steps,
-        limit_bytes=limit,
-        headroom=headroom,
+        usable_bytes=limit * (1 - headroom),
         world_size=2,
         global_batch=global_batch,
     )
+    grown = grow(winner, rules)
     return Growth(grown, runner.trials[1:])
 
 

@@ -1,0 +1,138 @@
+"""The climb of one config's micro batch, a trial at a time: what is tried next follows from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..profile import GrowLimits
+from ..values import Fit, Record, Run, Steps, Trial
+from .ask import accumulation_for, asked, fits_within, micro_batches, samples_per_second
+from .foresight import BLIND, Foresight
+from .memory_line import Ground, next_size, survey
+from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What holds for every climb of a fit. grows: False leaves the micro batch at the smallest."""
+
+    run: Run
+    limits: GrowLimits
+    steps: Steps
+    usable_bytes: float
+    world_size: int
+    global_batch: int | None
+    foresight: Foresight = BLIND
+    score: Callable[[Record], float] = samples_per_second
+    grows: bool = True
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The micro batches that may be tried, ascending."""
+        most = self.limits.most_micro_batch if self.grows else 1
+        return micro_batches(self.global_batch, self.world_size, most)
+
+
+@dataclass(slots=True, kw_only=True)
+class Climb:
+    """One config's climb.
+
+    first: its trial at micro batch 1. walked: that trial's record where it fitted; its steps hardly count as timed.
+    records: what was measured since. stop: why the climb ended.
+    """
+
+    rules: Rules
+    first: Trial
+    walked: Record | None = None
+    records: list[Record] = field(default_factory=list)
+    stop: Stop | None = None
+
+    @property
+    def seen(self) -> tuple[Record, ...]:
+        """All records, the walk's first."""
+        return (*((self.walked,) if self.walked else ()), *self.records)
+
+    @property
+    def ground(self) -> Ground:
+        """What is known of its memory; something must have fitted."""
+        return survey(self.seen, self.rules.usable_bytes)
+
+    def goes_on(self) -> bool:
+        """Run one more trial; False when there is nothing more to try, and `stop` says why."""
+        choice = self._choose()
+        if isinstance(choice, Stop):
+            self.stop = choice
+            return False
+        self.measure(choice)
+        return True
+
+    def ends(self) -> None:
+        """Climb to the end. The smallest is timed when nothing larger was, or when the smallest timed is fastest."""
+        while self.stop is None and self.goes_on():
+            pass
+        if self._worth_timing_the_first():
+            self.measure(1)
+
+    def measure(self, micro_batch: int) -> Record:
+        """One micro batch, timed, with the accumulation that keeps the global batch."""
+        accumulation = accumulation_for(self.rules.global_batch, micro_batch, self.rules.world_size)
+        knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=accumulation)
+        trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
+        self.records.extend(asked(trial, self.rules.run))
+        return self.records[-1]
+
+    def foreseen(self) -> int | None:
+        """The largest micro batch that the forecast lets in; None when it cannot say."""
+        accumulation = accumulation_for(self.rules.global_batch, 1, self.rules.world_size)
+        knobs = replace(self.first.knobs, accumulation=accumulation)
+        trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
+        return self.rules.foresight.largest(trial, self.rules.sizes, self.rules.usable_bytes)
+
+    def eligible(self) -> list[Record]:
+        """The timed trials that leave the headroom; micro batch 1 need not, since there is nothing smaller.
+
+        Where timing failed although the walk's trial fitted, that one, with the global batch kept.
+        """
+        eligible = [
+            record
+            for record in self.records
+            if isinstance(record.outcome, Fit)
+            and (record.trial.knobs.micro_batch == 1 or fits_within(record, self.rules.usable_bytes))
+        ]
+        if eligible or self.walked is None:
+            return eligible
+        accumulation = accumulation_for(self.rules.global_batch, 1, self.rules.world_size)
+        knobs = replace(self.walked.trial.knobs, accumulation=accumulation)
+        return [replace(self.walked, trial=replace(self.walked.trial, knobs=knobs))]
+
+    def best(self) -> Record | None:
+        """The best of these."""
+        return max(self.eligible(), key=self.rules.score, default=None)
+
+    def _choose(self) -> int | Stop:
+        """The next micro batch, or why the climb stops here."""
+        rules, sizes, ground = self.rules, self.rules.sizes, self.ground
+        if (stop := when_saturated(self.records, ground, sizes, rules.limits.gain)) is not None:
+            return stop
+        first = self.foreseen() if not self.records else None
+        size = first if first is not None and first > 1 else next_size(ground, sizes)
+        if size is None:
+            share = None if rules.global_batch is None else rules.global_batch // rules.world_size
+            return when_found(ground, sizes, self.records, share)
+        if len(self.records) >= rules.limits.most_trials:
+            return when_spent(ground, rules.limits.most_trials)
+        if rules.global_batch is not None:
+            return size  # a step has the same samples at every micro batch: growing never makes it much slower
+        times, budget_s = step_seconds(self.seen), rules.steps.budget_s
+        open_sizes = ground.between(sizes)
+        quick = [one for one in open_sizes if one <= size and predicted_s(times, one) <= budget_s]
+        return quick[-1] if quick else when_slow(open_sizes[0], predicted_s(times, open_sizes[0]), budget_s)
+
+    def _worth_timing_the_first(self) -> bool:
+        timed = [record for record in self.records if fits_within(record, self.rules.usable_bytes)]
+        if not timed:
+            return True
+        fastest = max(timed, key=self.rules.score).trial.knobs.micro_batch
+        smallest = min(record.trial.knobs.micro_batch for record in timed)
+        return fastest == smallest > 1 and len(self.records) < self.rules.limits.most_trials

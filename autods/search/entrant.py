@@ -1,0 +1,143 @@
+"""One config in the race: how it enters, how far its micro batch may grow, and why it is out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ..forecast.values import RungForecast
+from ..units import show_bytes
+from ..values import Fit, Record, Steps, Trial
+from .ask import accumulation_for, fits_within
+from .candidates import Candidate
+from .climb import Climb, Rules
+from .foresight import why_impossible
+from .stopping import what_happened
+from .variants import name_of
+from .walk import first_trial, tried
+
+_TRIES = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Entrant:
+    """A config and its climb.
+
+    name: the rung, and what differs from its usual knobs. size: the micro batch with which it enters. out: why it is
+    out, if it is. walked: the trials that looked whether it fits at all.
+    """
+
+    name: str
+    candidate: Candidate
+    climb: Climb
+    size: int = 1
+    out: str | None = None
+    walked: tuple[Record, ...] = ()
+    foreseen: int | None = None
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All trials of it."""
+        return (*self.walked, *self.climb.records)
+
+    def trial_at(self, micro_batch: int) -> Trial:
+        """What the climb would measure."""
+        rules = self.climb.rules
+        accumulation = accumulation_for(rules.global_batch, micro_batch, rules.world_size)
+        knobs = replace(self.candidate.knobs, micro_batch=micro_batch, accumulation=accumulation)
+        return replace(self.climb.first, knobs=knobs, purpose="grow", steps=rules.steps)
+
+    def foresee(self) -> None:
+        """Make the size smaller where its forecast says so; out, where nothing can fit."""
+        rules = self.climb.rules
+        forecast = rules.foresight.forecast(self.trial_at(self.size))
+        if forecast is None:
+            self.size = 1
+        elif not _has_room(forecast, rules.usable_bytes):
+            smallest = rules.sizes[0]
+            self.out = why_impossible(rules.foresight.forecast(self.trial_at(smallest)))
+            if self.out is None:
+                self.size = min(self.size, self._largest() or smallest)
+
+    def enter(self, walk_steps: Steps) -> None:
+        """The first trials: at its size, at a smaller one where that does not do, and else as the walk looks at it."""
+        rules, size = self.climb.rules, self.size
+        for _ in range(_TRIES):
+            if size <= rules.sizes[0]:
+                break
+            record = self.climb.measure(size)
+            if fits_within(record, rules.usable_bytes):
+                return
+            size = _smaller(record, rules)
+        self._walk(walk_steps)
+
+    def _walk(self, steps: Steps) -> None:
+        rules = self.climb.rules
+        self.walked = tried(self.candidate, rules.run, steps)
+        last = self.walked[-1]
+        if not isinstance(last.outcome, Fit):
+            self.out = what_happened(last, show_bytes(rules.usable_bytes))
+            return
+        self.climb.first = last.trial
+        self.climb.walked = last
+        if not self.climb.records:
+            self.climb.goes_on()
+
+    def tries(self, size: int) -> bool:
+        """Measure a micro batch near this one, or as far above what ran as is safe; False when there is none."""
+        known = {record.trial.knobs.micro_batch for record in self.climb.seen}
+        if size > self.climb.ground.good:
+            return self.climb.stop is None and self.climb.goes_on()
+        sizes = [one for one in self.climb.rules.sizes if one not in known and one <= size]
+        if not sizes:
+            return False
+        self.climb.measure(sizes[-1])
+        return True
+
+    def most(self) -> float:
+        """The largest micro batch that it may reach, as far as anything says so."""
+        rules = self.climb.rules
+        if not self.climb.seen:
+            return math.inf
+        ground = self.climb.ground
+        if ground.bad is not None:
+            return ground.bad - 1
+        most = min(rules.sizes[-1], self._largest() or rules.sizes[-1])
+        allowed = ground.allowed()
+        return most if allowed is None else min(most, allowed)
+
+    def _largest(self) -> int | None:
+        if self.foreseen is None:
+            self.foreseen = self.climb.foreseen()
+        return self.foreseen
+
+    def said(self) -> str:
+        """How fast its best was."""
+        best = self.climb.best()
+        if best is None or not isinstance(best.outcome, Fit):
+            return "never fitted"
+        return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
+
+
+def entrant_of(candidate: Candidate, rules: Rules, *, recomputes: bool) -> Entrant:
+    """A config that has not run yet. recomputes: the model can."""
+    first = replace(first_trial(candidate, rules.steps), native_optimizer=True)
+    name = name_of(candidate.rung.name, candidate.knobs, recomputes=recomputes)
+    return Entrant(name=name, candidate=candidate, climb=Climb(rules=rules, first=first))
+
+
+def _smaller(record: Record, rules: Rules) -> int:
+    """The next size to enter with: as the peak says where one was measured, else half."""
+    size = record.trial.knobs.micro_batch
+    share = 0.5
+    if isinstance(record.outcome, Fit):
+        share = min(0.95, rules.usable_bytes / record.outcome.device_peak_bytes)
+    return max((one for one in rules.sizes if one <= size * share), default=rules.sizes[0])
+
+
+def _has_room(forecast: RungForecast, usable_bytes: float) -> bool:
+    """Whether the middle of the forecast leaves the headroom on the device, and fits on the other tiers."""
+    return all(
+        use.limit_bytes is None or use.peak_bytes <= (usable_bytes if tier == "device" else use.limit_bytes)
+        for tier, use in forecast.memory.items()
+    )

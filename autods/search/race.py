@@ -1,0 +1,204 @@
+"""Race the rungs that could still be fastest, each at its own best micro batch: the ladder is only a guess."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..profile import RaceLimits
+from ..values import Record, Steps
+from .bounds import least_sample_s, micro_step_seconds, promise
+from .candidates import Candidate
+from .climb import Climb, Rules
+from .entrant import Entrant, entrant_of
+from .finals import finals
+from .grow import Grown, grown_by
+from .lessons import Lessons
+from .stopping import Stop
+from .variants import in_precision, without_checkpointing
+
+# Recomputing activations is a third on top of forward and backward: leaving it out gains no more.
+_WITHOUT_RECOMPUTING = 4 / 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raced:
+    """What the race found.
+
+    best: the winner's deciding trial. others: the best of each other config that fitted, best first. reasons: config →
+    why it won, or lost.
+    """
+
+    best: Record
+    grown: Grown
+    others: tuple[Record, ...]
+    reasons: Mapping[str, str]
+
+
+def race(
+    first: Climb,
+    rivals: Sequence[Candidate],
+    rules: Rules,
+    *,
+    winner: Candidate,
+    walk_steps: Steps,
+    limits: RaceLimits,
+    lessons: Lessons,
+    precisions: Sequence[str] = (),
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> Raced:
+    """first: the climb of the walk's winner, ended. rivals: rungs that the walk left untried, in the ladder's order.
+
+    A rival enters with one short trial at the micro batch that the leader's climb makes promising. It is out when its
+    own steps say that no micro batch would make it the fastest, never because another rung failed. Those that stay
+    climb; those that may lead are tried without checkpointing, and in the other precisions that were allowed; the
+    leaders are measured again in turn.
+    """
+    field = _Field(
+        rules=rules,
+        walk_steps=walk_steps,
+        limits=limits,
+        lessons=lessons,
+        may_go_on=may_go_on,
+        recomputes=winner.knobs.checkpointing,
+    )
+    field.entrants.append(Entrant(name=winner.rung.name, candidate=winner, climb=first))
+    field.let_in(rivals)
+    if limits.checkpointing and winner.knobs.checkpointing:
+        field.let_in([without_checkpointing(one) for one in field.leading(_WITHOUT_RECOMPUTING)])
+    for precision in precisions:
+        field.let_in([in_precision(one, precision) for one in field.leading()])
+    return field.finish()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Field:
+    """A race under way."""
+
+    rules: Rules
+    walk_steps: Steps
+    limits: RaceLimits
+    lessons: Lessons
+    may_go_on: Callable[[], bool]
+    recomputes: bool
+    entrants: list[Entrant] = field(default_factory=list)
+
+    def let_in(self, candidates: Iterable[Candidate]) -> None:
+        """All forecasts first, since simulations would disturb what is timed; then a trial each; then the climbs."""
+        rivals = tuple(entrant_of(one, self.rules, recomputes=self.recomputes) for one in candidates)
+        if not rivals:
+            return
+        size = self._entry_size()
+        for rival in rivals:
+            rival.size = size
+            self._learn(rival)
+        self.rules.foresight.prepare(rival.trial_at(size) for rival in rivals if rival.out is None)
+        for rival in rivals:
+            if rival.out is None:
+                rival.foresee()
+        self.rules.foresight.settle()
+        for rival in rivals:
+            self._enter(rival)
+        for rival in (self._leader(), *rivals):
+            self._climb(rival)
+
+    def leading(self, by: float = 1.0) -> list[Candidate]:
+        """The best of those that would lead, give or take the noise, if they were `by` times as fast."""
+        order = sorted(self.entrants, key=self._score, reverse=True)[: self.limits.finalists + 1]
+        return [one.candidate for one in order if by * self._score(one) >= self._to_beat()]
+
+    def _learn(self, rival: Entrant) -> None:
+        rival.out = rival.out or self.lessons.against(rival.candidate.rung, rival.candidate.ops)
+
+    def _enter(self, rival: Entrant) -> None:
+        self._learn(rival)
+        if rival.out is None and not self.may_go_on():
+            rival.out = "not tried: the budget is spent"
+        if rival.out is None:
+            rival.enter(self.walk_steps)
+            self.lessons = self.lessons.after(rival.candidate.rung, rival.records[-1].outcome)
+        self.entrants.append(rival)
+
+    def _climb(self, rival: Entrant) -> None:
+        """Measure further micro batches of it for as long as one may make it the fastest."""
+        tries = 0
+        while rival.out is None and tries < self.limits.most_trials and self.may_go_on():
+            size = self._promising(rival)
+            if size is None or not rival.tries(size):
+                break
+            tries += 1
+        self.rules.foresight.settle()
+
+    def _promising(self, rival: Entrant) -> int | None:
+        """The micro batch to measure next; out, when even its upper bound is below what the leader reached."""
+        if not self.rules.grows:
+            return None
+        leader, world = self._leader(), self.rules.world_size
+        times = micro_step_seconds(rival.climb.seen)
+        sample_s = least_sample_s(one.climb.seen for one in self.entrants)
+        best = promise(times, most=math.inf, sample_s=sample_s)
+        if best.rate * world >= self._to_beat():  # how far it may grow costs simulations: asked only where it matters
+            best = promise(times, most=rival.most(), sample_s=sample_s)
+        if best.rate * world >= self._to_beat():
+            return best.size
+        if rival is not leader:
+            ratio = best.rate * world / self._score(leader)
+            rival.out = f"{rival.said()}; by its steps at most {ratio:.2f} times as fast as {leader.name}"
+        return None
+
+    def _entry_size(self) -> int:
+        """The leader's micro batch, and twice as much where memory is what ended the leader's climb."""
+        leader = self._leader()
+        best = leader.climb.best()
+        assert best is not None
+        ended = leader.climb.stop
+        most = best.trial.knobs.micro_batch * (2 if ended is not None and ended.is_limit else 1)
+        return max(size for size in self.rules.sizes if size <= most)
+
+    def _leader(self) -> Entrant:
+        return max(self.entrants, key=self._score)
+
+    def _score(self, entrant: Entrant) -> float:
+        best = entrant.climb.best()
+        return 0.0 if best is None else self.rules.score(best)
+
+    def _to_beat(self) -> float:
+        return (1 - self.limits.noise) * self._score(self._leader())
+
+    def finish(self) -> Raced:
+        """Measure the leaders again in turn; the best of that wins."""
+        standing = [one for one in self.entrants if one.climb.best() is not None]
+        standing.sort(key=self._score, reverse=True)  # stable: of equals, the ladder's order
+        close = {record.id: one for one in standing for record in one.climb.eligible() if self._is_close(record)}
+        records = [record for one in standing for record in one.climb.eligible() if record.id in close]
+        records.sort(key=self.rules.score, reverse=True)
+        final = finals(
+            [_longer(record, self.limits.finals) for record in records[: self.limits.finalists]],
+            self.rules.run,
+            turns=self.limits.turns if self.rules.grows and self.may_go_on() else 0,
+            usable_bytes=self.rules.usable_bytes,
+            score=self.rules.score,
+        )
+        won = next(close[record.id] for record in records if _is_alike(record, final.best))
+        won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
+        reasons = {one.name: one.out or self._behind(one, won) for one in self.entrants if one is not won}
+        reasons[won.name] = f"fastest of {len(standing)} that fit: {final.reason}"
+        others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
+        grown = replace(grown_by(won.climb), best=final.best)
+        return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
+
+    def _is_close(self, record: Record) -> bool:
+        return self.rules.score(record) >= self._to_beat()
+
+    def _behind(self, one: Entrant, won: Entrant) -> str:
+        return f"{one.said()}, {self._score(one) / self._score(won):.2f} times as fast as {won.name}"
+
+
+def _longer(record: Record, steps: Steps) -> Record:
+    """To be measured with more steps: what is left to tell apart lies close together."""
+    return replace(record, trial=replace(record.trial, steps=steps))
+
+
+def _is_alike(one: Record, other: Record) -> bool:
+    return (one.trial.rung, one.trial.knobs) == (other.trial.rung, other.trial.knobs)

@@ -1,0 +1,248 @@
+"""The search of a fit, step by step: walk, grow, race, tune, certify. Each step reads values and returns values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from .checks import precision_of
+from .ds_config import get
+from .resume import Memory
+from .search.ask import score_of
+from .search.candidates import Candidate, candidates
+from .search.certify import Certified, certify
+from .search.climb import Climb, Rules
+from .search.finals import finals
+from .search.foresight import Foresight
+from .search.grow import grown_by
+from .search.race import Raced, race
+from .search.shortfall import Closest, shortfall
+from .search.tune import Tuned, tune
+from .search.walk import Walked, tried, walk
+from .settings import Settings
+from .values import Fit, ModelFacts, Record, Trial
+
+# Losses of two configs that compute the same, as a share: what rounding leaves; see tests/benchmarks/parity.py.
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 1e-2}
+
+
+class Runner(Protocol):
+    """What a fit needs of a runner; `cluster.runner.RayRunner` is the real one."""
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]: ...
+
+    def run(self, trial: Trial, *, id: int) -> Record: ...
+
+    def final_config(self, trial: Trial) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A config that fits, and how each step came to it. ds_config: as the user gets it."""
+
+    facts: ModelFacts
+    walked: Walked
+    raced: Raced
+    tuned: Tuned
+    certified: Certified | None
+    ds_config: Mapping[str, Any]
+
+    @property
+    def best(self) -> Record:
+        """The trial whose config is taken."""
+        return self.tuned.best if self.certified is None else self.certified.best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """Nothing fits, or what stopped the walk says that nothing can be tried; the rung that came closest."""
+
+    facts: ModelFacts
+    walked: Walked
+    closest: Closest | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is given and stays. check: passes a record on, and raises when the machine has to be mended first."""
+
+    settings: Settings
+    runner: Runner
+    memory: Memory
+    foresight: Foresight
+    study: Path
+    check: Callable[[Record], Record]
+
+    def found(self) -> Found | Nothing:
+        """Everything that runs trials."""
+        facts, op_problems = self.runner.survey()
+        rungs = candidates(self.settings, facts, op_problems)
+        walked = walk(rungs, self.memory.run, self.settings.profile.walk, self.memory.listen, self.foresight)
+        if walked.winner is None:
+            closest = None if walked.stopped else self._closest(walked)
+            return Nothing(facts=facts, walked=walked, closest=closest)
+        raced = self._raced(walked.winner, walked, rungs)
+        tuned = self._tuned(raced)
+        certified = self._certified(tuned, raced, walked.winner, rivals_of(rungs, walked))
+        best = tuned.best if certified is None else certified.best
+        return Found(
+            facts=facts, walked=walked, raced=raced, tuned=tuned, certified=certified,
+            ds_config=self.runner.final_config(best.trial),
+        )  # fmt: skip
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of the device, with the headroom left."""
+        return self.settings.device_bytes * (1 - self.settings.profile.headroom)
+
+    def run(self, trial: Trial) -> Record:
+        """A trial after the walk: what a person has to mend ends the fit."""
+        return self.check(self.memory.run(trial))
+
+    def may_go_on(self) -> bool:
+        """Whether the budget lets race and tune run another trial."""
+        budget, records = self.settings.budget, self.memory.records
+        spent_s = sum(record.seconds for record in records)
+        return not (budget.trials and len(records) >= budget.trials) and not (
+            budget.seconds and spent_s >= budget.seconds
+        )
+
+    def _closest(self, walked: Walked) -> Closest | None:
+        settings = self.settings
+        return shortfall(
+            walked.records,
+            self.memory.run,
+            settings.profile.walk,
+            settings.device_bytes,
+            can_unlimit=settings.device_bytes_asked,
+        )
+
+    def _rules(self) -> Rules:
+        profile = self.settings.profile
+        return Rules(
+            run=self.run,
+            limits=profile.grow,
+            steps=profile.timed,
+            usable_bytes=self.usable_bytes,
+            world_size=self.settings.gpus,
+            global_batch=self.settings.global_batch,
+            foresight=self.foresight,
+            score=score_of(self.settings.objective),
+            grows=self.settings.objective != "memory",
+        )
+
+    def _raced(self, first: Record, walked: Walked, rungs: Sequence[Candidate]) -> Raced:
+        """The first rung that fits, grown; and the fastest of all, where that is what is wanted."""
+        rules, limits = self._rules(), self.settings.profile.race
+        climb = Climb(rules=rules, first=first.trial, walked=first)
+        climb.ends()
+        grown = grown_by(climb)
+        if limits.stop == "first-fit":
+            said = {first.trial.rung: "the first rung of the ladder that fits"}
+            return Raced(best=grown.best, grown=grown, others=(), reasons=said)
+        winner = next(one for one in rungs if one.rung.name == first.trial.rung)
+        shorter = replace(rules.limits, most_trials=limits.most_trials)
+        return race(
+            climb,
+            rivals_of(rungs, walked),
+            replace(rules, limits=shorter, steps=limits.steps),
+            winner=replace(winner, knobs=replace(winner.knobs, settings=first.trial.knobs.settings)),
+            walk_steps=self.settings.profile.walk,
+            limits=limits,
+            lessons=walked.lessons,
+            precisions=self.settings.precisions,
+            may_go_on=self.may_go_on,
+        )
+
+    def _tuned(self, raced: Raced) -> Tuned:
+        """The winner, and the runner-up as well where it was as fast but for the noise."""
+        score = score_of(self.settings.objective)
+        noise = self.settings.profile.race.noise / 2
+        tuned = self._tune(raced.best)
+        close = [one for one in raced.others if score(one) >= (1 - noise) * score(raced.best)][:1]
+        if not close or not self.may_go_on() or self.settings.objective == "memory":
+            return tuned
+        also = self._tune(close[0])
+        final = finals(
+            [tuned.best, also.best],
+            self.run,
+            turns=self.settings.profile.tune.turns,
+            usable_bytes=self.usable_bytes,
+            score=score,
+        )
+        first = tuned if final.best.trial.rung == tuned.best.trial.rung else also
+        return replace(
+            first,
+            best=final.best,
+            records=tuned.records + also.records + final.records,
+            reason=f"{tuned.reason}; the runner-up: {also.reason}; {final.reason}",
+        )
+
+    def _tune(self, start: Record) -> Tuned:
+        settings, profile = self.settings, self.settings.profile
+        rung = next(rung for rung in settings.ladder if rung.name == start.trial.rung)
+        config = self.runner.final_config(start.trial)
+        return tune(
+            start,
+            self.run,
+            rung=rung,
+            limits=profile.tune,
+            steps=profile.timed,
+            limit_bytes=settings.device_bytes,
+            headroom=profile.headroom,
+            seed=settings.seed,
+            study_path=self.study,
+            current={key: value for key in rung.tune if (value := get(config, key)) is not None},
+            foresight=self.foresight,
+            score=score_of(settings.objective),
+            may_go_on=self.may_go_on,
+        )
+
+    def _certified(
+        self, tuned: Tuned, raced: Raced, reference: Record, untried: Sequence[Candidate]
+    ) -> Certified | None:
+        settings, limits = self.settings, self.settings.profile.certify
+        if limits.most_trials < 1:
+            return None
+        return certify(
+            tuned.best,
+            self._examine,
+            alternates=(raced.best, *raced.others),
+            reference=reference if limits.parity is not None else None,
+            steps=limits.steps,
+            parity_steps=limits.parity or limits.steps,
+            tolerance=TOLERANCE[precision_of(settings.base)],
+            limit_bytes=settings.device_bytes,
+            headroom=settings.profile.headroom,
+            world_size=settings.gpus,
+            global_batch=settings.global_batch,
+            most_trials=limits.most_trials,
+            leaner=self._leaner(untried if settings.profile.race.stop == "first-fit" else ()),
+        )
+
+    def _examine(self, trial: Trial) -> Record:
+        """A trial of the certificate: a disk too full for a checkpoint is said there, and ends no fit."""
+        record = self.memory.run(trial)
+        if not isinstance(record.outcome, Fit) and record.outcome.phase in ("evaluate", "save", "load"):
+            return record
+        return self.check(record)
+
+    def _leaner(self, untried: Sequence[Candidate]) -> Iterator[Record]:
+        """Rungs that nobody tried yet, one at a time, as far as they fit."""
+        for candidate in untried:
+            last = tried(candidate, self.run, self.settings.profile.walk)[-1]
+            if isinstance(last.outcome, Fit):
+                yield last
+
+
+def rivals_of(rungs: Sequence[Candidate], walked: Walked) -> tuple[Candidate, ...]:
+    """The rungs that the walk neither tried nor passed over. One that keeps states on NVMe moves them there and back in
+    each step, and its op takes minutes to build: it only runs where nothing else fits."""
+    known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
+    return tuple(
+        one
+        for one in rungs
+        if one.skip is None and one.rung.name not in known and "nvme" not in one.rung.places.values()
+    )

@@ -1,0 +1,263 @@
+"""Made-up machines and models for the search: eight rungs whose speed and memory behave as real ones do, with noise.
+
+What is known: a step costs a fixed part (communication, the optimizer, offloading) and a part per sample; memory is a
+line in the micro batch over a floor; some rungs fall off a cliff at large micro batches; the ladder is not monotone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from autods.cluster.scripted import fit, out_of_memory
+from autods.forecast.values import Predicted, RungForecast
+from autods.journal import Journal
+from autods.ladder import Dimension, Rung, all_rungs
+from autods.resume import Memory
+from autods.search.foresight import BLIND, Foresight
+from autods.searching import Search
+from autods.settings import Budget, Settings, read_profile
+from autods.values import Examined, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
+
+GIB = 2**30
+RUNGS = all_rungs()
+_STEP_NOISE, _TRIAL_NOISE = 0.05, 0.01
+_FORECAST_ERROR = 0.03
+_UNLIMITED = Budget()
+_EXAMINED = Examined(
+    batch_shape=(1, 1024), draws=16, evaluated=True, checkpoint_bytes=GIB, save_s=1.0, load_s=1.0, restored=True
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RungSurface:
+    """One rung: bytes of a rank, seconds of a step."""
+
+    state_bytes: float
+    floor_bytes: float
+    fixed_s: float
+    sample_factor: float
+    cliff_at: float
+    cliff: float
+
+
+@dataclass(slots=True)
+class Surface:
+    """One model on one machine, drawn by a seed. Answers trials and forecasts them; knows the truth."""
+
+    seed: int
+    world_size: int = 8
+    limit_bytes: int = 0
+    sample_bytes: Mapping[bool, float] = field(default_factory=dict)  # with and without checkpointing
+    sample_s: Mapping[bool, float] = field(default_factory=dict)
+    rungs: Mapping[str, RungSurface] = field(default_factory=dict)
+    tastes: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # key → (best place 0..1, loss far from it)
+    _noise: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.seed)
+        self._noise = random.Random(self.seed + 10_000)
+        self.world_size = draw.choice((2, 4, 8, 16, 64))
+        self.limit_bytes = int(draw.choice((16, 24, 40, 80)) * GIB)
+        states = self.limit_bytes * math.exp(draw.uniform(math.log(0.15), math.log(4.0)))  # of DDP, on one rank
+        one = draw.uniform(0.01, 0.2)
+        self.sample_s = {True: one, False: one * draw.uniform(0.74, 0.85)}
+        with_ = self.limit_bytes * math.exp(draw.uniform(math.log(0.004), math.log(0.15)))
+        self.sample_bytes = {True: with_, False: with_ * draw.uniform(2.0, 6.0)}
+        self.rungs = {name: self._rung(name, draw, states, one) for name in RUNGS}
+        self.tastes = {}
+        for rung in RUNGS.values():
+            for key in rung.tune:
+                self.tastes.setdefault(key, (draw.random(), draw.choice((0, 0, 0.01, 0.02))))
+
+    def _rung(self, name: str, draw: random.Random, states: float, one: float) -> RungSurface:
+        """Adam in half precision: 2 bytes of parameters, 2 (or 4) of gradients, 12 of the optimizer."""
+        world, fixed = self.world_size, one * draw.uniform(0.3, 4.0)
+        share = {"ddp": 1.0, "zero1": (4 + 12 / world) / 16, "zero2": (2 + 14 / world) / 16}
+        share |= {"zero2-offload": 2 / 16 + 0.02, "zero3": 1 / world, "zero3-offload-param": 14 / 16 / world}
+        share |= {"zero3-offload": 0.02 + 2 / 16 / world, "zero3-nvme": 0.015 + 1 / 16 / world}
+        slower = {"ddp": 1.0, "zero1": draw.uniform(0.85, 1.2), "zero2": draw.uniform(0.85, 1.3)}
+        slower |= {"zero2-offload": draw.uniform(1.5, 8), "zero3": draw.uniform(1.0, 2.5)}
+        slower |= {"zero3-offload-param": draw.uniform(1.3, 5), "zero3-offload": draw.uniform(1.5, 8)}
+        slower |= {"zero3-nvme": draw.uniform(8, 60)}
+        cliff = draw.random() < 0.3
+        return RungSurface(
+            state_bytes=states * share[name] * draw.uniform(1.0, 1.15),
+            floor_bytes=states * share[name] * draw.uniform(1.0, 1.4),
+            fixed_s=fixed * slower[name],
+            sample_factor=draw.uniform(0.97, 1.06),
+            cliff_at=draw.uniform(4, 64) if cliff else math.inf,
+            cliff=draw.uniform(1.1, 1.6),
+        )
+
+    def peak_bytes(self, trial: Trial) -> float:
+        """Of the fullest rank."""
+        rung, knobs = self.rungs[trial.rung], trial.knobs
+        rising = rung.state_bytes + self.sample_bytes[knobs.checkpointing] * knobs.micro_batch
+        buckets = sum(2.0 * value for key, value in knobs.settings.items() if key.endswith("bucket_size"))
+        return max(rung.floor_bytes, rising) + buckets
+
+    def step_s(self, trial: Trial) -> float:
+        """Without noise."""
+        rung, knobs = self.rungs[trial.rung], trial.knobs
+        beyond = max(0.0, knobs.micro_batch - rung.cliff_at)
+        samples = min(knobs.micro_batch, rung.cliff_at) + beyond * rung.cliff
+        work = samples * self.sample_s[knobs.checkpointing] * rung.sample_factor
+        return knobs.accumulation * (rung.fixed_s + work) * (1 + self.distaste(trial))
+
+    def distaste(self, trial: Trial) -> float:
+        """Share of time that its settings cost beside the best ones."""
+        lost = 0.0
+        tune = RUNGS[trial.rung].tune
+        for key, row in tune.items():
+            best, cost = self.tastes[key]
+            lost += cost * min(1.0, abs(_place(row, trial.knobs.settings.get(key)) - best) * 2) ** 2
+        return lost
+
+    def rate(self, trial: Trial) -> float:
+        """Samples a second of all ranks, without noise."""
+        return trial.knobs.train_batch(self.world_size) / self.step_s(trial)
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        """As a runner answers."""
+        return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=8.0)
+
+    def answer(self, trial: Trial) -> Outcome:
+        peak = self.peak_bytes(trial)
+        if trial.limited and peak > self.limit_bytes:
+            wanted = min(peak - self.limit_bytes, self.sample_bytes[trial.knobs.checkpointing])
+            return out_of_memory(missing_bytes=max(1, int(wanted)))
+        drift = math.exp(self._noise.gauss(0, _TRIAL_NOISE))
+        times = _measured(self.step_s(trial) * drift, trial.steps, self._noise)
+        middle = statistics.median(times)
+        rate = trial.knobs.train_batch(self.world_size) / middle
+        spread = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / middle if len(times) > 1 else 0.0
+        shown = fit(peak_bytes=int(peak), samples_per_second=rate, step_s=middle, limit_bytes=self.limit_bytes)
+        losses = tuple(8.0 - index / 10 for index in range(len(times)))
+        examined = _EXAMINED if trial.exam == "worst_case" else None
+        return replace(shown, spread=spread, step_s=times, losses=losses, examined=examined)
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        facts = ModelFacts(
+            parameters=10**9, largest_parameter=10**7, checkpointing=True, tokens_per_sample=None, has_optimizer=False
+        )
+        return facts, {}
+
+    def final_config(self, trial: Trial) -> dict[str, Any]:
+        return {}
+
+    def optimum(self, usable_bytes: float, names: Iterable[str], most: int = 4096) -> tuple[float, str]:
+        """The highest rate within the memory of any rung, micro batch and checkpointing with the best settings, and
+        what reaches it."""
+        best, what = 0.0, ""
+        for name, recomputes in itertools.product(names, (True, False)):
+            rung, with_ = self.rungs[name], "with" if recomputes else "without"
+            if rung.floor_bytes > usable_bytes:
+                continue
+            largest = min(most, int((usable_bytes - rung.state_bytes) / self.sample_bytes[recomputes]))
+            for size in {1, largest, min(largest, int(rung.cliff_at) if rung.cliff_at < most else largest)} - {0}:
+                trial = Trial(rung=name, knobs=Knobs(micro_batch=size, checkpointing=recomputes), purpose="grow")
+                rate = self.rate(trial) * (1 + self.distaste(trial))
+                if size <= largest and rate > best:
+                    best, what = rate, f"{name}, micro batch {size}, {with_} checkpointing"
+        return best, what
+
+
+def _place(row: Dimension, value: Any) -> float:
+    """Where a setting lies between the ends of its range, 0 to 1; a start in the middle where nothing is set."""
+    if row.choices:
+        return row.choices.index(value) / max(1, len(row.choices) - 1) if value in row.choices else 0.0
+    if not isinstance(value, (int, float)) or value <= 0:
+        return 0.5
+    return (math.log10(value) - 2) / 8
+
+
+def _measured(step_s: float, steps: Steps, noise: random.Random) -> tuple[float, ...]:
+    """The steps of a trial, until their median is known well enough."""
+    times: list[float] = []
+    while len(times) < steps.most_timed:
+        times.append(step_s * math.exp(noise.gauss(0, _STEP_NOISE)))
+        if len(times) >= max(2, steps.timed):
+            spread = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
+            if spread <= steps.spread:
+                break
+    return tuple(times)
+
+
+class ScriptedForesight:
+    """Forecasts a surface's peaks, each rung's off by a few percent."""
+
+    def __init__(self, surface: Surface) -> None:
+        self.surface = surface
+        self.said: dict[str, RungForecast] = {}
+        draw = random.Random(surface.seed + 20_000)
+        self._off = {name: 1 + draw.gauss(0, _FORECAST_ERROR) for name in surface.rungs}
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        list(trials)
+
+    def settle(self) -> None:
+        pass
+
+    def forecast(self, trial: Trial) -> RungForecast:
+        peak = self.surface.peak_bytes(trial) * self._off[trial.rung]
+        limit = self.surface.limit_bytes
+        use = Predicted(
+            peak_bytes=int(peak), low_bytes=int(peak * 0.92), high_bytes=int(peak * 1.08), limit_bytes=limit
+        )
+        verdict = "cannot_fit" if use.low_bytes > limit else "fits" if use.high_bytes <= limit else "tight"
+        said = RungForecast(
+            rung=trial.rung, verdict=verdict, reason=f"needs {peak / GIB:.1f} GiB", micro_batch=trial.knobs.micro_batch,
+            memory={"device": use},
+        )  # fmt: skip
+        self.said.setdefault(trial.rung, said)
+        return said
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            sized = replace(trial, knobs=replace(trial.knobs, micro_batch=sizes[middle]))
+            if self.surface.peak_bytes(sized) * self._off[trial.rung] <= usable_bytes:
+                low = middle + 1
+            else:
+                high = middle
+        return sizes[low - 1] if low else None
+
+
+@contextmanager
+def searching(
+    surface: Surface,
+    *,
+    profile: str = "default",
+    budget: Budget = _UNLIMITED,
+    foresight: Foresight | None = None,
+    ladder: Sequence[Rung] = (),
+    blind: bool = False,
+) -> Iterator[Search]:
+    """A whole search of that surface, as a fit runs it, in a folder of its own."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder)
+        chosen = read_profile(profile)
+        settings = Settings(
+            source=WorkloadSource(kind="file", path="/model.py", name="model", digest="0"), gpus=surface.world_size,
+            device="cuda", device_bytes=surface.limit_bytes, device_bytes_asked=True, out=out, profile=chosen,
+            ladder=tuple(ladder) or tuple(RUNGS.values()), base={"bf16": {"enabled": True}}, seed=surface.seed,
+            budget=budget,
+        )  # fmt: skip
+        journal = Journal(out / "journal.jsonl")
+        past = journal.open(fingerprint="surface")
+        memory = Memory(journal, past, lambda trial, id: surface.run(trial, id=id), lambda event: None)
+        seer = BLIND if blind else foresight or ScriptedForesight(surface)
+        yield Search(
+            settings=settings, runner=surface, memory=memory, foresight=seer, study=out / "study.jsonl",
+            check=lambda record: record,
+        )  # fmt: skip
