@@ -184,6 +184,25 @@ def test_a_model_that_moves_itself_to_the_gpu_is_simulated(tmp_path: Path) -> No
     assert moved.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
 
 
+def test_a_driver_on_this_machine_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    (tmp_path / "pynvml.py").write_text(
+        "from pathlib import Path\n"
+        "class NVMLError(Exception):\n    pass\n"
+        f"def nvmlInit():\n    Path({str(asked)!r}).touch()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert simulated(tmp_path).live_bytes["step"]["device"] > 0
+    assert not asked.exists()
+
+
+def test_an_operator_with_a_kernel_on_cuda_is_not_taken_apart_without_it(tmp_path: Path) -> None:
+    whole = simulated(tmp_path, "h = nn.functional.silu(h)")
+    parts = simulated(tmp_path, "h = h * torch.sigmoid(h)")
+    allocations = [sum(event >= 0 for event in said.traces["device"].events) for said in (whole, parts)]
+    assert allocations[0] < allocations[1]
+
+
 def test_a_process_that_dies_is_a_failure_and_the_next_engine_works(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD + MODEL.format(line="import os; os._exit(3) if len(x) == 3 else None", moved=""))

@@ -44,3 +44,28 @@ def test_the_cache_is_keyed_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(library.metadata, "version", lambda name: "99.0")
     assert one.parent == library.library_path().parent == tmp_path / "simulated_device"
     assert "torch99.0" in library.library_path().name != one.name
+
+
+def test_with_the_library_before_torch_and_its_guard_after_it_autograd_runs_on_the_simulated_gpu() -> None:
+    if library.compiler() is None:
+        pytest.skip("no C++ compiler")
+    code = (
+        "from autods.forecast.simulator import library\n"
+        "ours = library.load()\n"
+        "import torch\n"
+        "ours.autods_register_guard()\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "with FakeTensorMode():\n"
+        "    weight = torch.empty(4, device='cuda', requires_grad=True)\n"
+        "    (weight * 2).sum().backward()\n"
+        "assert weight.grad.device.type == 'cuda'\n"
+        "import os; os._exit(0)\n"  # autograd's thread for the device has no end
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_is_refused_after_torch() -> None:
+    code = "import torch; from autods.forecast.simulator import library; library.load()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "must be loaded before torch" in done.stderr

@@ -68,5 +68,6 @@ const bool kHooks = [] {
 
 // After `import torch`, because a CUDA build puts in its own guard at import.
 extern "C" void autods_register_guard() {
-  c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, new NoDeviceGuard());
+  // By the registrar's constructor: torch 2.9 has no registerDeviceGuard().
+  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new NoDeviceGuard());
 }

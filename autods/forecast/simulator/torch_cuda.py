@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +15,10 @@ import torch
 from .ledger import DEVICE, Ledger
 
 _NAME = "simulated GPU"
+
+# Of aten's operators that torch can take apart (CompositeImplicitAutograd), those for which a CUDA build has a kernel.
+_WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_KERNELS = torch.library.Library("aten", "IMPL")  # what is registered goes when this goes
 
 
 class Event:
@@ -67,12 +74,72 @@ class Stream:
         return 1
 
 
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """No GPU and no NVML while DeepSpeed is imported.
+
+    It looks for nvcc if there is a GPU. If there is NVML, it asks later what is free on a real card, and fails, because
+    CUDA_VISIBLE_DEVICES is empty (CUDA_Accelerator.available_memory).
+    """
+    real, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    absent = object()
+    nvml = sys.modules.get("pynvml", absent)
+    sys.modules["pynvml"] = None  # type: ignore[assignment]  # importing it raises ImportError
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = real
+        if nvml is absent:
+            del sys.modules["pynvml"]
+        else:
+            sys.modules["pynvml"] = nvml  # type: ignore[assignment]
+
+
 def install(ledger: Ledger) -> None:
     """Put the answers in place of torch.cuda's functions."""
     for name, value in (_quiet() | _memory(ledger)).items():
         setattr(torch.cuda, name, value)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     torch.version.cuda = torch.version.cuda or "12.8"
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # else nn.GRU asks a CUDA build for cuDNN's version
+    torch.nn.functional.scaled_dot_product_attention = _unfused_attention(
+        torch.nn.functional.scaled_dot_product_attention
+    )
+    if not torch.backends.cuda.is_built():
+        for name in _WHOLE_ON_CUDA:
+            _register(name)
+
+
+def _unfused_attention(plain: Any) -> Any:
+    """Attention by its parts, what a build without CUDA does: one with CUDA would ask the driver which kernel to take.
+
+    `attention` lies above it and has taken the calls for which a GPU has a fused kernel.
+    """
+
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if query.device.type != "cuda":
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = mask.masked_fill_(attn_mask.logical_not(), -math.inf)
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    return attention
+
+
+def _register(name: str) -> None:
+    """A kernel that is never run, but without one autograd takes the operator apart: temporaries that no GPU has."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"aten::{name} on the simulated GPU, outside FakeTensorMode")
+
+    with contextlib.suppress(RuntimeError):  # another version of torch may lack the operator
+        _KERNELS.impl(name, kernel, "CUDA")
 
 
 def _quiet() -> dict[str, Any]:
@@ -87,6 +154,7 @@ def _quiet() -> dict[str, Any]:
 
     constants = {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
+        "_exchange_device": 0, "_maybe_exchange_device": 0,
         "current_stream": stream, "default_stream": stream, "get_device_name": _NAME,
         "get_device_capability": capability, "is_bf16_supported": True, "is_current_stream_capturing": False,
     }  # fmt: skip

@@ -143,15 +143,14 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
         from .library import load as load_library
 
         library = load_library()
-        import torch
+        import torch  # noqa: F401  # a CUDA build puts in its own guard
 
         library.autods_register_guard()
-        real, torch.cuda.is_available = torch.cuda.is_available, lambda: False  # DeepSpeed looks for nvcc at import
     from ...trial import preload
+    from .torch_cuda import hidden
 
-    preload.preload()
-    if device == "cuda":
-        torch.cuda.is_available = real
+    with hidden() if device == "cuda" else contextlib.nullcontext():
+        preload.preload()
     from ...workload import load
     from .engine import Stage
 
