@@ -33,7 +33,7 @@ class Fake:
     def settle(self, workload: str, **asked: Any) -> Settings:
         self.asked = {"workload": workload, **asked}
         source = WorkloadSource(kind="file", path=f"/{workload}", name="gpt", digest="1")
-        known = {key: asked[key] for key in ("gpus", "device", "gpu_memory", "out", "config", "global_batch")}
+        known = {key: asked[key] for key in _SETTLED}
         return resolve(source, hardware=MACHINE, **known)
 
     def run_fit(self, settings: Settings, listen: Listener, fresh: bool) -> Report:
@@ -60,6 +60,10 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
+_SETTLED = (
+    "gpus", "device", "gpu_memory", "out", "config", "global_batch", "precision", "objective", "stop", "max_trials",
+    "max_time",
+)  # fmt: skip
 CPU = ("fit", "model.py", "--device", "cpu", "--gpus", "2", "--gpu-memory", "416MiB")
 
 
