@@ -10,23 +10,31 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..values import Phase, Steps
+from ..values import Exam, Phase, Steps
 from ..workload import Workload, WorkloadError
+from . import exam as exams
 from .batch import check_batch, place
 from .checkpointing import checkpoint
+from .longest import longest_batch
+from .rendezvous import Ranks
 
 Observe = Callable[[Phase, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acted:
-    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up."""
+    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up.
+
+    examined: `Examined` as a dict, of a worst_case exam.
+    """
 
     step_s: tuple[float, ...]
     steps_s: float
     losses: tuple[float, ...]
+    examined: Mapping[str, Any] | None = None
 
 
 def act(
@@ -40,19 +48,22 @@ def act(
     steps: Steps,
     observe: Observe,
     synchronize: Callable[[], None],
-    agree: Callable[[bool], bool],
+    ranks: Ranks,
+    exam: Exam | None = None,
+    scratch: Path = Path(),
 ) -> Acted:
-    """Train for a few optimizer steps. `agree` takes rank 0's word to all ranks.
+    """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
     observe("build", 0)
     model = build(workload, checkpointing=checkpointing)
-    batch = check_batch(workload.build_batch(micro_batch), micro_batch)
+    longest = longest_batch(workload, micro_batch) if exam == "worst_case" else None
+    batch = longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
     observe("init", 0)
-    engine = initialize(workload, model, ds_config)
+    engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
     del model
     batch = place(batch, engine)
     began = time.perf_counter()
@@ -69,11 +80,22 @@ def act(
         losses.append(_finite(loss, index))
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (
-            len(times) >= steps.most_timed or agree(enough(times, steps, time.perf_counter() - began))
+            len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
         ):
             break
+    steps_s = time.perf_counter() - began
+    examined = None
+    if longest:
+        hands = exams.Hands(
+            step=lambda index: _finite(optimizer_step(workload, engine, batch, accumulation, index, observe), index),
+            evaluate=lambda: evaluate(workload, engine, batch),
+            observe=observe,
+            synchronize=synchronize,
+        )
+        folder = scratch / "checkpoint"
+        examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=len(losses))
     observe("done", len(losses))
-    return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+    return Acted(step_s=tuple(times), steps_s=steps_s, losses=tuple(losses), examined=examined)
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
@@ -120,14 +142,29 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
     return loss
 
 
+def evaluate(workload: Workload, engine: Any, batch: Any) -> float | None:
+    """The loss in evaluation, the engine back in training; None where the model returns none without training."""
+    import torch
+
+    engine.eval()
+    with torch.no_grad():
+        loss = _output(workload, engine, batch)
+    engine.train()
+    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _output(workload: Workload, engine: Any, batch: Any) -> Any:
+    """What should be a loss."""
+    if workload.loss is not None:
+        return workload.loss(engine, batch)
+    out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+    return out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+
+
 def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
     import torch
 
-    if workload.loss is not None:
-        loss = workload.loss(engine, batch)
-    else:
-        out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
-        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    loss = _output(workload, engine, batch)
     if not isinstance(loss, torch.Tensor):
         raise WorkloadError(
             f"the model returned {type(loss).__name__}, no loss",

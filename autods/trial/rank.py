@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Observer:
     build_s: float = 0.0
     init_began_s: float = 0.0
     init_s: float = 0.0
+    in_steps: dict[str, int] = field(default_factory=dict)  # what the allocator did in training steps alone
 
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
@@ -47,6 +48,8 @@ class Observer:
         elif self.phase == "init":
             self.init_s = now - self.init_began_s
             self.meter.begin_steps()
+        elif phase == "evaluate" and not self.in_steps:
+            self.in_steps = self.meter.allocator()
         self.phase, self.step = phase, step
         self.meter.sample()
         self.board.beat(self.slot, phase, step)
@@ -135,7 +138,7 @@ def _ops(job: RankJob, slot: int, observer: Observer, store: Any, workload: Work
 
 def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None) -> Any:
     from .act import act
-    from .rendezvous import agreement, join
+    from .rendezvous import join, ranks_of
 
     rank = job.local_ranks[slot]
     _seed(job.seed + rank)
@@ -152,7 +155,9 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         steps=job.steps,
         observe=observer,
         synchronize=observer.meter.synchronize,
-        agree=agreement(),
+        ranks=ranks_of(job, slot),
+        exam=job.exam,
+        scratch=Path(job.scratch),
     )
     return {
         "step_s": acted.step_s,
@@ -160,7 +165,8 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "losses": acted.losses,
         "build_s": observer.build_s,
         "init_s": observer.init_s,
-        "peaks": observer.meter.peaks(),
+        "peaks": observer.meter.peaks() | observer.in_steps,
+        "examined": acted.examined,
     }
 
 
