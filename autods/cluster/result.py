@@ -90,6 +90,9 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
         for end in report["ends"]
         if not end["killed_by_us"] and not ((end["record"] or {}).get("ok") and end["exit"] == 0)
     ]
+    incomparable = next((end for end in ends if _types(end)[:1] == ["Incomparable"]), None)
+    if incomparable is not None:
+        return _incomparable(incomparable)
     if failed:
         return outcome_of(failed)
     if any(end["killed_by_us"] for end in ends):
@@ -98,6 +101,21 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
         )
     return None
+
+
+def _types(end: Mapping[str, Any]) -> list[str]:
+    """Of the exception that ended the rank, if one did: the most derived first."""
+    types: list[str] = (end["record"] or {}).get("error", {}).get("types", [])
+    return types
+
+
+def _incomparable(end: Mapping[str, Any]) -> Failed:
+    """Nothing is broken: this workload's losses cannot be compared between configs."""
+    error = end["record"]["error"]
+    return Failed(
+        failure="user_code", rank=end["rank"], phase=end["phase"], step=end["step"],
+        evidence=error["contract"], action="nothing", advice=error["mend"] or "",
+    )  # fmt: skip
 
 
 def _zygote_died(report: Mapping[str, Any]) -> Outcome:

@@ -9,13 +9,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..values import Exam, Phase, Steps
 from ..workload import Workload, WorkloadError
 from . import exam as exams
+from . import parity
 from .batch import check_batch, place
 from .checkpointing import checkpoint
 from .longest import longest_batch
@@ -51,21 +52,60 @@ def act(
     ranks: Ranks,
     exam: Exam | None = None,
     scratch: Path = Path(),
+    seed: int = 0,
 ) -> Acted:
-    """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint.
+    """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
     observe("build", 0)
     model = build(workload, checkpointing=checkpointing)
     longest = longest_batch(workload, micro_batch) if exam == "worst_case" else None
-    batch = longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)
+    if exam == "parity":
+        batches = parity.share_of(workload, ranks, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
+        parity.without_dropout(model)
+        observe = listening = parity.Listening(observe)
+    else:
+        batches = [longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)]
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
     observe("init", 0)
     engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
     del model
-    batch = place(batch, engine)
+    batches = [place(batch, engine) for batch in batches]
+
+    def step(index: int) -> list[Any]:
+        each = accumulation // len(batches)
+        return [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches]
+
+    if exam == "parity":
+        acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
+        parity.check_steady(listening.drew, lambda: evaluate(workload, engine, batches[0], training=True), ranks)
+    else:
+        acted = _repeat(step, lambda losses: losses[-1], steps, synchronize, ranks)
+    count = len(acted.losses)
+    if longest:
+        hands = exams.Hands(
+            step=lambda index: [_finite(loss, index) for loss in step(index)],
+            evaluate=lambda: evaluate(workload, engine, batches[0]),
+            observe=observe,
+            synchronize=synchronize,
+        )
+        folder = scratch / "checkpoint"
+        examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
+        acted = replace(acted, examined=examined)
+    observe("done", count)
+    return acted
+
+
+def _repeat(
+    step: Callable[[int], Sequence[Any]],
+    join: Callable[[Sequence[float]], float],
+    steps: Steps,
+    synchronize: Callable[[], None],
+    ranks: Ranks,
+) -> Acted:
+    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step."""
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
@@ -73,29 +113,16 @@ def act(
         index = len(losses)
         synchronize()
         start = time.perf_counter()
-        loss = optimizer_step(workload, engine, batch, accumulation, index, observe)
+        found = step(index)
         synchronize()
         if index >= steps.warmup:
             times.append(time.perf_counter() - start)
-        losses.append(_finite(loss, index))
+        losses.append(join([_finite(loss, index) for loss in found]))
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (
             len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
         ):
-            break
-    steps_s = time.perf_counter() - began
-    examined = None
-    if longest:
-        hands = exams.Hands(
-            step=lambda index: _finite(optimizer_step(workload, engine, batch, accumulation, index, observe), index),
-            evaluate=lambda: evaluate(workload, engine, batch),
-            observe=observe,
-            synchronize=synchronize,
-        )
-        folder = scratch / "checkpoint"
-        examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=len(losses))
-    observe("done", len(losses))
-    return Acted(step_s=tuple(times), steps_s=steps_s, losses=tuple(losses), examined=examined)
+            return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
@@ -142,11 +169,11 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
     return loss
 
 
-def evaluate(workload: Workload, engine: Any, batch: Any) -> float | None:
-    """The loss in evaluation, the engine back in training; None where the model returns none without training."""
+def evaluate(workload: Workload, engine: Any, batch: Any, *, training: bool = False) -> float | None:
+    """The loss without a gradient, the engine back in training; None where the model returns none in evaluation."""
     import torch
 
-    engine.eval()
+    engine.train(training)
     with torch.no_grad():
         loss = _output(workload, engine, batch)
     engine.train()

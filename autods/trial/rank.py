@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ from ..values import Phase
 from ..workload import Workload, load
 from .heartbeat import Heartbeats
 from .meter import CpuMeter, CudaMeter, Meter
+from .seeds import seed_all
 from .spec import RankJob, write_json
 
 _TRACEBACK_CHARS = 6000
@@ -141,7 +141,8 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
     from .rendezvous import join, ranks_of
 
     rank = job.local_ranks[slot]
-    _seed(job.seed + rank)
+    # Ranks draw different data; where losses are compared, samples have seeds of their own and weights a common one.
+    seed_all(job.seed if job.exam == "parity" else job.seed + rank)
     observer.meter.start()
     observer("rendezvous", 0)
     join(job, slot, store)
@@ -158,6 +159,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         ranks=ranks_of(job, slot),
         exam=job.exam,
         scratch=Path(job.scratch),
+        seed=job.seed,
     )
     return {
         "step_s": acted.step_s,
@@ -168,13 +170,6 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "peaks": observer.meter.peaks() | observer.in_steps,
         "examined": acted.examined,
     }
-
-
-def _seed(seed: int) -> None:
-    import torch
-
-    random.seed(seed)
-    torch.manual_seed(seed)
 
 
 _JOBS: dict[str, Callable[[RankJob, int, Observer, socket.socket | None, Workload | None], Any]] = {
