@@ -62,9 +62,7 @@ def examine(engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder
     return asdict(Examined(batch_shape=shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
 
 
-def _save(
-    engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A checkpoint, and where the weights are in parts, all of them gathered."""
     hands.observe("save", index)
     needed, free = _needed_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
@@ -114,11 +112,15 @@ def _timed(hands: Hands, work: Callable[[], Any]) -> float:
 
 
 def _needed_bytes(engine: Any, ranks: Ranks) -> int:
-    """On this node's disk. Adam: 2 bytes a parameter for the weights, 12 for the fp32 copy and both moments, of which
-    each rank writes its share; with a margin for what else a checkpoint holds."""
-    parameters = sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters())
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    return int(_MARGIN * parameters * (2 + 12 * here / ranks.world_size))
+    """On this node's disk, with a margin for what else a checkpoint holds.
+
+    The weights as they are, and of each that is trained Adam's fp32 copy and two moments, 12 bytes, of which every
+    rank writes its share.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) / ranks.world_size
+    parameters = [(getattr(one, "ds_numel", one.numel()), one) for one in engine.module.parameters()]
+    each = (count * (one.element_size() + 12 * here * one.requires_grad) for count, one in parameters)
+    return int(_MARGIN * sum(each))
 
 
 def _leads_node() -> bool:

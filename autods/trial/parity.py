@@ -123,7 +123,7 @@ def _generators() -> bytes:
     import torch
 
     state: bytes = torch.get_rng_state().numpy().tobytes()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state += torch.cuda.get_rng_state().numpy().tobytes()
     return state
 

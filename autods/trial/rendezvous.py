@@ -65,7 +65,7 @@ def _mean(value: float) -> float:
 
     total = _on_device(float(value))
     comm.all_reduce(total)
-    return float(total.item()) / comm.get_world_size()
+    return float(total.item()) / int(comm.get_world_size())
 
 
 def _wait() -> None:
