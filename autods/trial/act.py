@@ -79,6 +79,7 @@ def act(
         return [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches]
 
     if exam == "parity":
+        parity.forget_steps(engine.basic_optimizer)
         acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
         parity.check_steady(listening.drew, lambda: evaluate(workload, engine, batches[0], training=True), ranks)
     else:

@@ -104,6 +104,22 @@ def without_dropout(model: Any) -> None:
                         setattr(holder, name, 0.0)
 
 
+def forget_steps(optimizer: Any) -> None:
+    """Let the optimizer count its steps from 0, as after `torch.optim.AdamW(…)`.
+
+    DeepSpeed's stage 0 in bf16 and fp16 makes the states by a step without gradients, which Adam's bias correction
+    counts (FP16_UnfusedOptimizer.initialize_optimizer_states): its first real update is 0.74 of ZeRO's.
+    """
+    import torch
+
+    for counted in (*getattr(optimizer, "state", {}).values(), *getattr(optimizer, "param_groups", ())):
+        step = counted.get("step") if isinstance(counted, dict) else None
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif isinstance(step, int):
+            counted["step"] = 0
+
+
 class Listening:
     """An observer that notes whether a forward drew random numbers."""
 
