@@ -19,8 +19,8 @@ from .host_watch import HostWatch
 GRACE_S = 0.05  # after the first failure: time for the others to say what they saw
 STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 
-# Phases that may build ops, load weights or read a data set: the longer limit holds.
-_SLOW_PHASES = ("start", "rendezvous", "build", "init")
+# Phases that may build ops, load weights, read a data set or write a checkpoint: the longer limit holds.
+_SLOW_PHASES = ("start", "rendezvous", "build", "init", "save", "load")
 
 
 @dataclass(slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..failures import HostMemory, from_end, outcome_of
 from ..trial.act import spread_of
 from ..trial.spec import RankJob
-from ..values import Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
+from ..values import Examined, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
 
 
 def outcome_from(
@@ -40,6 +41,7 @@ def outcome_from(
         spread=spread_of(step_s),
         losses=tuple(first["losses"]),
         alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
+        examined=_examined([result["examined"] for result in results]),
         timing=Timing(
             wall_s=wall_s,
             build_s=build_s,
@@ -48,6 +50,29 @@ def outcome_from(
             overhead_s=wall_s - build_s - steps_s,
         ),
     )
+
+
+def _examined(said: Sequence[Mapping[str, Any] | None]) -> Examined | None:
+    """Of all ranks: the longest batch, the slowest save, and done only where every rank did it."""
+    parts = [one for one in said if one is not None]
+    if not parts:
+        return None
+    longest = max(parts, key=lambda one: math.prod(one["batch_shape"]))
+    left_out = dict.fromkeys(reason for one in parts for reason in one["left_out"])
+    return Examined(
+        batch_shape=tuple(longest["batch_shape"]),
+        draws=longest["draws"],
+        evaluated=all(one["evaluated"] for one in parts),
+        left_out=tuple(left_out),
+        **{name: _over(max, parts, name) for name in ("checkpoint_bytes", "save_s", "load_s")},
+        **{name: _over(all, parts, name) for name in ("gathered", "restored")},
+    )
+
+
+def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Of the ranks that know it; None where none does."""
+    known = [one[name] for one in parts if one[name] is not None]
+    return join(known) if known else None
 
 
 def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
@@ -65,6 +90,9 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
         for end in report["ends"]
         if not end["killed_by_us"] and not ((end["record"] or {}).get("ok") and end["exit"] == 0)
     ]
+    incomparable = next((end for end in ends if _types(end)[:1] == ["Incomparable"]), None)
+    if incomparable is not None:
+        return _incomparable(incomparable)
     if failed:
         return outcome_of(failed)
     if any(end["killed_by_us"] for end in ends):
@@ -73,6 +101,21 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
         )
     return None
+
+
+def _types(end: Mapping[str, Any]) -> list[str]:
+    """Of the exception that ended the rank, if one did: the most derived first."""
+    types: list[str] = (end["record"] or {}).get("error", {}).get("types", [])
+    return types
+
+
+def _incomparable(end: Mapping[str, Any]) -> Failed:
+    """Nothing is broken: this workload's losses cannot be compared between configs."""
+    error = end["record"]["error"]
+    return Failed(
+        failure="user_code", rank=end["rank"], phase=end["phase"], step=end["step"],
+        evidence=error["contract"], action="nothing", advice=error["mend"] or "",
+    )  # fmt: skip
 
 
 def _zygote_died(report: Mapping[str, Any]) -> Outcome:

@@ -45,7 +45,7 @@ def meaning_of(cause: Evidence) -> Said:
     if cause.phase in ("start", "rendezvous") and not cause.user_frame:
         return Said("infrastructure", "retry", cause.headline, "the ranks could not find each other")
     # The workload's own code runs while building, in forward and in backward; the rest is DeepSpeed with its config.
-    if cause.phase in ("init", "step") and not cause.user_frame:
+    if cause.phase in ("init", "step", "save", "load") and not cause.user_frame:
         return Said("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
     said = f"{_where(cause)}{cause.headline}"
     return Said("user_code", "fix_code", said, f"the workload raised it in {cause.phase}")

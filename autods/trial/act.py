@@ -9,24 +9,33 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ..values import Phase, Steps
+from ..values import Exam, Phase, Steps
 from ..workload import Workload, WorkloadError
+from . import exam as exams
+from . import parity
 from .batch import check_batch, place
 from .checkpointing import checkpoint
+from .longest import longest_batch
+from .rendezvous import Ranks
 
 Observe = Callable[[Phase, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acted:
-    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up."""
+    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up.
+
+    examined: `Examined` as a dict, of a worst_case exam.
+    """
 
     step_s: tuple[float, ...]
     steps_s: float
     losses: tuple[float, ...]
+    examined: Mapping[str, Any] | None = None
 
 
 def act(
@@ -40,21 +49,64 @@ def act(
     steps: Steps,
     observe: Observe,
     synchronize: Callable[[], None],
-    agree: Callable[[bool], bool],
+    ranks: Ranks,
+    exam: Exam | None = None,
+    scratch: Path = Path(),
+    seed: int = 0,
 ) -> Acted:
-    """Train for a few optimizer steps. `agree` takes rank 0's word to all ranks.
+    """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
     observe("build", 0)
     model = build(workload, checkpointing=checkpointing)
-    batch = check_batch(workload.build_batch(micro_batch), micro_batch)
+    longest = longest_batch(workload, micro_batch) if exam == "worst_case" else None
+    if exam == "parity":
+        batches = parity.share_of(workload, ranks, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
+        parity.without_dropout(model)
+        observe = listening = parity.Listening(observe)
+    else:
+        batches = [longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)]
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
     observe("init", 0)
-    engine = initialize(workload, model, ds_config)
+    engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
     del model
-    batch = place(batch, engine)
+    batches = [place(batch, engine) for batch in batches]
+
+    def step(index: int) -> list[Any]:
+        each = accumulation // len(batches)
+        return [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches]
+
+    if exam == "parity":
+        parity.forget_steps(engine.basic_optimizer)
+        acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
+        parity.check_steady(listening.drew, lambda: evaluate(workload, engine, batches[0], training=True), ranks)
+    else:
+        acted = _repeat(step, lambda losses: losses[-1], steps, synchronize, ranks)
+    count = len(acted.losses)
+    if longest:
+        hands = exams.Hands(
+            step=lambda index: [_finite(loss, index) for loss in step(index)],
+            evaluate=lambda: evaluate(workload, engine, batches[0]),
+            observe=observe,
+            synchronize=synchronize,
+        )
+        folder = scratch / "checkpoint"
+        examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
+        acted = replace(acted, examined=examined)
+    observe("done", count)
+    return acted
+
+
+def _repeat(
+    step: Callable[[int], Sequence[Any]],
+    join: Callable[[Sequence[float]], float],
+    steps: Steps,
+    synchronize: Callable[[], None],
+    ranks: Ranks,
+) -> Acted:
+    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step."""
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
@@ -62,18 +114,16 @@ def act(
         index = len(losses)
         synchronize()
         start = time.perf_counter()
-        loss = optimizer_step(workload, engine, batch, accumulation, index, observe)
+        found = step(index)
         synchronize()
         if index >= steps.warmup:
             times.append(time.perf_counter() - start)
-        losses.append(_finite(loss, index))
+        losses.append(join([_finite(loss, index) for loss in found]))
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (
-            len(times) >= steps.most_timed or agree(enough(times, steps, time.perf_counter() - began))
+            len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
         ):
-            break
-    observe("done", len(losses))
-    return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+            return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
@@ -120,14 +170,29 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
     return loss
 
 
+def evaluate(workload: Workload, engine: Any, batch: Any, *, training: bool = False) -> float | None:
+    """The loss without a gradient, the engine back in training; None where the model returns none in evaluation."""
+    import torch
+
+    engine.train(training)
+    with torch.no_grad():
+        loss = _output(workload, engine, batch)
+    engine.train()
+    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _output(workload: Workload, engine: Any, batch: Any) -> Any:
+    """What should be a loss."""
+    if workload.loss is not None:
+        return workload.loss(engine, batch)
+    out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+    return out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+
+
 def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
     import torch
 
-    if workload.loss is not None:
-        loss = workload.loss(engine, batch)
-    else:
-        out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
-        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    loss = _output(workload, engine, batch)
     if not isinstance(loss, torch.Tensor):
         raise WorkloadError(
             f"the model returned {type(loss).__name__}, no loss",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..values import Phase
 from ..workload import Workload, load
 from .heartbeat import Heartbeats
 from .meter import CpuMeter, CudaMeter, Meter
+from .seeds import seed_all
 from .spec import RankJob, write_json
 
 _TRACEBACK_CHARS = 6000
@@ -37,6 +37,7 @@ class Observer:
     build_s: float = 0.0
     init_began_s: float = 0.0
     init_s: float = 0.0
+    in_steps: dict[str, int] = field(default_factory=dict)  # what the allocator did in training steps alone
 
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
@@ -47,6 +48,8 @@ class Observer:
         elif self.phase == "init":
             self.init_s = now - self.init_began_s
             self.meter.begin_steps()
+        elif phase == "evaluate" and not self.in_steps:
+            self.in_steps = self.meter.allocator()
         self.phase, self.step = phase, step
         self.meter.sample()
         self.board.beat(self.slot, phase, step)
@@ -133,10 +136,11 @@ def _ops(job: RankJob, slot: int, observer: Observer, store: Any, workload: Work
 
 def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None) -> Any:
     from .act import act
-    from .rendezvous import agreement, join
+    from .rendezvous import join, ranks_of
 
     rank = job.local_ranks[slot]
-    _seed(job.seed + rank)
+    # Ranks draw different data; where losses are compared, samples have seeds of their own and weights a common one.
+    seed_all(job.seed if job.exam == "parity" else job.seed + rank)
     observer.meter.start()
     observer("rendezvous", 0)
     join(job, slot, store)
@@ -150,7 +154,10 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         steps=job.steps,
         observe=observer,
         synchronize=observer.meter.synchronize,
-        agree=agreement(),
+        ranks=ranks_of(job, slot),
+        exam=job.exam,
+        scratch=Path(job.scratch),
+        seed=job.seed,
     )
     return {
         "step_s": acted.step_s,
@@ -158,15 +165,9 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "losses": acted.losses,
         "build_s": observer.build_s,
         "init_s": observer.init_s,
-        "peaks": observer.meter.peaks(),
+        "peaks": observer.meter.peaks() | observer.in_steps,
+        "examined": acted.examined,
     }
-
-
-def _seed(seed: int) -> None:
-    import torch
-
-    random.seed(seed)
-    torch.manual_seed(seed)
 
 
 _JOBS: dict[str, Callable[[RankJob, int, Observer, socket.socket | None, Workload | None], Any]] = {

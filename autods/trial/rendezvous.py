@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .spec import RankJob
@@ -32,16 +33,50 @@ def _serve_on(listening: socket.socket) -> None:
     rendezvous.TCPStore = with_socket  # type: ignore[attr-defined]
 
 
-def agreement() -> Callable[[bool], bool]:
-    """A function that takes rank 0's word to every rank; called outside the timed steps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """What the ranks say to each other, outside the timed steps; every rank has to call.
 
-    def agree(word: bool) -> bool:
-        import torch
-        from deepspeed import comm
-        from deepspeed.accelerator import get_accelerator
+    agree: rank 0's word, on every rank. mean: of every rank's number. wait: until all are here.
+    """
 
-        said = torch.tensor([int(word)], device=get_accelerator().current_device_name())
-        comm.broadcast(said, src=0)
-        return bool(said.item())
+    rank: int
+    world_size: int
+    agree: Callable[[bool], bool]
+    mean: Callable[[float], float]
+    wait: Callable[[], None]
 
-    return agree
+
+def ranks_of(job: RankJob, slot: int) -> Ranks:
+    """All ranks of the job, once they have joined."""
+    return Ranks(rank=job.local_ranks[slot], world_size=job.world_size, agree=_agree, mean=_mean, wait=_wait)
+
+
+def _agree(word: bool) -> bool:
+    from deepspeed import comm
+
+    said = _on_device(int(word))
+    comm.broadcast(said, src=0)
+    return bool(said.item())
+
+
+def _mean(value: float) -> float:
+    from deepspeed import comm
+
+    total = _on_device(float(value))
+    comm.all_reduce(total)
+    return float(total.item()) / int(comm.get_world_size())
+
+
+def _wait() -> None:
+    from deepspeed import comm
+
+    comm.barrier()
+
+
+def _on_device(value: float) -> Any:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    dtype = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.tensor([value], dtype=dtype, device=get_accelerator().current_device_name())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..values import Device, Steps, WorkloadSource
+from ..values import Device, Exam, Steps, WorkloadSource
 
 Job = Literal["train", "survey", "ops"]
 
@@ -32,6 +32,7 @@ class RankJob:
     accumulation: int = 1
     checkpointing: bool = False
     steps: Steps = field(default_factory=Steps)
+    exam: Exam | None = None
     only_build: bool = False  # end before the engine is initialised
     limit_bytes: int | None = None  # of the device; None: not limited
     ops: tuple[str, ...] = ()

@@ -104,4 +104,5 @@ def load_file(path: Path) -> Workload:
         build_batch=module.build_batch,
         build_optimizer=getattr(module, "build_optimizer", None),
         loss=getattr(module, "loss", None),
+        build_longest_batch=getattr(module, "build_longest_batch", None),
     )

@@ -128,7 +128,11 @@ def _with_seq_len(workload: Workload, source: WorkloadSource) -> Workload:
     if source.seq_len is None:
         return workload
     build_batch: Callable[..., Batch] = workload.build_batch
-    return replace(workload, build_batch=functools.partial(build_batch, seq_len=source.seq_len))
+    bound = replace(workload, build_batch=functools.partial(build_batch, seq_len=source.seq_len))
+    longest: Callable[..., Batch] | None = workload.build_longest_batch
+    if longest is not None and "seq_len" in inspect.signature(longest).parameters:
+        return replace(bound, build_longest_batch=functools.partial(longest, seq_len=source.seq_len))
+    return bound
 
 
 def _keeping_activations(build_model: Callable[[], Any]) -> Any:
@@ -173,7 +177,8 @@ def _pickled(workload: Workload, folder: Path) -> WorkloadSource:
 def _by_value(workload: Workload) -> bytes:
     """The functions themselves where their module is the user's own; an installed one is the same for every rank."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    functions = (workload.build_model, workload.build_batch, workload.build_optimizer, workload.loss)
+    made = (workload.build_model, workload.build_batch, workload.build_longest_batch)
+    functions = (*made, workload.build_optimizer, workload.loss)
     names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__"}
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     own = [module for module in modules if not str(getattr(module, "__file__", "")).startswith(tuple(installed))]

@@ -25,6 +25,8 @@ class Workload:
     build_model() -> nn.Module; its forward returns a scalar loss, or an object or dict with `.loss`.
     build_batch(micro_batch_size) -> dict (passed as keywords) or tuple (passed in order) of CPU tensors of the worst
         shape, the first dimension of each being micro_batch_size.
+    build_longest_batch(micro_batch_size) -> the largest batch that training can meet, where build_batch draws its
+        shapes at random.
     build_optimizer(parameters) -> torch.optim.Optimizer, if the DeepSpeed config shall not name one.
     loss(model, batch) -> scalar tensor, if forward does not return it.
     deepspeed_config: the base config that the workload brings, read by the driver; `--base-config` wins.
@@ -35,3 +37,4 @@ class Workload:
     build_optimizer: Callable[[Any], Any] | None = None
     loss: Callable[[Any, Batch], Any] | None = None
     deepspeed_config: Mapping[str, Any] | None = None
+    build_longest_batch: Callable[[int], Batch] | None = None

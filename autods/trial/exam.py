@@ -1,0 +1,136 @@
+"""What a certified trial does after its training steps: evaluate, save a checkpoint, load it, and train on.
+
+An evaluation and a save leave memory behind, so a whole optimizer step follows each. A part that DeepSpeed cannot do
+here is left out with its reason; what goes wrong otherwise is passed on, and the observer knows the phase.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..ds_config import get, merge
+from ..units import show_bytes
+from ..values import Examined, Phase
+from .longest import Longest
+from .rendezvous import Ranks
+
+_TAG = "certificate"
+_WEIGHTS = "weights.bin"
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+_MARGIN = 1.1
+
+# The same forward on the same weights: what is left is the order of sums inside the device's kernels.
+_TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hands:
+    """What the exam may do with the engine. step(index): one optimizer step; evaluate() -> this rank's loss on the
+    same batch, None where the model returns none in evaluation."""
+
+    step: Callable[[int], Any]
+    evaluate: Callable[[], float | None]
+    observe: Callable[[Phase, int], None]
+    synchronize: Callable[[], None]
+
+
+def gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a trial that saves: stage 3 may gather the whole weights, unless the user said otherwise."""
+    zero = get(ds_config, "zero_optimization") or {}
+    said = any(name in zero for name in (_GATHER, "stage3_gather_fp16_weights_on_model_save"))
+    return dict(ds_config) if said else merge(ds_config, {"zero_optimization": {_GATHER: True}})
+
+
+def examine(engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder: Path, index: int) -> dict[str, Any]:
+    """`Examined` of this rank as a dict. `folder` takes the checkpoint and is removed; index: of the next step."""
+    hands.observe("evaluate", index)
+    before = hands.evaluate()
+    saved, left_out = _save(engine, hands, ranks, folder, index)
+    hands.step(index)
+    if "save_s" in saved:
+        loaded, more = _load(engine, hands, ranks, folder, index + 1, before)
+        saved, left_out = saved | loaded, left_out + more
+        hands.step(index + 1)
+    shape = longest.shape
+    return asdict(Examined(batch_shape=shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
+
+
+def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A checkpoint, and where the weights are in parts, all of them gathered."""
+    hands.observe("save", index)
+    needed, free = _needed_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
+    if not ranks.agree(needed <= free):
+        said = f"about {show_bytes(needed)} of disk are needed and {show_bytes(free)} are free"
+        return {}, (f"no checkpoint was saved: {said} in {folder.parent}",)
+    seconds = _timed(hands, lambda: engine.save_checkpoint(str(folder), tag=_TAG))
+    ranks.wait()
+    saved: dict[str, Any] = {"save_s": seconds, "checkpoint_bytes": folder_bytes(folder)}
+    if not engine.zero_optimization_partition_weights():
+        return saved, ()
+    if not engine.zero_gather_16bit_weights_on_model_save():
+        return saved, (f"the whole weights were not gathered: the config turns {_GATHER} off",)
+    gathered = bool(engine.save_16bit_model(str(folder), _WEIGHTS))
+    ranks.wait()
+    on_disk = (folder / _WEIGHTS).exists() if ranks.rank == 0 else True
+    return saved | {"gathered": gathered and on_disk}, ()
+
+
+def _load(
+    engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, before: float | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The checkpoint, after a step that moved the weights away from it: the loss has to come back."""
+    hands.observe("load", index)
+    found: list[Any] = []
+    seconds = _timed(hands, lambda: found.extend(engine.load_checkpoint(str(folder), tag=_TAG)))
+    if found[0] is None:
+        raise RuntimeError("DeepSpeed found nothing to load in the checkpoint that it saved")
+    ranks.wait()
+    if _leads_node():
+        shutil.rmtree(folder, ignore_errors=True)
+    hands.observe("evaluate", index)
+    after = hands.evaluate()
+    if before is None or after is None or not math.isfinite(before):
+        reason = "evaluated, the model returns no finite loss, so what was loaded was not compared with what was saved"
+        return {"load_s": seconds}, (reason,)
+    tolerance = _TOLERANCE[str(_dtype(engine)).removeprefix("torch.")]
+    return {"load_s": seconds, "restored": math.isclose(before, after, rel_tol=tolerance, abs_tol=1e-12)}, ()
+
+
+def _timed(hands: Hands, work: Callable[[], Any]) -> float:
+    hands.synchronize()
+    began = time.perf_counter()
+    work()
+    hands.synchronize()
+    return time.perf_counter() - began
+
+
+def _needed_bytes(engine: Any, ranks: Ranks) -> int:
+    """On this node's disk, with a margin for what else a checkpoint holds.
+
+    The weights as they are, and of each that is trained Adam's fp32 copy and two moments, 12 bytes, of which every
+    rank writes its share.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) / ranks.world_size
+    parameters = [(getattr(one, "ds_numel", one.numel()), one) for one in engine.module.parameters()]
+    each = (count * (one.element_size() + 12 * here * one.requires_grad) for count, one in parameters)
+    return int(_MARGIN * sum(each))
+
+
+def _leads_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _dtype(engine: Any) -> Any:
+    return next(one.dtype for one in engine.module.parameters() if one.is_floating_point())
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files below it."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

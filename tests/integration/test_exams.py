@@ -1,0 +1,135 @@
+"""What a trial does besides training, on real CPU ranks: the worst case, and losses that two configs share."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from autods.cluster.runner import RayRunner
+from autods.values import Exam, Examined, Fit, Knobs, Outcome, OutOfMemory, Scalar, Steps, Trial
+
+TOLERANCE = 1e-5  # relative, fp32: measured up to 3e-7 between configs that cut and shard the same training
+# A loss in bf16 has 8 bits: what is honest could not be told from what is not. Small buckets: 1 GiB is the budget.
+BUCKETS = {f"zero_optimization.{name}_bucket_size": 1_000_000 for name in ("reduce", "allgather")}
+FP32 = {"bf16.enabled": False, **BUCKETS}
+FIVE = Steps(warmup=1, timed=4, most_timed=4)
+
+
+def outcome_of(runner: RayRunner, rung: str, exam: Exam | None, steps: Steps = FIVE, **knobs: object) -> Outcome:
+    asked = Knobs(checkpointing=False, **knobs)  # type: ignore[arg-type]
+    trial = Trial(rung=rung, knobs=asked, purpose="certify", native_optimizer=False, exam=exam, steps=steps)
+    return runner.run(trial, id=1).outcome
+
+
+def worst_case(runner: RayRunner, rung: str, **knobs: object) -> Examined:
+    outcome = outcome_of(runner, rung, "worst_case", Steps(), **knobs)
+    assert isinstance(outcome, Fit), outcome
+    assert outcome.examined is not None
+    return outcome.examined
+
+
+@pytest.mark.parametrize(("rung", "gathered"), [("ddp", None), ("zero2", None), ("zero3", True)])
+def test_a_tiny_model_passes_the_worst_case(runners, rung, gathered):
+    examined = worst_case(runners(), rung)
+    assert examined.draws == 16
+    assert examined.batch_shape == (1, 16)
+    assert examined.evaluated
+    assert examined.restored
+    assert examined.gathered is gathered
+    assert examined.checkpoint_bytes > 577 * 12
+    assert examined.left_out == ()
+
+
+def test_only_training_steps_are_timed_and_have_a_loss(runners):
+    outcome = outcome_of(runners(), "zero1", "worst_case", Steps(warmup=1, timed=2, most_timed=2))
+    assert isinstance(outcome, Fit), outcome
+    assert len(outcome.step_s) == 2
+    assert len(outcome.losses) == 3
+
+
+def test_the_longest_batch_is_the_workloads_own(runners):
+    examined = worst_case(runners("lengths.py"), "ddp")
+    assert examined.draws == 0
+    assert examined.batch_shape == (1, 65536)
+
+
+def test_a_longest_batch_that_does_not_fit_runs_out_in_forward_though_training_fits(runners):
+    runner = runners("lengths.py")
+    assert isinstance(outcome_of(runner, "ddp", None, Steps(), micro_batch=32), Fit)
+    ran_out = outcome_of(runner, "ddp", "worst_case", Steps(), micro_batch=32)
+    assert isinstance(ran_out, OutOfMemory), ran_out
+    assert (ran_out.tier, ran_out.phase) == ("device", "forward")
+
+
+def test_an_evaluation_that_does_not_fit_is_a_failure_of_the_trial(runners):
+    ran_out = outcome_of(runners("lengths.py"), "ddp", "worst_case", Steps(), micro_batch=2)
+    assert isinstance(ran_out, OutOfMemory), ran_out
+    assert (ran_out.tier, ran_out.phase) == ("device", "evaluate")
+
+
+@pytest.fixture
+def small_disk(runners):
+    """The trials' folders on a file system of 4 MiB."""
+    runner = runners("lengths.py")
+    logs = runner.settings.out / "logs"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(logs)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    yield runner
+    subprocess.run(["umount", "--lazy", str(logs)], check=True)
+
+
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_left_out_with_the_bytes(small_disk):
+    examined = worst_case(small_disk, "ddp")
+    assert examined.evaluated
+    assert examined.checkpoint_bytes is None
+    assert examined.save_s is None
+    assert examined.restored is None
+    (reason,) = examined.left_out
+    assert "about 7.8 MiB of disk are needed and 4.0 MiB are free" in reason
+
+
+def losses(
+    runner: RayRunner, rung: str, *, settings: Mapping[str, Scalar] = FP32, **knobs: object
+) -> tuple[float, ...]:
+    outcome = outcome_of(runner, rung, "parity", settings=settings, **knobs)
+    assert isinstance(outcome, Fit), outcome
+    assert len(outcome.losses) == 5
+    return outcome.losses
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference of a step's loss."""
+    return max(abs(mine - theirs) / theirs for mine, theirs in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain(runners) -> tuple[float, ...]:
+    """The losses of plain data parallelism, all samples of a rank in one micro batch."""
+    return losses(runners("lengths.py"), "ddp", micro_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("rung", "micro_batch", "accumulation"), [("ddp", 4, 1), ("zero1", 1, 4), ("zero3", 4, 1), ("zero3", 2, 2)]
+)
+def test_the_same_training_has_the_same_losses_however_it_is_cut_and_sharded(
+    runners, plain, rung, micro_batch, accumulation
+):
+    found = losses(runners("lengths.py"), rung, micro_batch=micro_batch, accumulation=accumulation)
+    assert apart(found, plain) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"optimizer.type": "AdamW", "optimizer.params.lr": 1.1e-4},
+        {"scheduler.type": "WarmupLR", "scheduler.params.warmup_num_steps": 10},
+    ],
+    ids=["another learning rate", "a warm-up"],
+)
+def test_a_knob_that_changes_the_training_changes_the_losses(runners, plain, broken):
+    found = losses(runners("lengths.py"), "zero1", micro_batch=4, settings={**FP32, **broken})
+    assert found[0] == pytest.approx(plain[0], rel=TOLERANCE)
+    assert apart(found, plain) > 10 * TOLERANCE

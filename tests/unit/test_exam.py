@@ -1,0 +1,127 @@
+"""What a worst-case exam does with an engine; a made-up one that keeps its weight in a file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autods.trial.exam import Hands, examine, gathering
+from autods.trial.longest import Longest
+from autods.trial.rendezvous import Ranks
+
+ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
+LONGEST = Longest(batch=(), shape=(4, 128), draws=16)
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+
+
+class Engine:
+    """One weight; a step adds 1 to it and it is also the loss."""
+
+    def __init__(self, *, forgets: bool = False, loses: bool = False, sharded: bool = False, gathers: bool = True):
+        self.module = torch.nn.Linear(1, 1, bias=False)
+        self.module.weight.data.fill_(3.0)
+        self.forgets, self.loses, self.sharded, self.gathers = forgets, loses, sharded, gathers
+
+    def save_checkpoint(self, folder: str, tag: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / tag).write_text(str(self.weight))
+
+    def load_checkpoint(self, folder: str, tag: str) -> tuple[Any, Any]:
+        if self.loses:
+            return None, None
+        if not self.forgets:
+            self.module.weight.data.fill_(float((Path(folder) / tag).read_text()))
+        return folder, {}
+
+    def save_16bit_model(self, folder: str, name: str) -> bool:
+        (Path(folder) / name).write_bytes(b"weights")
+        return True
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.sharded
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.gathers
+
+    @property
+    def weight(self) -> float:
+        return float(self.module.weight.detach())
+
+    def step(self, index: int) -> None:
+        self.module.weight.data.add_(1.0)
+
+
+def pass_exam(engine: Engine, folder: Path, *, no_loss: bool = False) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+    seen: list[tuple[str, int]] = []
+
+    def step(index: int) -> None:
+        seen.append(("step", index))
+        engine.step(index)
+
+    hands = Hands(
+        step=step,
+        evaluate=lambda: None if no_loss else engine.weight,
+        observe=lambda phase, index: seen.append((phase, index)),
+        synchronize=lambda: None,
+    )
+    return examine(engine, hands, ALONE, longest=LONGEST, folder=folder / "checkpoint", index=2), seen
+
+
+def test_a_step_follows_the_evaluation_with_the_save_and_another_the_load(tmp_path: Path) -> None:
+    _, seen = pass_exam(Engine(), tmp_path)
+    assert seen == [("evaluate", 2), ("save", 2), ("step", 2), ("load", 3), ("evaluate", 3), ("step", 3)]
+
+
+def test_what_was_saved_is_measured_and_removed(tmp_path: Path) -> None:
+    examined, _ = pass_exam(Engine(), tmp_path)
+    assert examined["checkpoint_bytes"] == len("3.0")
+    assert examined["save_s"] > 0
+    assert examined["load_s"] > 0
+    assert examined["restored"] is True
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_that_brings_nothing_back_is_seen(tmp_path: Path) -> None:
+    assert pass_exam(Engine(forgets=True), tmp_path)[0]["restored"] is False
+
+
+def test_a_checkpoint_that_cannot_be_found_again_is_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="found nothing to load"):
+        pass_exam(Engine(loses=True), tmp_path)
+
+
+def test_weights_in_parts_are_gathered(tmp_path: Path) -> None:
+    examined, _ = pass_exam(Engine(sharded=True), tmp_path)
+    assert examined["gathered"] is True
+    assert examined["left_out"] == ()
+
+
+def test_gathering_that_the_config_turns_off_is_said(tmp_path: Path) -> None:
+    examined, _ = pass_exam(Engine(sharded=True, gathers=False), tmp_path)
+    assert examined["gathered"] is None
+    assert GATHER in examined["left_out"][0]
+
+
+def test_a_full_disk_leaves_the_checkpoint_out_with_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    examined, seen = pass_exam(Engine(), tmp_path)
+    assert examined["checkpoint_bytes"] is None
+    assert "17 B of disk are needed and 10 B are free" in examined["left_out"][0]
+    assert seen[-1] == ("step", 2)
+
+
+def test_a_model_without_a_loss_in_evaluation_is_said(tmp_path: Path) -> None:
+    examined, _ = pass_exam(Engine(), tmp_path, no_loss=True)
+    assert examined["restored"] is None
+    assert "no finite loss" in examined["left_out"][0]
+
+
+def test_the_users_word_on_gathering_is_kept() -> None:
+    assert gathering({})["zero_optimization"] == {GATHER: True}
+    said = {"zero_optimization": {"stage": 3, GATHER: False}}
+    assert gathering(said) == said

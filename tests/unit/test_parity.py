@@ -1,0 +1,121 @@
+"""Two configs get the same samples, and what makes their losses incomparable is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from autods.trial.parity import Incomparable, Listening, check_steady, mean_of, share_of, without_dropout
+from autods.trial.rendezvous import Ranks
+from autods.workload import Workload
+
+ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
+
+
+def workload(build_batch: Callable[[int], Any]) -> Workload:
+    return Workload(build_model=torch.nn.Module, build_batch=build_batch)
+
+
+def drawn(n: int) -> dict[str, Any]:
+    kinds = [random.random(), float(torch.rand(())), float(numpy.random.random())]
+    return {"x": torch.tensor([kinds] * n), "scale": torch.tensor(2.0), "name": "text"}
+
+
+def samples(*, world_size: int, micro_batch: int, accumulation: int, seed: int = 0) -> list[list[float]]:
+    """The rows of the global batch, over all ranks and micro batches."""
+    rows = []
+    for rank in range(world_size):
+        ranks = replace(ALONE, rank=rank, world_size=world_size)
+        share = share_of(workload(drawn), ranks, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
+        assert [len(batch["x"]) for batch in share] == [micro_batch] * accumulation
+        rows += [row for batch in share for row in batch["x"].tolist()]
+    return rows
+
+
+def test_the_global_batch_is_the_same_however_it_is_cut() -> None:
+    whole = samples(world_size=2, micro_batch=4, accumulation=1)
+    assert len({tuple(row) for row in whole}) == 8
+    assert samples(world_size=2, micro_batch=1, accumulation=4) == whole
+    assert samples(world_size=4, micro_batch=1, accumulation=2) == whole
+
+
+def test_another_seed_makes_other_samples() -> None:
+    first, second = (samples(world_size=1, micro_batch=4, accumulation=1, seed=seed) for seed in (0, 1))
+    assert not {tuple(row) for row in first} & {tuple(row) for row in second}
+
+
+def test_what_has_no_samples_is_kept_as_it_is() -> None:
+    (batch,) = share_of(workload(drawn), ALONE, micro_batch=2, accumulation=1, seed=0)
+    assert batch["scale"].shape == ()
+    assert batch["name"] == "text"
+
+
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(8, 1), (1, 8)])
+def test_samples_of_different_lengths_are_refused_alike_by_every_config(micro_batch: int, accumulation: int) -> None:
+    lengths = workload(lambda n: (torch.zeros(n, random.randint(1, 100)),))
+    with pytest.raises(Incomparable, match="differ in shape"):
+        share_of(lengths, ALONE, micro_batch=micro_batch, accumulation=accumulation, seed=0)
+
+
+def test_samples_from_a_generator_of_their_own_are_refused() -> None:
+    own = random.Random(0)
+    with pytest.raises(Incomparable, match="another sample under the same seed"):
+        share_of(workload(lambda n: (torch.full((n,), own.random()),)), ALONE, micro_batch=1, accumulation=2, seed=0)
+
+
+def test_no_dropout_is_left_though_the_model_trains() -> None:
+    config = T5Config(
+        vocab_size=64,
+        d_model=16,
+        d_kv=4,
+        d_ff=32,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.5,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config).train()
+    without_dropout(model)
+    tokens = torch.arange(8).view(1, 8)
+    first, second = (model(input_ids=tokens, labels=tokens).loss for _ in range(2))
+    assert model.training
+    assert torch.equal(first, second)
+
+
+def test_attention_that_drops_by_a_rate_of_its_own_drops_no_more() -> None:
+    layer = torch.nn.MultiheadAttention(8, 2, dropout=0.5).train()
+    without_dropout(layer)
+    x = torch.ones(3, 1, 8)
+    assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_random_numbers_drawn_in_forward_are_noticed_and_those_before_it_are_not() -> None:
+    seen: list[tuple[str, int]] = []
+    listening = Listening(lambda phase, step: seen.append((phase, step)))
+    torch.rand(1)
+    listening("forward", 0)
+    listening("backward", 0)
+    torch.rand(1)
+    assert not listening.drew
+    listening("forward", 1)
+    torch.rand(1)
+    listening("backward", 1)
+    assert listening.drew
+    assert seen == [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1)]
+
+
+def test_only_random_numbers_that_change_the_loss_are_refused() -> None:
+    check_steady(True, lambda: 1.0 + 0 * float(torch.rand(())), ALONE)
+    with pytest.raises(Incomparable, match="draws random numbers"):
+        check_steady(True, lambda: 1.0 + float(torch.rand(())), ALONE)
+
+
+def test_the_loss_is_the_mean_of_all_micro_batches() -> None:
+    assert mean_of([1.0, 2.0, 6.0], ALONE) == 3.0

@@ -1,0 +1,53 @@
+"""How long a rank may be silent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autods.cluster.host_watch import HostWatch
+from autods.cluster.supervise import Live, Watch, _look
+from autods.trial.heartbeat import Beat, Heartbeats
+from autods.trial.spec import RankJob
+from autods.values import Phase, WorkloadSource
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    """Of a process that stands in for a rank."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True) as child:
+        yield child.pid
+        child.kill()
+
+
+def silent(phase: Phase, folder: Path, pid: int) -> Watch:
+    """A rank that said for ten seconds nothing more than that it is in this phase; the stall limit is one second."""
+    source = WorkloadSource(kind="file", path="/model.py", name="model", digest="")
+    job = RankJob(
+        job="train", source=source, device="cpu", folder=str(folder), scratch=str(folder), stall_s=1.0, init_s=60.0
+    )
+    board = Heartbeats.of(1)
+    board.beat(0, phase, 3)
+    long_ago = time.monotonic() - 10.0
+    live = Live(0, 0, pid, os.pidfd_open(pid), Beat(phase, 3, board.read(0).at_s), long_ago)
+    return Watch(job, board, {live.pidfd: live}, HostWatch.begin())
+
+
+@pytest.mark.parametrize("phase", ["save", "load"])
+def test_a_rank_that_writes_a_checkpoint_may_be_silent_for_long(tmp_path: Path, pid: int, phase: Phase) -> None:
+    watch = silent(phase, tmp_path, pid)
+    _look(watch, time.monotonic())
+    assert watch.killed_s is None
+
+
+@pytest.mark.parametrize("phase", ["forward", "evaluate"])
+def test_a_rank_that_computes_may_not(tmp_path: Path, pid: int, phase: Phase) -> None:
+    watch = silent(phase, tmp_path, pid)
+    _look(watch, time.monotonic())
+    assert watch.why_killed == "stuck"
