@@ -323,6 +323,13 @@ def test_what_is_told_to_the_study_is_the_objective(path: Path) -> None:
     assert [trial.value for trial in study_at(path).trials] == [7.0] * 3
 
 
+def test_whoever_opens_the_study_sees_what_became_of_each_proposal(path: Path) -> None:
+    run = Journaled(lambda trial: hill(trial) if trial == START else out_of_memory())
+    tuning(run, path, trials=1)
+    shown = [trial.user_attrs for trial in study_at(path).trials]
+    assert shown == [{"trial": 1, "outcome": "fits"}, {"trial": 2, "outcome": "out of device memory"}]
+
+
 def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
     start = ScriptedRunner(hill).run(replace(START, rung="ddp"))
     tuned = tune(
