@@ -15,7 +15,7 @@ from ..settings import TuneLimits
 from ..values import Record, Run, Scalar, Steps
 from .ask import fits_within, samples_per_second
 from .confirm import confirm
-from .enough import enough, patience
+from .enough import WAIT, enough
 from .finals import PRIOR_NOISE, Score
 from .foresight import BLIND, Foresight
 from .judge import Judge
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # optuna is imported where it is used: reading this module st
 
 Sampler = Callable[[int], "optuna.samplers.BaseSampler"]
 
-_MOST_LEADERS = 3  # are measured again
+_MOST_LEADERS = 2  # are measured again: of two the better is found more often, a third costs more than it brings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +122,8 @@ class _Search:
         for past in told_of(self.study):
             self._answer(past.params)  # from the journal: these were run
         while (told := len(scores := scores_of(self.study))) <= trials:
-            if enough(scores, stop_gain, len(self.space.dimensions)):
-                return f" until the last {patience(len(self.space.dimensions))} had gained less than {stop_gain:.0%}"
+            if enough(scores, stop_gain):
+                return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
             if not may_go_on():
                 return " until the budget was spent"
             # A new sampler each time, seeded by the position: no state but the study's has to survive a kill.
