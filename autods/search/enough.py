@@ -1,9 +1,9 @@
 """When a search has found enough: by what was told so far alone, so that a killed search stops where it would have.
 
-By tests/benchmarks/samplers.py (20 searches, noise 2 % and 5 %): of 16 trials a wait of 8 saves one and loses nothing, of
-24 it saves 4 to 8 and loses 1 to 2 %. Shorter waits lose 2 to 3 %, and 5 to 7 % when they count from the first trial on;
-a wait of 10 hardly ends anything. Optuna's RegretBoundEvaluator hardly does either, its EMMREvaluator ends as well as a
-wait does, for two more fits of the GP a trial: neither knows of the memory constraint.
+By tests/benchmarks/samplers.py, at a noise of 2 % and 5 %: of 16 trials a wait of 8 saves one and loses nothing, of 24
+it saves 4 to 8 and loses 1 to 2 %. Shorter waits lose 2 to 3 %, and 5 to 7 % when they count from the first trial on; a
+wait of 10 hardly ends anything. Neither does Optuna's RegretBoundEvaluator; its EMMREvaluator ends about as well as a
+wait does, for two more fits of the GP per trial. Neither knows of the memory constraint.
 """
 
 from __future__ import annotations
