@@ -17,7 +17,7 @@ from .space import Choice, Space
 if TYPE_CHECKING:  # optuna is imported where it is used: reading this module stays cheap
     import optuna
 
-FAILURE = "failure"  # the user attribute of a trial that failed of itself, not because a kill cut it short
+_FAILURE = "failure"  # the user attribute of a trial that failed of itself, not because a kill cut it short
 
 _STARTUP_TRIALS = 3  # the start, the usual settings and one at random; from then on the GP knows more than chance
 _LEAST_FOR_IMPORTANCE = 5
@@ -78,9 +78,17 @@ def _put_back(study: optuna.Study, space: Space) -> None:
             continue
         params = trial.system_attrs.get("fixed_params", trial.params)
         # Killed while it was being proposed, a trial lacks parameters: the next proposal will be the same one.
-        if FAILURE not in trial.user_attrs and params.keys() == space.dimensions.keys() and params not in waiting:
+        if _FAILURE not in trial.user_attrs and params.keys() == space.dimensions.keys() and params not in waiting:
             study.enqueue_trial(params)
         study.tell(trial.number, state=TrialState.FAIL)
+
+
+def tell_failed(study: optuna.Study, asked: optuna.Trial, why: str) -> None:
+    """The trial failed of itself: the sampler learns nothing of it, and it is not asked again."""
+    from optuna.trial import TrialState
+
+    asked.set_user_attr(_FAILURE, why)
+    study.tell(asked, state=TrialState.FAIL)
 
 
 def told_of(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
@@ -90,7 +98,7 @@ def told_of(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     return [
         trial
         for trial in study.get_trials(deepcopy=False)
-        if trial.state == TrialState.COMPLETE or (trial.state == TrialState.FAIL and FAILURE in trial.user_attrs)
+        if trial.state == TrialState.COMPLETE or (trial.state == TrialState.FAIL and _FAILURE in trial.user_attrs)
     ]
 
 

@@ -12,80 +12,35 @@ from typing import TYPE_CHECKING, Any
 from ..forecast.values import RungForecast
 from ..ladder import Rung
 from ..settings import TuneLimits
-from ..values import Failed, Fit, OutOfMemory, Record, Run, Scalar, Steps
+from ..values import Record, Run, Scalar, Steps
 from .ask import fits_within, samples_per_second
 from .confirm import confirm
-from .enough import enough, patience
+from .enough import WAIT, enough
 from .finals import PRIOR_NOISE, Score
-from .foresight import BLIND, Foresight, lacking_bytes
+from .foresight import BLIND, Foresight
+from .judge import Judge
 from .space import Space, space_of
-from .study import FAILURE, distributions, gp, importances_of, open_study, scores_of, told_of
+from .study import distributions, gp, importances_of, open_study, scores_of, told_of
 
 if TYPE_CHECKING:  # optuna is imported where it is used: reading this module stays cheap
     import optuna
 
 Sampler = Callable[[int], "optuna.samplers.BaseSampler"]
 
-_MOST_LEADERS = 3  # are measured again
-_LEAST_EXCESS = 0.01  # share of the limit by which an out-of-memory at least overshot, for want of a figure
+_MOST_LEADERS = 2  # are measured again: of two the better is found more often, a third costs more than it brings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """What tuning found: `best` is the start unless another was confirmed to be faster.
 
-    importances: key → share of the variation in samples/s, empty when there are too few trials to tell.
+    importances: key → share of the variation of the score, empty when there are too few trials to tell.
     """
 
     best: Record
     records: tuple[Record, ...]
     importances: Mapping[str, float]
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judge:
-    """How an outcome is told to the sampler."""
-
-    start: Record
-    limit_bytes: int
-    headroom: float
-    foresight: Foresight
-    score: Score
-
-    @property
-    def usable_bytes(self) -> float:
-        return self.limit_bytes * (1 - self.headroom)
-
-    def tell(self, study: optuna.Study, asked: optuna.Trial, answer: Record | RungForecast) -> None:
-        """The constraint is the share of the limit beyond the usable memory: ≤ 0 leaves the headroom."""
-        from optuna.trial import TrialState
-
-        if isinstance(answer, RungForecast):  # not run: it cannot fit
-            self._tell_full(study, asked, lacking_bytes(answer))
-            return
-        match answer.outcome:
-            case Fit() as fit:
-                margin = (fit.device_peak_bytes - self.usable_bytes) / self.limit_bytes
-                asked.set_constraint("device_margin", max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin)
-                study.tell(asked, self.score(answer))
-            case OutOfMemory() as out:
-                # What the last allocation lacked says little of what the trial lacks; its forecast says more.
-                forecast = self.foresight.forecast(answer.trial)
-                device = None if forecast is None else forecast.memory.get("device")
-                foreseen = 0 if device is None else device.peak_bytes - self.limit_bytes
-                self._tell_full(study, asked, max(out.missing_bytes or 0, foreseen))
-            case Failed() as failure:
-                asked.set_user_attr(FAILURE, failure.evidence[:200])
-                study.tell(asked, state=TrialState.FAIL)
-
-    def _tell_full(self, study: optuna.Study, asked: optuna.Trial, lacking_bytes: int) -> None:
-        excess = max(lacking_bytes / self.limit_bytes, _LEAST_EXCESS)
-        asked.set_constraint("device_margin", self.headroom + excess)
-        # Running out says nothing of speed. A speed of 0 would dig a hole into the GP's picture of samples/s and spoil
-        # the good points beside it; the start's speed neither attracts nor repels, and the constraint alone keeps the
-        # search away. (Told as failed, the GP would not see the point at all.)
-        study.tell(asked, self.score(self.start))
 
 
 def tune(
@@ -119,7 +74,7 @@ def tune(
     if not space.dimensions or limits.trials < 1:
         why = "no trials were granted for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
         return Tuned(best=start, records=(), importances={}, reason=why)
-    judge = _Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight, score=score)
+    judge = Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight, score=score)
     knobs = start.trial.knobs
     study = open_study(study_path, f"{rung.name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
     search = _Search(study=study, space=space, judge=judge, run=run, steps=steps, seed=seed, sampler=sampler)
@@ -154,7 +109,7 @@ class _Search:
 
     study: optuna.Study
     space: Space
-    judge: _Judge
+    judge: Judge
     run: Run
     steps: Steps
     seed: int
@@ -167,8 +122,8 @@ class _Search:
         for past in told_of(self.study):
             self._answer(past.params)  # from the journal: these were run
         while (told := len(scores := scores_of(self.study))) <= trials:
-            if enough(scores, stop_gain, len(self.space.dimensions)):
-                return f" until the last {patience(len(self.space.dimensions))} had gained less than {stop_gain:.0%}"
+            if enough(scores, stop_gain):
+                return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
             if not may_go_on():
                 return " until the budget was spent"
             # A new sampler each time, seeded by the position: no state but the study's has to survive a kill.

@@ -29,7 +29,7 @@ from optuna.trial import FrozenTrial
 from surfaces import HEADROOM, LIMIT, Surface, surface
 
 from autods.search.ask import fits_within, samples_per_second
-from autods.search.enough import enough
+from autods.search.enough import STARTUP, enough
 from autods.search.study import gp
 from autods.search.tune import tune
 from autods.settings import TuneLimits
@@ -54,7 +54,6 @@ class Searched:
     """
 
     sampler: str
-    dimensions: int
     noise: float
     found: tuple[float, ...]
     final: float
@@ -104,7 +103,6 @@ def search(sampler: str, number: int, noise: float, trials: int, optimum: float)
     answers = [start, *(record for record in tuned.records if record.trial.purpose == "tune")]
     return Searched(
         sampler=sampler,
-        dimensions=len(here.space.dimensions),
         noise=noise,
         found=tuple(share(here, best, optimum) for best in bests(answers, here, told)),
         final=share(here, tuned.best, optimum),
@@ -159,12 +157,13 @@ def by_evaluator(one: Searched, evaluator: Callable[[], BaseImprovementEvaluator
 
 @dataclass(frozen=True)
 class Patience:
-    """The last `wait` trials gained less than 1 %."""
+    """The last `wait` trials gained less than 1 %; counted from the `first` one on."""
 
     wait: int
+    first: int
 
     def __call__(self, one: Searched) -> int:
-        for count in range(self.wait + 1, len(one.told) + 1):
+        for count in range(self.first + self.wait, len(one.told) + 1):
             before = [value for value in one.told[: count - self.wait] if value is not None]
             if max(value for value in one.told[:count] if value is not None) < 1.01 * max(before):
                 return count
@@ -173,7 +172,7 @@ class Patience:
 
 def ours(one: Searched) -> int:
     counts = range(1, len(one.told) + 1)
-    return next((count for count in counts if enough(one.told[:count], 0.01, one.dimensions)), len(one.told))
+    return next((count for count in counts if enough(one.told[:count], 0.01)), len(one.told))
 
 
 def never(one: Searched) -> int:
@@ -195,7 +194,9 @@ def show_samplers(searched: Sequence[Searched], asked: argparse.Namespace) -> No
 
 def show_rules(searched: Sequence[Searched], asked: argparse.Namespace, each: Callable[..., list[int]]) -> None:
     rules: dict[str, Callable[[Searched], int]] = {"never": never, "autods": ours}
-    rules |= {f"patience {wait}": Patience(wait) for wait in (4, 6, 8, 10, 12)}
+    rules |= {
+        f"patience {wait} from {first}": Patience(wait, first) for first in (1, STARTUP) for wait in (4, 6, 8, 10)
+    }
     if asked.evaluators:
         rules |= {"RegretBoundEvaluator": by_regret, "EMMREvaluator": by_mean_regret}
     print(f"\n{'rule':22} noise  trials  found   lost")
