@@ -17,7 +17,7 @@ from ...trial.survey import facts_of
 from ...values import Phase
 from ...workload import Workload
 from ..values import Ask, ForecastPhase
-from . import collectives, large_worlds, layered, states
+from . import collectives, large_worlds, layered, refusals, states
 from .ledger import DEVICE, PINNED, Ledger
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
@@ -115,7 +115,13 @@ class Engine:
             self._stage.ledger.restart()  # as if no more had been built
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         states.watch_gradients(self._stage.ledger, rank.model)
-        self._engine = initialize(workload, rank.model, self._config)
+        with refusals.of_the_optimizer(self._config):
+            self._engine = initialize(workload, rank.model, self._config)
+        if "Muon" in type(self._engine.basic_optimizer).__name__:
+            self._stage.ledger.assume(
+                "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
+                " temporaries in the step are mostly fewer"
+            )
         self._rank = None
         return batch
 

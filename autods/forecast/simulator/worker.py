@@ -212,8 +212,9 @@ def _ends_with(own: socket.socket) -> Iterator[None]:
 def _told(error: BaseException, user_file: str) -> dict[str, Any]:
     """An exception as kind, what, where, mend."""
     from .library import NoLibrary
+    from .refusals import Refused
 
-    if isinstance(error, NoLibrary):
+    if isinstance(error, (NoLibrary, Refused)):
         return {"kind": error.kind, "what": error.what, "where": None, "mend": error.mend}
     from ...trial.rank import describe
 
