@@ -78,7 +78,7 @@ def main() -> int:
     options = _options()
     done = _rows_of(options.out) if options.out else {}
     cases = [case for case in _grid(options) if _key(case) not in done]
-    rows = [row for row in done.values()]
+    rows = list(done.values())
     began, stopped = time.monotonic(), False
     try:
         for row in compared(cases):
@@ -282,7 +282,7 @@ def _rows_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     said = {"versions": versions(), "bar": BAR}
-    head = json.dumps(said, indent=1).rstrip("}\n")
+    head = json.dumps(said, indent=1).removesuffix("\n}")
     temporary = path.with_suffix(".tmp")
     temporary.write_text(head + ',\n "rows": [\n  ' + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]\n}\n")
     temporary.replace(path)

@@ -30,7 +30,13 @@ def install(ledger: Ledger) -> None:
 
         # Models take other branches when they are traced: an explicit mask, and so another kernel of attention.
         import_utils.is_fake_tensor = lambda tensor: False
+    with contextlib.suppress(ImportError):
+        from transformers import masking_utils
+
+        masking_utils.fast_all = lambda tensor: tensor.all()  # else a sum is read, and nobody knows of what
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    if not ledger.one_memory:
+        torch._C._cuda_getCurrentRawStream = lambda index: 0  # bitsandbytes imports it
     _count_as_plain()
     _compile_nothing(ledger)
 

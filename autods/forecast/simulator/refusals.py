@@ -22,7 +22,7 @@ def unsupported(what: str, mend: str | None = None) -> Refused:
 
 @contextlib.contextmanager
 def of_the_optimizer(config: Mapping[str, Any]) -> Iterator[None]:
-    """What `deepspeed.initialize` says of an optimizer, in the words of its config."""
+    """What `deepspeed.initialize` or a step says of an optimizer, in the words of its config."""
     try:
         yield
     except Exception as error:
@@ -33,7 +33,13 @@ def of_the_optimizer(config: Mapping[str, Any]) -> Iterator[None]:
             raise Refused(
                 "engine",
                 f"DeepSpeed has not tested ZeRO with {whose}, and refuses it",
-                'add "zero_allow_untested_optimizer": true to the DeepSpeed config, or use Adam, AdamW, Adagrad or Lion',
+                'add "zero_allow_untested_optimizer": true to the config, or use Adam, AdamW, Adagrad or Lion',
+            ) from error
+        if "cget_managed_ptr" in said:
+            raise unsupported(
+                f"{whose} is a paged one of bitsandbytes: its states move between the GPU and the host, which is not"
+                " simulated",
+                "use the optimizer of the same name without Paged, or measure by a trial (autods fit)",
             ) from error
         if isinstance(error, ValueError) and "had not been implemented on CPU backend" in said:
             raise Refused(
