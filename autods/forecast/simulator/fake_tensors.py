@@ -36,7 +36,7 @@ def install(ledger: Ledger) -> None:
         masking_utils.fast_all = lambda tensor: tensor.all()  # else a sum is read, and nobody knows of what
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     if not ledger.one_memory:
-        torch._C._cuda_getCurrentRawStream = lambda index: 0  # bitsandbytes imports it
+        torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes imports it
     _count_as_plain()
     _compile_nothing(ledger)
 
