@@ -54,6 +54,42 @@ _CLASSES = {
 _SEQUENCE = 32
 
 
+# Named in the config: DeepSpeed builds them.
+_BY_CONFIG: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw-foreach": {"type": "AdamW", "params": {"torch_adam": True, "foreach": True}},
+    "fused-adam": {"type": "AdamW", "params": {}},
+    "sgd": {"type": "SGD", "params": {"momentum": 0.9}},
+    "adagrad": {"type": "Adagrad", "params": {}},
+    "lion": {"type": "Lion", "params": {}},
+    "lamb": {"type": "Lamb", "params": {}},
+    "muon": {"type": "Muon", "params": {}},
+    "adafactor": {"type": "Adafactor", "params": {}},
+    "rmsprop": {"type": "RMSprop", "params": {}},
+}
+# The workload's own, as it would write them in build_optimizer.
+_OWN = {
+    "own-sgd": "torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)",
+    "own-adamw": "torch.optim.AdamW(parameters, lr=1e-3)",
+    "own-adamw-foreach": "torch.optim.AdamW(parameters, lr=1e-3, foreach=True)",
+    "own-adamw-fused": "torch.optim.AdamW(parameters, lr=1e-3, fused=True)",
+    "own-sgd-fused": "torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True)",
+    "own-adafactor": "torch.optim.Adafactor(parameters, lr=1e-3)",
+    "own-transformers-adafactor": "transformers.Adafactor(parameters, lr=1e-3, relative_step=False)",
+    "own-adam8bit": "bitsandbytes.optim.Adam8bit(parameters, lr=1e-3)",
+}
+OPTIMIZERS = (*_BY_CONFIG, *_OWN)
+
+
+def own_optimizer(name: str, parameters: Any) -> Any:
+    """What a workload's build_optimizer returns."""
+    import importlib
+
+    written = _OWN[name]
+    module = written.partition(".")[0]
+    return eval(written, {module: importlib.import_module(module), "parameters": parameters})
+
+
 def model(architecture: str, *, plain: bool) -> Any:
     """Random weights. plain: without dropout and with eager attention, so that CPU and CUDA run the same operators."""
     import transformers
@@ -66,40 +102,61 @@ def model(architecture: str, *, plain: bool) -> Any:
     return kind(built)
 
 
-def batch(micro_batch: int) -> dict[str, Any]:
-    """Token ids and labels."""
+def batch(micro_batch: int, *, padded: bool | None = None) -> dict[str, Any]:
+    """Token ids and labels. padded: with an attention mask, of ones or with zeros in it; None: without one."""
     import torch
 
     tokens = torch.zeros(micro_batch, _SEQUENCE, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
+    if padded is None:
+        return {"input_ids": tokens, "labels": tokens}
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[0, -_SEQUENCE // 4 :] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def workload_file(architecture: str, folder: Path, *, plain: bool) -> Path:
+def workload_file(
+    architecture: str, folder: Path, *, plain: bool, optimizer: str = "adamw", padded: bool | None = None
+) -> Path:
     """A model.py of that architecture."""
     path = folder / f"{architecture}{'_plain' if plain else ''}.py"
+    own = f"def build_optimizer(parameters):\n    return golden_cases.own_optimizer({optimizer!r}, parameters)\n"
     path.write_text(
         "import golden_cases\n"
         f"def build_model():\n    return golden_cases.model({architecture!r}, plain={plain})\n"
-        "def build_batch(micro_batch):\n    return golden_cases.batch(micro_batch)\n"
+        f"def build_batch(micro_batch):\n    return golden_cases.batch(micro_batch, padded={padded})\n"
+        + (own if optimizer in _OWN else "")
     )
     return path
 
 
 def config_of(
-    rung: str, *, accumulation: int, pinned: bool = True, precision: str = "bf16", world: int = WORLD
+    rung: str,
+    *,
+    accumulation: int,
+    pinned: bool = True,
+    precision: str = "bf16",
+    world: int = WORLD,
+    optimizer: str = "adamw",
 ) -> dict[str, Any]:
     """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op.
 
-    pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy.
+    pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy. optimizer: one of OPTIMIZERS.
     """
     found = all_rungs()[rung]
-    small = {
+    small: dict[str, Any] = {
         "reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000, "sub_group_size": 300_000,
         "stage3_param_persistence_threshold": 500, "stage3_max_live_parameters": 200_000,
         "stage3_max_reuse_distance": 200_000,
     }  # fmt: skip
     base: dict[str, Any] = {precision: {"enabled": True}} if precision != "fp32" else {}
     base |= {"steps_per_print": 10**9, "zero_optimization": small}
+    if optimizer != "adamw":
+        base |= {"zero_allow_untested_optimizer": True}
+        if optimizer == "muon":
+            small["reduce_scatter"] = False  # stage 3 refuses Muon with it
+        if named := _BY_CONFIG.get(optimizer):
+            base["optimizer"] = {"type": named["type"], "params": {"lr": 1e-3, **named["params"]}}
     sized: dict[str, Scalar] = {}
     for part in ("offload_param", "offload_optimizer"):
         if not pinned and part in found.ds_config["zero_optimization"]:
@@ -108,50 +165,94 @@ def config_of(
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
         found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
-        own_optimizer=False, native_optimizer=False, nvme_path=Path("/nvme"),
+        own_optimizer=optimizer in _OWN, native_optimizer=optimizer == "fused-adam", nvme_path=Path("/nvme"),
     )  # fmt: skip
 
 
 def really_allocated(
-    architecture: str, config: Mapping[str, Any], *, checkpointing: bool, plain: bool, micro_batch: int = 2
+    architecture: str,
+    config: Mapping[str, Any],
+    *,
+    checkpointing: bool,
+    plain: bool,
+    micro_batch: int = 2,
+    optimizer: str = "adamw",
+    padded: bool | None = None,
 ) -> dict[str, int]:
     """Phase → peak bytes of real CPU tensors, init and two steps. In a forked process: call it from one with DeepSpeed
-    imported for the CPU."""
+    imported for the CPU."""  # fmt: skip
+    from autods.workload import Workload
+
+    workload = Workload(
+        build_model=lambda: model(architecture, plain=plain),
+        build_batch=lambda size: batch(size, padded=padded),
+        build_optimizer=(lambda parameters: own_optimizer(optimizer, parameters)) if optimizer in _OWN else None,
+    )
     ours, theirs = os.pipe()
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
+        os.close(ours)
         try:
-            said = _run(architecture, config, checkpointing, plain, micro_batch)
-        except BaseException:
-            said = {"error": traceback.format_exc()}
+            if plain and "offload_optimizer" not in config["zero_optimization"]:
+                _choose_as_on_cuda()
+            said = _run(workload, config, checkpointing, micro_batch, plain)
+        except BaseException as error:
+            said = {"error": traceback.format_exc(), "what": f"{type(error).__name__}: {error}"}
         with os.fdopen(theirs, "w") as out:
             json.dump(said, out)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as lines:
         said = json.load(lines)
-    os.wait()
+    os.waitpid(pid, 0)
     if "error" in said:
-        raise RuntimeError(said["error"])
+        raise Refused(said["what"], said["error"])
     return said
 
 
+def _choose_as_on_cuda() -> None:
+    """torch's optimizers take their foreach form where there are kernels for it: the default on a GPU only."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        module._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+
+
+def _compute_as_on_cuda() -> None:
+    """DeepSpeed has FusedLion and FusedLamb for GPUs only; their Python is the same everywhere. Muon works in fp16."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.ops.op_builder.cpu import NotImplementedBuilder
+
+    NotImplementedBuilder.load = OpBuilder.load
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+class Refused(RuntimeError):
+    """The real engine raised: its exception in a line, and the traceback."""
+
+
 def _run(
-    architecture: str, config: Mapping[str, Any], checkpointing: bool, plain: bool, micro_batch: int
+    workload: Any, config: Mapping[str, Any], checkpointing: bool, micro_batch: int, plain: bool
 ) -> dict[str, int]:
     import tempfile
+
+    import torch
 
     from autods.forecast.simulator import collectives, kernels
     from autods.forecast.simulator.engine import in_scratch
     from autods.forecast.simulator.ledger import Ledger
     from autods.trial.act import build, initialize, optimizer_step
     from autods.trial.batch import place
-    from autods.workload import Workload
 
-    workload = Workload(build_model=lambda: model(architecture, plain=plain), build_batch=batch)
     with tempfile.TemporaryDirectory() as scratch, _counted() as (phase, peaks):
         os.chdir(scratch)
         config = in_scratch(config, scratch)
+        torch.compiler.set_stance("force_eager")  # Muon's update
         kernels.install(Ledger(one_memory=True))  # swap files and Adam: nothing of them allocates
+        if plain:
+            _compute_as_on_cuda()
         collectives.agree_with_everybody()
         collectives.join(WORLD, WORLD)
         phase("init")

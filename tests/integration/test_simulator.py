@@ -256,7 +256,81 @@ def test_a_shortened_model_allocates_as_one_with_fewer_layers(architecture: str,
             assert live[rung, 6][phase]["device"] == pytest.approx(live[rung, 4][phase]["device"], rel=0.005), phase
 
 
-def test_on_cpu_ranks_all_tensors_are_the_memory_of_the_process(llama: Simulator) -> None:
-    (said,) = llama.simulate(ask("zero2-offload", device="cpu"), (1,))
-    assert said.live_bytes["step"]["pinned"] == said.live_bytes["step"]["host"] == 0
-    assert {phase: tiers["device"] for phase, tiers in said.live_bytes.items()} == said.summed_peak_bytes
+def with_optimizer(name: str, rung: str = "zero1", **params: object) -> Ask:
+    """One engine with that optimizer of `golden_cases`."""
+    config = golden.config_of(rung, accumulation=1, optimizer=name)
+    if params:
+        config["optimizer"]["params"] |= params
+    return ask(rung, ds_config=config)
+
+
+def test_the_optimizer_of_the_config_decides_the_states(llama: Simulator) -> None:
+    found = {}
+    for name in ("adamw", "sgd", "adagrad", "lion", "lamb"):
+        (said,) = llama.simulate(with_optimizer(name), (1,))
+        found[name] = said.live_bytes["forward"]["device"]
+        state = 4 * said.optimizer_elements
+    spared = {name: round((found["adamw"] - held) / state, 1) for name, held in found.items()}
+    # In tensors like this rank's share. Adagrad makes its state with the optimizer, before ZeRO has cut the parameters:
+    # DeepSpeed makes another one, and keeps the first, which is 2 bytes a parameter of all eight shares.
+    assert spared == {"adamw": 0, "sgd": 1, "adagrad": 1 - 4, "lion": 1, "lamb": 0}
+
+
+def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: Simulator) -> None:
+    parameters = llama.facts().parameters
+    step = {}
+    for foreach in (None, True, False):
+        config = golden.config_of("ddp", accumulation=1, precision="fp32")
+        config["optimizer"]["params"]["foreach"] = foreach
+        (said,) = llama.simulate(ask("ddp", ds_config=config), (1,))
+        step[foreach] = said.live_bytes["step"]["device"]
+    assert step[None] == step[True]
+    assert step[True] - step[False] > 2 * parameters  # one temporary for all of them, not for one at a time
+
+
+def test_muons_compiled_update_is_simulated_as_written_and_said(llama: Simulator) -> None:
+    (said,) = llama.simulate(with_optimizer("muon"), (1,))
+    assert any("Muon" in sentence for sentence in said.assumed)
+
+
+def test_an_optimizer_that_zero_has_not_tested_is_refused_with_the_key_that_allows_it(llama: Simulator) -> None:
+    refused = with_optimizer("sgd")
+    config = {key: value for key, value in refused.ds_config.items() if key != "zero_allow_untested_optimizer"}
+    with pytest.raises(SimulationFailed, match=r'optimizer SGD.*\n.*"zero_allow_untested_optimizer": true') as failed:
+        llama.simulate(replace(refused, ds_config=config), (1,))
+    assert failed.value.kind == "engine"
+
+
+def test_a_compiled_function_whose_memory_nobody_knows_is_refused(llama: Simulator) -> None:
+    config = golden.config_of("zero3", accumulation=1)
+    config["zero_optimization"]["zero_quantized_weights"] = True
+    with pytest.raises(SimulationFailed, match=r"compiled function quantizer\..* is not simulated") as failed:
+        llama.simulate(ask("zero3", ds_config=config), (1,))
+    assert failed.value.kind == "unsupported"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+    """Llama with torch's Adafactor and an attention mask, which holds padding where the micro batch is even."""
+    path = golden.workload_file("llama", tmp_path_factory.mktemp("own"), plain=False, optimizer="own-adafactor")
+    text = path.read_text().replace("padded=None", "padded=micro_batch % 2 == 0")
+    path.write_text(text)
+    with Simulator(source_of(path)) as simulator:
+        yield simulator
+
+
+def test_the_users_own_optimizer_holds_what_it_makes(llama: Simulator, own: Simulator) -> None:
+    """Adafactor keeps a row and a column of each matrix; ZeRO's flat partitions have none, and it keeps them whole."""
+    for rung, spared in (("ddp", 2), ("zero1", 1)):
+        (adamw,) = llama.simulate(ask(rung), (1,))
+        (adafactor,) = own.simulate(with_optimizer("own-adafactor", rung), (1,))
+        less = adamw.live_bytes["forward"]["device"] - adafactor.live_bytes["forward"]["device"]
+        assert round(less / (4 * adamw.optimizer_elements), 1) == spared
+
+
+def test_a_mask_with_padding_takes_its_memory_and_one_without_is_said(own: Simulator) -> None:
+    padded, *plain = own.simulate(with_optimizer("own-adafactor"), (4, 3, 5))
+    forward = [said.live_bytes["forward"]["device"] for said in plain]
+    assert padded.live_bytes["forward"]["device"] > sum(forward) / 2
+    assert padded.assumed == ()
+    assert all("attention_mask holds no padding" in said.assumed[0] for said in plain)

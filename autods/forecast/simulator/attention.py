@@ -1,6 +1,8 @@
 """scaled_dot_product_attention by the kernel that the device would take: for FakeTensor torch takes the math one.
 
-The math kernel keeps the whole matrix of scores, which the fused ones do not.
+The math kernel keeps the whole matrix of scores, which the fused ones do not. On a GPU the flash kernel takes no mask:
+with one it is the memory-efficient kernel, whose mask torch turns into a tensor of the query's type. Where torch
+prefers cuDNN's kernel, as newer versions do on some GPUs, it keeps the same tensors.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ def install(*, cpu: bool) -> None:
 def _on_cuda(
     query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
 ) -> Any:
-    if query.device.type != "cuda" or query.shape[-1] > _LARGEST_HEAD:
+    if query.device.type != "cuda":
         return None
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if half and mask is None:
+    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    if half and mask is None and size <= _LARGEST_HEAD:
         return _flash(query, key, value, dropout, causal, scale)
-    if not gqa and (half or query.dtype == torch.float32):
+    if not gqa and (half or query.dtype == torch.float32) and size % (8 if half else 4) == 0:
         return _efficient(query, key, value, mask, dropout, causal, scale)
     return None
 
@@ -70,9 +72,17 @@ def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale
 
 def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None) -> Any:
     if mask is not None:
-        mask = _as_bias(mask, query.dtype).expand(*query.shape[:-1], key.shape[-2])
+        mask = _aligned(_as_bias(mask, query.dtype)).expand(*query.shape[:-1], key.shape[-2])
     keep = any(one.requires_grad for one in (query, key, value))
     return _aten._scaled_dot_product_efficient_attention(query, key, value, mask, keep, dropout, causal, scale=scale)[0]
+
+
+def _aligned(mask: Any) -> Any:
+    """The kernel wants rows of the mask to begin at multiples of 8 elements: else torch pads a copy."""
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    length = mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
 
 
 def _as_bias(mask: Any, dtype: Any) -> Any:

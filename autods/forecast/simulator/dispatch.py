@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .collectives import collective, copied_by_gloo
 from .ledger import PINNED, Ledger
+from .masks import Masks
 from .recipes import Recipes
 
 _aten = torch.ops.aten
@@ -38,6 +39,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ledger: Ledger, mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
+        self.masks = Masks()  # of the current batch
         self._recipes = Recipes(mode, ledger)
         self._handlers: dict[Any, Handler] = {
             _aten._local_scalar_dense.default: self._scalar,
@@ -54,6 +56,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _handler_of(self, func: Any) -> Handler:
         if func.namespace == "c10d":
             return self._collective
+        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+            return self._in_place
         if func.namespace not in _BUILT_IN:
             return self._custom
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
@@ -108,10 +112,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _all(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Asked as "are all as usual?" (no padding, one sequence a row): yes is the value to take."""
-        out = self._remembered(func, args, kwargs)
-        out.autods_is_all = True
+        """Asked as "are all as usual?" (no padding, one sequence a row): yes, but for a mask that holds padding."""
+        out = self._plain(func, args, kwargs)  # another answer for each tensor
+        if self.masks.is_all(tuple(args[0].shape), self.ledger.assume):
+            out.autods_is_all = True
         return out
+
+    def _in_place(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A fused optimizer's step changes what it is given, and some have no fake implementation."""
 
     def _equal(self, func: Any, args: Any, kwargs: Any) -> bool:
         self._assume("two tensors are compared, and were taken to be equal")
@@ -181,8 +189,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assume(f"{place}: {what}")
 
 
-# What they read is no assumption about the model: gradient norms, overflow checks; whether there is padding at all.
-_QUIET = ("/deepspeed/", "/transformers/masking_utils.py")
+# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales; whether there
+# is padding is said by `masks`.
+_QUIET = (
+    "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
+    "/transformers/optimization.py", "/bitsandbytes/",
+)  # fmt: skip
 # Passed over on the way to the model's code.
 _OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
 

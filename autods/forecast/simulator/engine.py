@@ -17,7 +17,7 @@ from ...trial.survey import facts_of
 from ...values import Phase
 from ...workload import Workload
 from ..values import Ask, ForecastPhase
-from . import collectives, large_worlds, layered, states
+from . import collectives, large_worlds, layered, masks, refusals, states
 from .ledger import DEVICE, PINNED, Ledger
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
@@ -43,6 +43,10 @@ class Stage:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
         self._recorder = Recorder(self.ledger, self._fake)
+
+    def look_at_masks(self, workload: Workload, batch: Any) -> None:
+        """What the model is told when it asks whether there is padding."""
+        self._recorder.masks = masks.look(workload.build_batch, batch)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -93,9 +97,11 @@ class Engine:
                 gc.collect()
                 ledger.restart()
                 batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
+            self._stage.look_at_masks(self._workload, batch)
             batch = place(batch, self._engine)
-            for index in range(_FIRST_STEPS if first else 1):
-                optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._observe)
+            with refusals.of_the_optimizer(self._config):
+                for index in range(_FIRST_STEPS if first else 1):
+                    optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._observe)
             states.label(ledger, self._engine)
             elements = states.optimizer_elements(self._engine)
             del batch
@@ -115,7 +121,13 @@ class Engine:
             self._stage.ledger.restart()  # as if no more had been built
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         states.watch_gradients(self._stage.ledger, rank.model)
-        self._engine = initialize(workload, rank.model, self._config)
+        with refusals.of_the_optimizer(self._config):
+            self._engine = initialize(workload, rank.model, self._config)
+        if "Muon" in type(self._engine.basic_optimizer).__name__:
+            self._stage.ledger.assume(
+                "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
+                " temporaries in the step are mostly fewer"
+            )
         self._rank = None
         return batch
 

@@ -30,7 +30,40 @@ def install(ledger: Ledger) -> None:
 
         # Models take other branches when they are traced: an explicit mask, and so another kernel of attention.
         import_utils.is_fake_tensor = lambda tensor: False
+    with contextlib.suppress(ImportError):
+        from transformers import masking_utils
+
+        masking_utils.fast_all = lambda tensor: tensor.all()  # else a sum is read, and nobody knows of what
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    if not ledger.one_memory:
+        torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes imports it
+    _count_as_plain()
+    _compile_nothing(ledger)
+
+
+def _compile_nothing(ledger: Ledger) -> None:
+    """What torch.compile made runs as it is written: there is no GPU to compile for."""
+    torch.compiler.set_stance("force_eager")
+    own = torch.compile
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        ledger.assume(
+            "code under torch.compile was simulated as it is written: compiled, it keeps other activations and"
+            " temporaries, mostly fewer"
+        )
+        return own(*args, **kwargs)
+
+    torch.compile = noted
+
+
+def _count_as_plain() -> None:
+    """torch's optimizers and norms take their foreach form, the default on a GPU, for tensors of these types only."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if FakeTensor not in types:
+            types.append(FakeTensor)
 
 
 def _set_data(tensor: Any, value: Any) -> None:

@@ -1,4 +1,8 @@
-"""DeepSpeed's compiled ops as no-ops: none of them allocates on the device. Swap files are counted, never written."""
+"""DeepSpeed's compiled ops without their kernels. Swap files are counted, never written.
+
+The optimizers' kernels work in place: they are no-ops. A function that is not listed here might allocate or return
+something; nobody simulates it, and asking for it says so.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,14 @@ from typing import Any
 import torch
 
 from .ledger import Ledger
+from .refusals import unsupported
+
+_IN_PLACE = frozenset({
+    "multi_tensor_adam", "multi_tensor_lion",
+    *(f"{verb}_{name}" for name in ("adam", "adagrad", "lion") for verb in ("create", "destroy")),
+    *(f"{name}_update" for name in ("adam", "adagrad", "lion")), "adam_rollback",
+})  # fmt: skip
+_LAMB_NORMS = 512  # elements each of the two norms' partial sums, csrc/lamb/fused_lamb_cuda.cpp
 
 
 def install(ledger: Ledger) -> None:
@@ -25,16 +37,31 @@ def install(ledger: Ledger) -> None:
 
 
 class _Ops(types.ModuleType):
-    """Any function of a compiled op, doing nothing."""
+    """The functions of a compiled op, as far as their memory is known."""
 
     def __init__(self, name: str, handle: type) -> None:
         super().__init__(name)
-        self.aio_handle = self.gds_handle = handle
+        self.aio_handle = self.gds_handle = self.pin_handle = handle
+        self.lamb = _lamb
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: 0
+        if name in _IN_PLACE:
+            return lambda *args, **kwargs: 0
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise unsupported(f"DeepSpeed's compiled function {self.__name__}.{name} is not simulated")
+
+        return refuse
+
+
+def _lamb(parameter: Any, *args: Any) -> Any:
+    """FusedLamb's step on a tensor: it returns a coefficient, and sums up two norms by parts meanwhile."""
+    sums = [torch.empty(_LAMB_NORMS, dtype=parameter.dtype, device=parameter.device) for _ in range(2)]
+    coefficient = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+    del sums
+    return coefficient
 
 
 class _SwapFiles:

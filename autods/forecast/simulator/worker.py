@@ -196,8 +196,9 @@ def _answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[
 def _told(error: BaseException, user_file: str) -> dict[str, Any]:
     """An exception as kind, what, where, mend."""
     from .library import NoLibrary
+    from .refusals import Refused
 
-    if isinstance(error, NoLibrary):
+    if isinstance(error, (NoLibrary, Refused)):
         return {"kind": error.kind, "what": error.what, "where": None, "mend": error.mend}
     from ...trial.rank import describe
 
