@@ -6,9 +6,10 @@ python tests/benchmarks/autotuner.py [--size gpt2_4x256|gpt2_8x384] [--profiles 
 Both look for the fastest config of one script's model, in fp32: the autotuner knows no bf16, and fp16 means little on a
 CPU. The autotuner runs as documented: `deepspeed --autotuning tune --num_gpus 1 train.py …`, "fast" on (its default),
 "train_micro_batch_size_per_gpu": "auto". autods: `autods fit … --device cpu --gpus 1`. The time is that of the whole
-command; processor seconds are those of all its processes that ended, a busy machine changes them less. Then one plain
-loop that knows neither trains with all answers in turn (A B C A B C …): samples/s is the median of the turns. A config
-that was proven with recomputed activations is trained so, and once more without, to see what that costs.
+command; processor seconds are those of all its processes that were waited for, a busy machine changes them less. Then
+one plain loop that knows neither trains with all answers in turn (A B C A B C …): samples/s is the median of the turns,
+"faster" the median of the ratios of turns that follow each other, "by CPU" the same by samples a processor second. A
+config that was proven with recomputed activations is trained so, and once more without, to see what that costs.
 
 What DeepSpeed Autotuning 0.19.8 needs to run on CPU ranks, and what was done about it:
 - DS_ACCELERATOR=cpu, else it finds no GPU and stops (a machine with GPUs would tune those).
@@ -27,6 +28,10 @@ What DeepSpeed Autotuning 0.19.8 needs to run on CPU ranks, and what was done ab
   with `localhost slots=2` wants ssh. LOCAL_SIZE=2 in the environment, a variable of the launcher's own that is not
   documented for this, does start it; --local-size shows how far that goes.
 
+Its answer need not be its fastest experiment: after its last experiments (autotuner.py, run_tuning_micro_batch_sizes)
+it reads `metric_file` of the loop before, not of the experiment that just ran, so that they are all recorded with an
+older one's samples/s. The list of experiments shows what each really wrote.
+
 The bar: an answer 15 times sooner, not slower than its. Exit code 1 when the first profile misses it.
 """
 
@@ -39,6 +44,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -103,7 +109,8 @@ class Side:
 
     size: str
     answers: list[Answer] = field(default_factory=list)
-    turns: dict[str, list[float]] = field(default_factory=dict)
+    turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s
+    cpu_turns: dict[str, list[float]] = field(default_factory=dict)  # samples a processor second
     failed_turns: list[str] = field(default_factory=list)
     two_ranks: list[Answer] = field(default_factory=list)
 
@@ -111,6 +118,7 @@ class Side:
 def main() -> int:
     asked = arguments()
     check_requirements()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what runs is ended
     side = Side(size=asked.size)
     with tempfile.TemporaryDirectory(prefix="autods-autotuner-") as name:
         folder = Path(name)
@@ -261,7 +269,11 @@ def run(command: Sequence[str], *, cwd: Path, more: Mapping[str, str], limit_s: 
     before, began = spent_s(), time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err, start_new_session=True)
-        lines, code = followed(process, err, began, limit_s)
+        try:
+            lines, code = followed(process, err, began, limit_s)
+        except BaseException:  # Ctrl-C: it is in another session and would go on
+            end(process)
+            raise
         out.seek(0)
         said = out.read()
     return Ran(code=code, out=said, lines=lines, seconds=time.monotonic() - began, cpu_s=spent_s() - before)
@@ -338,20 +350,19 @@ def race(asked: argparse.Namespace, side: Side) -> None:
                     side.failed_turns.append(f"{turn['name']}: {turn['error']}")
                 else:
                     side.turns.setdefault(turn["name"], []).append(turn["samples_per_second"])
+                    side.cpu_turns.setdefault(turn["name"], []).append(turn["samples_per_cpu_second"])
                 print(f"turn: {line.strip()}", file=sys.stderr, flush=True)
 
 
 def summary(side: Side) -> list[dict[str, Any]]:
     """A row an answer: how much sooner than the autotuner, and how much faster in the same loop."""
     theirs = next(answer for answer in side.answers if answer.name == THEIRS)
-    reference = side.turns.get(THEIRS, [])
     rows = []
     for answer in side.answers:
         for name in (answer.name, f"{answer.name}, not recomputing"):
             if name != answer.name and name not in side.turns:
                 continue
             turns = side.turns.get(name, [])
-            pairs = [mine / its for mine, its in zip(turns, reference, strict=False)]
             rows.append(
                 {
                     "name": name,
@@ -363,10 +374,17 @@ def summary(side: Side) -> list[dict[str, Any]]:
                     "failed": sum(one.state != "ok" for one in answer.tried),
                     "config": config_of(answer),
                     "samples_per_second": statistics.median(turns) if turns else None,
-                    "faster": statistics.median(pairs) if pairs else None,
+                    "faster": ratio(turns, side.turns.get(THEIRS, [])),
+                    "faster_by_cpu": ratio(side.cpu_turns.get(name, []), side.cpu_turns.get(THEIRS, [])),
                 }
             )
     return rows
+
+
+def ratio(mine: Sequence[float], its: Sequence[float]) -> float | None:
+    """The median of the ratios of turns that ran one after the other."""
+    pairs = [one / other for one, other in zip(mine, its, strict=False)]
+    return statistics.median(pairs) if pairs else None
 
 
 def config_of(answer: Answer) -> str:
@@ -410,7 +428,7 @@ def text_of(answer: Answer) -> str:
 
 def shown(side: Side, rows: Sequence[Mapping[str, Any]]) -> str:
     table = Table(title=f"{side.size}, one CPU rank, fp32", box=None, title_justify="left", header_style="bold")
-    for name in ("", "s", "sooner", "CPU s", "less", "trials", "failed", "answer", "samples/s", "faster"):
+    for name in ("", "s", "sooner", "CPU s", "less", "trials", "failed", "answer", "samples/s", "faster", "by CPU"):
         table.add_column(name, justify="left" if name in ("", "answer") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -424,6 +442,7 @@ def shown(side: Side, rows: Sequence[Mapping[str, Any]]) -> str:
             row["config"],
             f"{row['samples_per_second']:.2f}" if row["samples_per_second"] else "",
             f"{row['faster']:.2f}×" if row["faster"] else "",
+            f"{row['faster_by_cpu']:.2f}×" if row["faster_by_cpu"] else "",
         )
     console = Console(width=None if sys.stdout.isatty() else 160)
     with console.capture() as captured:

@@ -4,7 +4,7 @@ python loop.py --model gpt2_4x256.py --turns 3 --seconds 6 < answers.json
 
 Standard input: [{"name": …, "ds_config": {…}, "checkpointing": false}, …]. Each turn runs in a process forked from this
 one, which has the imports done and has run no operator: nothing of an engine is left for the next. Prints one JSON line
-a turn: name, samples_per_second, steps, or error.
+a turn: name, samples_per_second, samples_per_cpu_second (which a busy machine changes less), steps, or error.
 """
 
 import argparse
@@ -71,12 +71,13 @@ def measured(asked: argparse.Namespace, answer: dict) -> dict:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=answer["ds_config"])
     for _ in range(2):
         step(engine, workload)
-    began, steps = time.perf_counter(), 0
+    began, used, steps = time.perf_counter(), time.process_time(), 0
     while steps < 2 or time.perf_counter() - began < asked.seconds:
         step(engine, workload)
         steps += 1
-    seconds = time.perf_counter() - began
-    return {"samples_per_second": engine.train_batch_size() * steps / seconds, "steps": steps}
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - used
+    samples = engine.train_batch_size() * steps
+    return {"samples_per_second": samples / seconds, "samples_per_cpu_second": samples / cpu_s, "steps": steps}
 
 
 def step(engine, workload) -> None:
