@@ -18,7 +18,8 @@ _NAME = "simulated GPU"
 
 # Of aten's operators that torch can take apart (CompositeImplicitAutograd), those for which a CUDA build has a kernel.
 _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
-_KERNELS = torch.library.Library("aten", "IMPL")  # what is registered goes when this goes
+# What is registered goes when this goes.
+_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 class Event:
@@ -105,7 +106,7 @@ def install(ledger: Ledger) -> None:
     torch.nn.functional.scaled_dot_product_attention = _unfused_attention(
         torch.nn.functional.scaled_dot_product_attention
     )
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         for name in _WHOLE_ON_CUDA:
             _register(name)
 
@@ -139,7 +140,7 @@ def _register(name: str) -> None:
         raise NotImplementedError(f"aten::{name} on the simulated GPU, outside FakeTensorMode")
 
     with contextlib.suppress(RuntimeError):  # another version of torch may lack the operator
-        _KERNELS.impl(name, kernel, "CUDA")
+        _KERNELS.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
 
 
 def _quiet() -> dict[str, Any]:

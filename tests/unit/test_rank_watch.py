@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autods.cluster.host_watch import HostWatch
-from autods.cluster.supervise import Live, Watch, _look
+from autods.cluster.rank_watch import Live, RankWatch
 from autods.trial.heartbeat import Beat, Heartbeats
 from autods.trial.spec import RankJob
 from autods.values import Phase, WorkloadSource
@@ -26,7 +26,7 @@ def pid() -> Iterator[int]:
         child.kill()
 
 
-def silent(phase: Phase, folder: Path, pid: int) -> Watch:
+def silent(phase: Phase, folder: Path, pid: int) -> RankWatch:
     """A rank that said for ten seconds nothing more than that it is in this phase; the stall limit is one second."""
     source = WorkloadSource(kind="file", path="/model.py", name="model", digest="")
     job = RankJob(
@@ -35,19 +35,19 @@ def silent(phase: Phase, folder: Path, pid: int) -> Watch:
     board = Heartbeats.of(1)
     board.beat(0, phase, 3)
     long_ago = time.monotonic() - 10.0
-    live = Live(0, 0, pid, os.pidfd_open(pid), Beat(phase, 3, board.read(0).at_s), long_ago)
-    return Watch(job, board, {live.pidfd: live}, HostWatch.begin())
+    live = Live(0, 0, pid, Beat(phase, 3, board.read(0).at_s), long_ago)
+    return RankWatch(job, board, {os.pidfd_open(pid): live}, HostWatch.begin())
 
 
 @pytest.mark.parametrize("phase", ["save", "load"])
 def test_a_rank_that_writes_a_checkpoint_may_be_silent_for_long(tmp_path: Path, pid: int, phase: Phase) -> None:
     watch = silent(phase, tmp_path, pid)
-    _look(watch, time.monotonic())
+    watch.look(time.monotonic())
     assert watch.killed_s is None
 
 
 @pytest.mark.parametrize("phase", ["forward", "evaluate"])
 def test_a_rank_that_computes_may_not(tmp_path: Path, pid: int, phase: Phase) -> None:
     watch = silent(phase, tmp_path, pid)
-    _look(watch, time.monotonic())
+    watch.look(time.monotonic())
     assert watch.why_killed == "stuck"
