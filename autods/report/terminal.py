@@ -50,9 +50,9 @@ def _question(report: Report) -> str:
 
 def _winner(report: Report) -> RenderableType:
     assert report.knobs is not None
-    head = Text.assemble(
-        (f"{report.rung}", "bold green"), (" fits, the first rung of the ladder that does", "bold"), _spent(report)
-    )
+    raced = report.question.get("stop") == "fastest"
+    how = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
+    head = Text.assemble((f"{report.rung}", "bold green"), (how, "bold"), _spent(report))
     return Group(head, pairs_grid(_facts(report)), *_certified(report), Text("\nNext", style="bold"))
 
 
