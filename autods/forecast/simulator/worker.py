@@ -150,8 +150,11 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
         library.autods_register_guard()
         real, torch.cuda.is_available = torch.cuda.is_available, lambda: False  # DeepSpeed looks for nvcc at import
     from ...trial import preload
+    from . import lean
 
-    preload.preload()
+    lean.install()
+    with lean.nothing_compiled():
+        preload.preload()
     if device == "cuda":
         torch.cuda.is_available = real
     from ...workload import load
