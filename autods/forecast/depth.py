@@ -57,6 +57,27 @@ def depths_for(ask: Ask, facts: ModelFacts) -> Depths | None:
     return depths if depths.shallow + depths.deeper <= _WORTH * depths.whole else None
 
 
+def shallow_ask(ask: Ask, facts: ModelFacts, layers: int) -> Ask | None:
+    """The engine of a shallower model that does what the whole one would; None where that cannot be had.
+
+    Stages 1 and 2 flatten the parameters on the device if a copy of them fits beside them, else on the host
+    (`stage_1_and_2.py`). Where the whole model has no room for the copy, the shallow one is shown a device without any.
+    """
+    if get(ask.ds_config, "zero_optimization.stage") in (1, 2) and ask.device == "cuda":
+        half = any(get(ask.ds_config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
+        if 2 * facts.parameters * (2 if half else 4) > ask.device_bytes:
+            # An optimizer of the user's may have groups, and some of them may fit.
+            return None if facts.has_optimizer else replace(ask, layers=layers, device_bytes=0)
+    return replace(ask, layers=layers)
+
+
+def flattened_alike(ask: Ask, shallow: Ask, whole: Simulated) -> bool:
+    """Whether the whole model is flattened where the shallow one was, as far as an estimate can say."""
+    if get(ask.ds_config, "zero_optimization.stage") not in (1, 2):
+        return True
+    return shallow.device_bytes == 0 or whole.live_bytes["init"]["device"] <= ask.device_bytes
+
+
 def deepened(ask: Ask, shallow: Simulated, deeper: Simulated, depths: Depths) -> Simulated:
     """What the whole model would allocate, by the line through the two; without traces."""
     live: dict[ForecastPhase, Mapping[Tier, int]] = {

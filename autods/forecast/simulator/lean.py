@@ -29,9 +29,14 @@ def install() -> None:
 
     # Functions that torch keeps out of its compiler import it at their first call, transformers while it is imported.
     allowed: list[Any] = []
+
+    def allow(function: Any) -> Any:
+        allowed.append(function)  # the compiler is told, should it come after all
+        return function
+
     answers: dict[str, Any] = {
         "disable": _as_it_is, "graph_break": _nothing, "assume_constant_result": _constant,
-        "allow_in_graph": lambda function: (allowed.append(function), function)[1],
+        "allow_in_graph": allow,
         "trace_rules": {"clear_lru_cache": _nothing},
         "source": {"ConstantSource": str, "RandomValueSource": _Unknown},  # where a tensor comes from: no fake one says
     }  # fmt: skip
@@ -67,7 +72,7 @@ def nothing_compiled() -> Iterator[None]:
 
         return call
 
-    torch.compile = later  # type: ignore[assignment]
+    torch.compile = later
     try:
         yield
     finally:
@@ -105,8 +110,9 @@ def put_off(
         if _later.pop(name, None) is None:
             return  # the package imported it
         module.__class__ = types.ModuleType
-        for answered in answers:
-            vars(module).pop(answered, None)
+        for answered, one in answers.items():
+            if not isinstance(one, types.ModuleType):  # submodules stay
+                vars(module).pop(answered, None)
         if place is not None:
             module.__path__ = place
         assert spec.loader is not None
@@ -151,7 +157,7 @@ class _Unknown:
 
 def _assign(*args: Any, **kwargs: Any) -> Any:
     _load(_SOLVERS)
-    return sys.modules[_SOLVERS].linear_sum_assignment(*args, **kwargs)  # type: ignore[attr-defined]
+    return sys.modules[_SOLVERS].linear_sum_assignment(*args, **kwargs)
 
 
 def _as_it_is(function: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import json
 import os
 import select
@@ -140,6 +141,7 @@ def _build(client: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
 
 
 def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
+    gc.disable()  # nearly all that imports make stays
     os.environ.update(DS_ACCELERATOR=device, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     if device == "cuda":
         from .library import load as load_library
@@ -162,6 +164,7 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
 
     stage = Stage(cpu=device == "cpu")
     workload = load(source)
+    gc.enable()
     preload.settle()
     return stage, workload
 
