@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,3 +82,12 @@ def test_what_is_not_installed_is_not_pretended_to_be(package: str) -> None:
     assert "there_is_no_such_module.here" not in sys.modules
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("there_is_no_such_module.here")
+
+
+def test_the_last_list_of_exports_is_found_from_the_end() -> None:
+    asked: list[str] = []
+    module = SimpleNamespace(fetch__all__=lambda content: asked.append(content))
+    lean.exports_from_the_end(module)
+    for content in ('__all__ = ["A"]', 'x = 1\n__all__ = []\ny\n__all__ = [\n"B"\n]\n', "# says __all__\nx\n"):
+        module.fetch__all__(content)
+    assert asked == ['__all__ = ["A"]', '__all__ = [\n"B"\n]\n', "# says __all__\nx\n"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 import types
@@ -44,6 +46,7 @@ def install() -> None:
     put_off(_COMPILER, answers, with_parts=parts, then=lambda compiler: compiler.allow_in_graph(allowed))
     torch._dynamo = sys.modules[_COMPILER]
     put_off(_SOLVERS, {"linear_sum_assignment": _assign})  # transformers imports it for object detection
+    sys.meta_path.insert(0, _Once("transformers.utils.import_utils", exports_from_the_end))
     with contextlib.suppress(ImportError):
         import cpuinfo
 
@@ -149,6 +152,41 @@ def _spec(name: str) -> Any:
         return importlib.util.find_spec(name)
     except ImportError:
         return None
+
+
+class _Once(importlib.abc.MetaPathFinder):
+    """Changes a module as soon as it is imported."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name, self._change = name, change
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """As importlib has it; the loader of this one module does the change."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            own = spec.loader.exec_module
+
+            def load(module: Any) -> None:
+                own(module)
+                self._change(module)
+
+            spec.loader.exec_module = load  # type: ignore[method-assign]
+        return spec
+
+
+def exports_from_the_end(module: Any) -> None:
+    """transformers looks for __all__ in all lines of all its models' files; the last one counts."""
+    own = getattr(module, "fetch__all__", None)
+    if own is None:
+        return
+
+    def fetch(content: str) -> Any:
+        return own(content[content.rfind("\n__all__") + 1 :])
+
+    module.fetch__all__ = fetch
 
 
 class _Unknown:
