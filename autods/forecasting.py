@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 
 from .asks import Sizing, ask_for, holds_for, limits_of, on_site, overruled
+from .ds_config import get
 from .forecast.constants import read_constants
-from .forecast.depth import deepened, depths_for, flattened_alike, need_of_deepened, shallow_ask
+from .forecast.depth import deepened, depths_for, has_room_to_flatten, need_of_deepened
 from .forecast.events import Forecasted, ForecastListener, Simulating
 from .forecast.judge import judged
 from .forecast.largest import MOST_MICRO_BATCH, Largest, largest
@@ -92,21 +93,25 @@ def estimate_rung(work: Work, rung: Rung, site: Site, sizing: Sizing) -> None:
     depths = depths_for(ask, work.facts) if isinstance(ask, Ask) else None
     if not isinstance(ask, Ask) or depths is None or work.stopped:
         return
-    asks = [shallow_ask(ask, work.facts, layers) for layers in (depths.shallow, depths.deeper)]
-    asked = [one for one in asks if one is not None]
-    if len(asked) < len(asks):
+    if not has_room_to_flatten(ask, work.facts):
         return
     work.listen(Simulating(rung=rung.name, micro_batch=site.micro_batch))
     try:
-        shallow, deeper = (work.simulator.simulate(one, [site.micro_batch])[0] for one in asked)
+        shallow, deeper = (
+            work.simulator.simulate(replace(ask, layers=layers), [site.micro_batch])[0]
+            for layers in (depths.shallow, depths.deeper)
+        )
     except SimulationFailed:
         return  # the whole model's simulation will say why
     if not deeper.traces:
         return  # the formulas, which know no layers
     here, constants = on_site(ask, site), read_constants()
     whole = deepened(ask, shallow, deeper, depths)
-    if not flattened_alike(ask, asked[-1], whole):
-        return
+    if (
+        get(ask.ds_config, "zero_optimization.stage") in (1, 2)
+        and whole.live_bytes["init"]["device"] > ask.device_bytes
+    ):
+        return  # the shallow models were flattened on the device, and the whole one will not be: see `asks.holds_for`
     need = need_of_deepened(here, whole, deeper, constants)
     limits, emulated = limits_of(site, work.question), here.device == "cpu"
     said = judged(here, whole, limits=limits, emulated=emulated, constants=constants, exact=False, need=need)

@@ -57,25 +57,16 @@ def depths_for(ask: Ask, facts: ModelFacts) -> Depths | None:
     return depths if depths.shallow + depths.deeper <= _WORTH * depths.whole else None
 
 
-def shallow_ask(ask: Ask, facts: ModelFacts, layers: int) -> Ask | None:
-    """The engine of a shallower model that does what the whole one would; None where that cannot be had.
+def has_room_to_flatten(ask: Ask, facts: ModelFacts) -> bool:
+    """Whether the whole model, like a shallow one, is flattened on the device.
 
-    Stages 1 and 2 flatten the parameters on the device if a copy of them fits beside them, else on the host
-    (`stage_1_and_2.py`). Where the whole model has no room for the copy, the shallow one is shown a device without any.
+    Stages 1 and 2 do so if a copy of the parameters fits beside them, else on the host (`stage_1_and_2.py`). Shallow
+    models that are flattened on the host by force grow by other bytes than the whole one: up to 7 % too little.
     """
-    if get(ask.ds_config, "zero_optimization.stage") in (1, 2) and ask.device == "cuda":
-        half = any(get(ask.ds_config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
-        if 2 * facts.parameters * (2 if half else 4) > ask.device_bytes:
-            # An optimizer of the user's may have groups, and some of them may fit.
-            return None if facts.has_optimizer else replace(ask, layers=layers, device_bytes=0)
-    return replace(ask, layers=layers)
-
-
-def flattened_alike(ask: Ask, shallow: Ask, whole: Simulated) -> bool:
-    """Whether the whole model is flattened where the shallow one was, as far as an estimate can say."""
-    if get(ask.ds_config, "zero_optimization.stage") not in (1, 2):
+    if get(ask.ds_config, "zero_optimization.stage") not in (1, 2) or ask.device != "cuda":
         return True
-    return shallow.device_bytes == 0 or whole.live_bytes["init"]["device"] <= ask.device_bytes
+    half = any(get(ask.ds_config, f"{kind}.enabled") for kind in ("bf16", "fp16"))
+    return 2 * facts.parameters * (2 if half else 4) <= ask.device_bytes
 
 
 def deepened(ask: Ask, shallow: Simulated, deeper: Simulated, depths: Depths) -> Simulated:

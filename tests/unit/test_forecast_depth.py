@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autods.forecast.constants import read_constants
-from autods.forecast.depth import deepened, depths_for, flattened_alike, need_of_deepened, shallow_ask
+from autods.forecast.depth import deepened, depths_for, has_room_to_flatten, need_of_deepened
 from autods.forecast.need import need_of
 from autods.forecast.values import Ask, Simulated, Trace
 from autods.values import ModelFacts
@@ -89,29 +89,12 @@ def test_the_need_of_the_whole_model_is_met_within_3_percent(stage: int, step: i
     assert top == max(known.by_phase, key=lambda phase: known.by_phase[phase])
 
 
-def test_a_shallow_model_is_flattened_where_the_whole_one_is() -> None:
-    there = replace(ask(2), ds_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
-    roomy, tight = shallow_ask(there, FACTS, 3), shallow_ask(replace(there, device_bytes=20 * 2**30), FACTS, 3)
-    assert roomy is not None
-    assert tight is not None
-    assert (roomy.layers, roomy.device_bytes) == (3, there.device_bytes)
-    assert (tight.layers, tight.device_bytes) == (3, 0)  # no room for a copy, however shallow
+def test_the_room_to_flatten_is_that_for_a_copy_of_the_parameters() -> None:
+    half = replace(ask(2), ds_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    for asked, least in ((half, 4 * FACTS.parameters), (ask(1), 8 * FACTS.parameters)):
+        assert has_room_to_flatten(replace(asked, device_bytes=least), FACTS)
+        assert not has_room_to_flatten(replace(asked, device_bytes=least - 1), FACTS)
 
 
 def test_stage_3_looks_at_no_free_memory() -> None:
-    small = replace(ask(3), device_bytes=2**30)
-    assert shallow_ask(small, FACTS, 4) == replace(small, layers=4)
-
-
-def test_groups_of_a_users_optimizer_are_not_guessed_at() -> None:
-    small = replace(ask(2), device_bytes=2**30)
-    assert shallow_ask(small, replace(FACTS, has_optimizer=True), 4) is None
-    assert shallow_ask(ask(2), replace(FACTS, has_optimizer=True), 4) is not None
-
-
-def test_an_estimate_is_withdrawn_when_the_whole_model_has_no_room_after_all() -> None:
-    there = replace(ask(2), device_bytes=2 * 2**30)
-    whole = layered(FACTS.layers, init=100)
-    assert not flattened_alike(there, there, whole)
-    assert flattened_alike(there, replace(there, device_bytes=0), whole)
-    assert flattened_alike(replace(there, device_bytes=4 * 2**30), there, whole)
+    assert has_room_to_flatten(replace(ask(3), device_bytes=2**30), FACTS)
