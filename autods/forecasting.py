@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from .asks import Sizing, ask_for, holds_for, limits_of, on_site, overruled
 from .ds_config import get
 from .forecast.constants import read_constants
-from .forecast.depth import deepened, depths_for, need_of_deepened
+from .forecast.depth import deepened, depths_for, has_room_to_flatten, need_of_deepened
 from .forecast.events import Forecasted, ForecastListener, Simulating
 from .forecast.judge import judged
 from .forecast.largest import MOST_MICRO_BATCH, Largest, largest
@@ -92,6 +92,8 @@ def estimate_rung(work: Work, rung: Rung, site: Site, sizing: Sizing) -> None:
     ask = ask_for(rung, site, work.question, work.facts, sizing)
     depths = depths_for(ask, work.facts) if isinstance(ask, Ask) else None
     if not isinstance(ask, Ask) or depths is None or work.stopped:
+        return
+    if not has_room_to_flatten(ask, work.facts):
         return
     work.listen(Simulating(rung=rung.name, micro_batch=site.micro_batch))
     try:

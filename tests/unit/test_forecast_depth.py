@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autods.forecast.constants import read_constants
-from autods.forecast.depth import deepened, depths_for, need_of_deepened
+from autods.forecast.depth import deepened, depths_for, has_room_to_flatten, need_of_deepened
 from autods.forecast.need import need_of
 from autods.forecast.values import Ask, Simulated, Trace
 from autods.values import ModelFacts
@@ -87,3 +87,14 @@ def test_the_need_of_the_whole_model_is_met_within_3_percent(stage: int, step: i
     assert guessed.nvme == replace(known.nvme, low_bytes=guessed.nvme.low_bytes, high_bytes=guessed.nvme.high_bytes)
     top = max(guessed.by_phase, key=lambda phase: guessed.by_phase[phase])
     assert top == max(known.by_phase, key=lambda phase: known.by_phase[phase])
+
+
+def test_the_room_to_flatten_is_that_for_a_copy_of_the_parameters() -> None:
+    half = replace(ask(2), ds_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    for asked, least in ((half, 4 * FACTS.parameters), (ask(1), 8 * FACTS.parameters)):
+        assert has_room_to_flatten(replace(asked, device_bytes=least), FACTS)
+        assert not has_room_to_flatten(replace(asked, device_bytes=least - 1), FACTS)
+
+
+def test_stage_3_looks_at_no_free_memory() -> None:
+    assert has_room_to_flatten(replace(ask(3), device_bytes=2**30), FACTS)

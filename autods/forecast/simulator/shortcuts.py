@@ -11,6 +11,7 @@ def install() -> None:
     _remember_dispatch_rules()
     _no_ranges()
     _duplicates_by_set()
+    _no_compile_passes()
 
 
 def _remember_dispatch_rules() -> None:
@@ -52,3 +53,11 @@ def _duplicates_by_set() -> None:
             own(self, optimizer)
 
     DeepSpeedEngine._check_for_duplicates = check
+
+
+def _no_compile_passes() -> None:
+    """DeepSpeed imports torch's compiler to register passes that only `engine.compile` would use."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if hasattr(DeepSpeedEngine, "register_compile_pass"):
+        DeepSpeedEngine.register_compile_pass = lambda *args, **kwargs: None

@@ -147,8 +147,8 @@ def _quiet() -> dict[str, Any]:
     stream = Stream()
     capability = (9, 0)
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
+    def nothing() -> Any:
+        return lambda *args, **kwargs: None  # one for each name: torch's compiler looks them up by identity
 
     def random_state(*args: Any) -> Any:
         return torch.zeros(16, dtype=torch.uint8)
@@ -166,12 +166,12 @@ def _quiet() -> dict[str, Any]:
     )  # fmt: skip
     return {
         **{name: _always(value) for name, value in constants.items()},
-        **dict.fromkeys(quiet, nothing),
+        **{name: nothing() for name in quiet},
         "Stream": Stream,
         "Event": Event,
         "stream": lambda stream: contextlib.nullcontext(),
         "get_rng_state": random_state,
-        "nvtx": types.SimpleNamespace(range_push=nothing, range_pop=nothing),
+        "nvtx": types.SimpleNamespace(range_push=nothing(), range_pop=nothing()),
     }
 
 

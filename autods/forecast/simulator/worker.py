@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -138,6 +139,7 @@ def _build(client: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
 
 
 def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
+    gc.disable()  # nearly all that imports make stays
     os.environ.update(DS_ACCELERATOR=device, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     if device == "cuda":
         from .library import load as load_library
@@ -147,15 +149,19 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
 
         library.autods_register_guard()
     from ...trial import preload
+    from . import lean
+
+    lean.install()
     from .torch_cuda import hidden
 
-    with hidden() if device == "cuda" else contextlib.nullcontext():
+    with lean.nothing_compiled(), hidden() if device == "cuda" else contextlib.nullcontext():
         preload.preload()
     from ...workload import load
     from .engine import Stage
 
     stage = Stage(cpu=device == "cpu")
     workload = load(source)
+    gc.enable()
     preload.settle()
     return stage, workload
 
