@@ -6,18 +6,17 @@ python tests/benchmarks/autotuner.py [--size gpt2_4x256|gpt2_8x384] [--profiles 
 Both look for the fastest config of one script's model, in fp32: the autotuner knows no bf16, and fp16 means little on a
 CPU. The autotuner runs as documented: `deepspeed --autotuning tune --num_gpus 1 train.py …`, "fast" on (its default),
 "train_micro_batch_size_per_gpu": "auto". autods: `autods fit … --device cpu --gpus 1`. The time is that of the whole
-command; processor seconds are those of all its processes that were waited for, a busy machine changes them less. Then
-one plain loop that knows neither trains with all answers in turn (A B C A B C …): samples/s is the median of the turns,
-"faster" the median of the ratios of turns that follow each other, "by CPU" the same by samples a processor second. A
-config that was proven with recomputed activations is trained so, and once more without, to see what that costs.
+command; processor seconds are those of all its processes, looked up twice a second; a busy machine changes them less.
+Then one plain loop that knows neither trains with all answers in turn (A B C A B C …): samples/s is the median of the
+turns, "faster" the median of the ratios of turns that follow each other, "by CPU" the same by samples a processor
+second. A config that was proven with recomputed activations is trained so, and once more without, to see the cost.
 
 What DeepSpeed Autotuning 0.19.8 needs to run on CPU ranks, and what was done about it:
-- DS_ACCELERATOR=cpu, else it finds no GPU and stops (a machine with GPUs would tune those).
+- DS_ACCELERATOR=cpu, so that a machine with GPUs tunes the same; without a GPU DeepSpeed takes the CPU by itself.
 - `deepspeed` on the PATH: each experiment is a `deepspeed` command (scheduler.py, run_experiment).
 - tabulate, else an assertion says so at the start (autotuner.py, Autotuner.__init__). It is in the group `bench`.
-- pdsh, after each experiment, for `pdsh -w localhost pkill -f NAME` (scheduler.py, clean_up). Without it the thread of
-  the experiment dies of FileNotFoundError after the experiment, and the search goes on; with pdsh but without an ssh
-  server, pdsh prints "Connection refused" and exits with 0. So an ssh server is not needed where nothing has to be
+- pdsh, after each experiment, for `pdsh -w localhost pkill -f NAME` (scheduler.py, clean_up). Without
+  an ssh server pdsh prints "Connection refused", and the search goes on: no server is needed where nothing has to be
   killed, and none was set up.
 - a limit of the micro batch: it takes all of the machine's memory for the device's (cpu_accelerator.py, total_memory),
   divides it by the growth of one forward's resident memory, and begins near the quotient (here several hundred), which
@@ -38,11 +37,11 @@ The bar: an answer 15 times sooner, not slower than its. Exit code 1 when the fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -79,7 +78,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a tool found, and when. first_trial_s: until its first trial began. cpu_s: of all processes that ended."""
+    """What a tool found, and when. first_trial_s: until its first trial began. cpu_s: of all its processes."""
 
     name: str
     ranks: int
@@ -266,25 +265,26 @@ def run(command: Sequence[str], *, cwd: Path, more: Mapping[str, str], limit_s: 
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         **more,
     }
-    before, began = spent_s(), time.monotonic()
+    began, spent = time.monotonic(), Spent()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err, start_new_session=True)
         try:
-            lines, code = followed(process, err, began, limit_s)
+            lines, code = followed(process, err, began, limit_s, spent)
         except BaseException:  # Ctrl-C: it is in another session and would go on
             end(process)
             raise
         out.seek(0)
         said = out.read()
-    return Ran(code=code, out=said, lines=lines, seconds=time.monotonic() - began, cpu_s=spent_s() - before)
+    return Ran(code=code, out=said, lines=lines, seconds=time.monotonic() - began, cpu_s=spent.total_s)
 
 
 def followed(
-    process: subprocess.Popen[bytes], err: Any, began: float, limit_s: float
+    process: subprocess.Popen[bytes], err: Any, began: float, limit_s: float, spent: Spent
 ) -> tuple[tuple[tuple[float, str], ...], int | None]:
     """The lines of standard error with their time, until the process ends or is ended."""
     lines: list[tuple[float, str]] = []
     while True:
+        spent.look(process.pid)
         code = process.poll()
         at = time.monotonic() - began
         err.seek(sum(len(line.encode()) + 1 for _, line in lines))
@@ -308,16 +308,34 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
     for one in family:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
-def spent_s() -> float:
-    """Processor seconds of all children that were waited for, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+class Spent:
+    """Processor seconds of a process and its descendants, looked up twice a second.
+
+    What the kernel adds up leaves out descendants that nobody waited for: most of Ray's.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, float], float] = {}
+        self._next = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self._seen.values())
+
+    def look(self, pid: int) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 0.5
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for one in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used = one.cpu_times()
+                    self._seen[one.pid, one.create_time()] = used.user + used.system
 
 
 # ---- the same plain loop
