@@ -20,8 +20,8 @@ What DeepSpeed Autotuning 0.19.8 needs to run on CPU ranks, and what was done ab
   killed, and none was set up.
 - a limit of the micro batch: it takes all of the machine's memory for the device's (cpu_accelerator.py, total_memory),
   divides it by the growth of one forward's resident memory, and begins near the quotient (here several hundred), which
-  would fill the machine, since nothing bounds an experiment. "max_train_micro_batch_size_per_gpu": 32 spares it those
-  experiments; it makes it faster. autods gets no such limit, only --memory.
+  would fill the machine, since nothing bounds an experiment. "max_train_micro_batch_size_per_gpu" (--most-micro-batch)
+  spares it those experiments and makes it faster. autods gets no such limit, only --memory.
 - the shared-memory op is declared absent in train.py: each process would look for it, and the first compile it, 22 s.
 - 2 ranks: a CPU "device" is a NUMA node, so `--num_gpus 2` on a machine with one node ends in an assertion; a hostfile
   with `localhost slots=2` wants ssh. LOCAL_SIZE=2 in the environment, a variable of the launcher's own that is not
@@ -63,6 +63,7 @@ HERE = Path(__file__).parent / "autotuner"
 REPOSITORY = Path(__file__).parents[2]
 BAR_SOONER, BAR_THROUGHPUT = 15.0, 1.0
 THEIRS = "autotuner"
+MOST_MICRO_BATCH = {"gpt2_4x256": 32, "gpt2_8x384": 8}  # so that its experiments end within minutes on two cores
 LAUNCHED = re.compile(r"^.*?\[(\d{4}[-\d]+ [\d:,]+)\].*(Launching|Done running) exp_id = \d+, exp_name = (\S+),", re.M)
 
 
@@ -137,17 +138,19 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=sorted(path.stem for path in HERE.glob("gpt2_*.py")), default="gpt2_4x256")
+    parser.add_argument("--size", choices=sorted(MOST_MICRO_BATCH), default="gpt2_4x256")
     parser.add_argument("--profiles", type=lambda text: text.split(","), default=["quick", "default"])
     parser.add_argument("--memory", default="4GiB", help="the budget of a rank of autods's trials")
-    parser.add_argument("--most-micro-batch", type=int, default=32, help="the autotuner's limit")
+    parser.add_argument("--most-micro-batch", type=int, help="the autotuner's limit; 32, for gpt2_8x384 8")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-seconds", type=float, default=6.0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one command; then it is cut off")
     parser.add_argument("--one-rank", action="store_true", help="leave out what happens on 2 ranks")
     parser.add_argument("--local-size", action="store_true", help="the autotuner on 2 ranks with LOCAL_SIZE=2, too")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    asked.most_micro_batch = asked.most_micro_batch or MOST_MICRO_BATCH[asked.size]
+    return asked
 
 
 def check_requirements() -> None:
