@@ -206,7 +206,8 @@ def autotuned(asked: argparse.Namespace, folder: Path, *, ranks: int, local_size
 
 def experiments(results: Path, log: str) -> tuple[Tried, ...]:
     """Each folder of its results; a state as the autotuner itself judges: metrics, or the error it would print."""
-    from deepspeed.autotuning.utils import search_error
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs there, and standard output is for our answer
+        from deepspeed.autotuning.utils import search_error
 
     times: dict[str, dict[str, datetime]] = {}
     for when, what, name in LAUNCHED.findall(log):
