@@ -6,23 +6,22 @@ python tests/benchmarks/autotuner.py [--size gpt2_4x256|gpt2_8x384] [--profiles 
 Both look for the fastest config of one script's model, in fp32: the autotuner knows no bf16, and fp16 means little on a
 CPU. The autotuner runs as documented: `deepspeed --autotuning tune --num_gpus 1 train.py …`, "fast" on (its default),
 "train_micro_batch_size_per_gpu": "auto". autods: `autods fit … --device cpu --gpus 1`. The time is that of the whole
-command; processor seconds are those of all its processes that were waited for, a busy machine changes them less. Then
-one plain loop that knows neither trains with all answers in turn (A B C A B C …): samples/s is the median of the turns,
-"faster" the median of the ratios of turns that follow each other, "by CPU" the same by samples a processor second. A
-config that was proven with recomputed activations is trained so, and once more without, to see what that costs.
+command; processor seconds are those of all its processes, looked up twice a second; a busy machine changes them less.
+Then one plain loop that knows neither trains with all answers in turn (A B C A B C …): samples/s is the median of the
+turns, "faster" the median of the ratios of turns that follow each other, "by CPU" the same by samples a processor
+second. A config that was proven with recomputed activations is trained so, and once more without, to see the cost.
 
 What DeepSpeed Autotuning 0.19.8 needs to run on CPU ranks, and what was done about it:
-- DS_ACCELERATOR=cpu, else it finds no GPU and stops (a machine with GPUs would tune those).
+- DS_ACCELERATOR=cpu, so that a machine with GPUs tunes the same; without a GPU DeepSpeed takes the CPU by itself.
 - `deepspeed` on the PATH: each experiment is a `deepspeed` command (scheduler.py, run_experiment).
 - tabulate, else an assertion says so at the start (autotuner.py, Autotuner.__init__). It is in the group `bench`.
-- pdsh, after each experiment, for `pdsh -w localhost pkill -f NAME` (scheduler.py, clean_up). Without it the thread of
-  the experiment dies of FileNotFoundError after the experiment, and the search goes on; with pdsh but without an ssh
-  server, pdsh prints "Connection refused" and exits with 0. So an ssh server is not needed where nothing has to be
+- pdsh, after each experiment, for `pdsh -w localhost pkill -f NAME` (scheduler.py, clean_up). Without
+  an ssh server pdsh prints "Connection refused", and the search goes on: no server is needed where nothing has to be
   killed, and none was set up.
 - a limit of the micro batch: it takes all of the machine's memory for the device's (cpu_accelerator.py, total_memory),
   divides it by the growth of one forward's resident memory, and begins near the quotient (here several hundred), which
-  would fill the machine, since nothing bounds an experiment. "max_train_micro_batch_size_per_gpu": 32 spares it those
-  experiments; it makes it faster. autods gets no such limit, only --memory.
+  would fill the machine, since nothing bounds an experiment. "max_train_micro_batch_size_per_gpu" (--most-micro-batch)
+  spares it those experiments and makes it faster. autods gets no such limit, only --memory.
 - the shared-memory op is declared absent in train.py: each process would look for it, and the first compile it, 22 s.
 - 2 ranks: a CPU "device" is a NUMA node, so `--num_gpus 2` on a machine with one node ends in an assertion; a hostfile
   with `localhost slots=2` wants ssh. LOCAL_SIZE=2 in the environment, a variable of the launcher's own that is not
@@ -38,11 +37,11 @@ The bar: an answer 15 times sooner, not slower than its. Exit code 1 when the fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -64,6 +63,7 @@ HERE = Path(__file__).parent / "autotuner"
 REPOSITORY = Path(__file__).parents[2]
 BAR_SOONER, BAR_THROUGHPUT = 15.0, 1.0
 THEIRS = "autotuner"
+MOST_MICRO_BATCH = {"gpt2_4x256": 32, "gpt2_8x384": 8}  # so that its experiments end within minutes on two cores
 LAUNCHED = re.compile(r"^.*?\[(\d{4}[-\d]+ [\d:,]+)\].*(Launching|Done running) exp_id = \d+, exp_name = (\S+),", re.M)
 
 
@@ -79,7 +79,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a tool found, and when. first_trial_s: until its first trial began. cpu_s: of all processes that ended."""
+    """What a tool found, and when. first_trial_s: until its first trial began. cpu_s: of all its processes."""
 
     name: str
     ranks: int
@@ -138,17 +138,19 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=sorted(path.stem for path in HERE.glob("gpt2_*.py")), default="gpt2_4x256")
+    parser.add_argument("--size", choices=sorted(MOST_MICRO_BATCH), default="gpt2_4x256")
     parser.add_argument("--profiles", type=lambda text: text.split(","), default=["quick", "default"])
     parser.add_argument("--memory", default="4GiB", help="the budget of a rank of autods's trials")
-    parser.add_argument("--most-micro-batch", type=int, default=32, help="the autotuner's limit")
+    parser.add_argument("--most-micro-batch", type=int, help="the autotuner's limit; 32, for gpt2_8x384 8")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-seconds", type=float, default=6.0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one command; then it is cut off")
     parser.add_argument("--one-rank", action="store_true", help="leave out what happens on 2 ranks")
     parser.add_argument("--local-size", action="store_true", help="the autotuner on 2 ranks with LOCAL_SIZE=2, too")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    asked.most_micro_batch = asked.most_micro_batch or MOST_MICRO_BATCH[asked.size]
+    return asked
 
 
 def check_requirements() -> None:
@@ -204,7 +206,8 @@ def autotuned(asked: argparse.Namespace, folder: Path, *, ranks: int, local_size
 
 def experiments(results: Path, log: str) -> tuple[Tried, ...]:
     """Each folder of its results; a state as the autotuner itself judges: metrics, or the error it would print."""
-    from deepspeed.autotuning.utils import search_error
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs there, and standard output is for our answer
+        from deepspeed.autotuning.utils import search_error
 
     times: dict[str, dict[str, datetime]] = {}
     for when, what, name in LAUNCHED.findall(log):
@@ -266,25 +269,26 @@ def run(command: Sequence[str], *, cwd: Path, more: Mapping[str, str], limit_s: 
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         **more,
     }
-    before, began = spent_s(), time.monotonic()
+    began, spent = time.monotonic(), Spent()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err, start_new_session=True)
         try:
-            lines, code = followed(process, err, began, limit_s)
+            lines, code = followed(process, err, began, limit_s, spent)
         except BaseException:  # Ctrl-C: it is in another session and would go on
             end(process)
             raise
         out.seek(0)
         said = out.read()
-    return Ran(code=code, out=said, lines=lines, seconds=time.monotonic() - began, cpu_s=spent_s() - before)
+    return Ran(code=code, out=said, lines=lines, seconds=time.monotonic() - began, cpu_s=spent.total_s)
 
 
 def followed(
-    process: subprocess.Popen[bytes], err: Any, began: float, limit_s: float
+    process: subprocess.Popen[bytes], err: Any, began: float, limit_s: float, spent: Spent
 ) -> tuple[tuple[tuple[float, str], ...], int | None]:
     """The lines of standard error with their time, until the process ends or is ended."""
     lines: list[tuple[float, str]] = []
     while True:
+        spent.look(process.pid)
         code = process.poll()
         at = time.monotonic() - began
         err.seek(sum(len(line.encode()) + 1 for _, line in lines))
@@ -308,16 +312,34 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
     for one in family:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
-def spent_s() -> float:
-    """Processor seconds of all children that were waited for, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+class Spent:
+    """Processor seconds of a process and its descendants, looked up twice a second.
+
+    What the kernel adds up leaves out descendants that nobody waited for: most of Ray's.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, float], float] = {}
+        self._next = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self._seen.values())
+
+    def look(self, pid: int) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 0.5
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for one in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used = one.cpu_times()
+                    self._seen[one.pid, one.create_time()] = used.user + used.system
 
 
 # ---- the same plain loop

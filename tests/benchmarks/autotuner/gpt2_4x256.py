@@ -1,4 +1,4 @@
-"""A GPT-2 of 4 layers × 256 (4.5M parameters), 128 random tokens a sample: for `autods fit` and for `train.py`."""
+"""A GPT-2 of 4 layers × 256 (4.2M parameters), 128 random tokens a sample: for `autods fit` and for `train.py`."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
