@@ -30,6 +30,10 @@ _MARGIN = 1.1
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
+# Fields of `Examined`, and what was left out.
+_Part = tuple[dict[str, Any], tuple[str, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hands:
     """What the exam may do with the engine. step(index): one optimizer step; evaluate() -> this rank's loss on the
@@ -52,17 +56,27 @@ def examine(engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder
     """`Examined` of this rank as a dict. `folder` takes the checkpoint and is removed; index: of the next step."""
     hands.observe("evaluate", index)
     before = hands.evaluate()
-    saved, left_out = _save(engine, hands, ranks, folder, index)
+    saved, left_out = _where_possible(lambda: _save(engine, hands, ranks, folder, index), "save a checkpoint")
     hands.step(index)
     if "save_s" in saved:
-        loaded, more = _load(engine, hands, ranks, folder, index + 1, before)
+        loaded, more = _where_possible(
+            lambda: _load(engine, hands, ranks, folder, index + 1, before), "load its checkpoint"
+        )
         saved, left_out = saved | loaded, left_out + more
         hands.step(index + 1)
     shape = longest.shape
     return asdict(Examined(batch_shape=shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
 
 
-def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _where_possible(part: Callable[[], _Part], what: str) -> _Part:
+    """The part, or DeepSpeed's own reason that it has no such thing for this config: the same on every rank."""
+    try:
+        return part()
+    except NotImplementedError as error:
+        return {}, (f"DeepSpeed cannot {what} here: {error}",)
+
+
+def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> _Part:
     """A checkpoint, and where the weights are in parts, all of them gathered."""
     hands.observe("save", index)
     needed, free = _needed_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
@@ -82,9 +96,7 @@ def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> 
     return saved | {"gathered": gathered and on_disk}, ()
 
 
-def _load(
-    engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, before: float | None
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _load(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, before: float | None) -> _Part:
     """The checkpoint, after a step that moved the weights away from it: the loss has to come back."""
     hands.observe("load", index)
     found: list[Any] = []

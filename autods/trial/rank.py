@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..values import Phase
-from ..workload import Workload, load
+from ..workload import Workload, WorkloadError, load
 from .heartbeat import Heartbeats
 from .meter import CpuMeter, CudaMeter, Meter
 from .seeds import seed_all
@@ -83,7 +83,7 @@ def describe(error: BaseException, user_file: str) -> dict[str, Any]:
     """An exception as plain values: its types, message, traceback, and the last frame of the user's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if frame.filename == user_file]
-    contract = getattr(error, "what", None) if type(error).__name__ == "WorkloadError" else None
+    contract = error.what if isinstance(error, WorkloadError) else None
     return {
         "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
         "message": str(error)[:_TRACEBACK_CHARS],

@@ -115,6 +115,28 @@ def test_a_full_disk_leaves_the_checkpoint_out_with_the_bytes(tmp_path: Path, mo
     assert seen[-1] == ("step", 2)
 
 
+class Unfinished(Engine):
+    def save_checkpoint(self, folder: str, tag: str) -> None:
+        raise NotImplementedError("no states of this kind")
+
+
+def test_what_deepspeed_has_not_made_is_left_out_in_its_own_words(tmp_path: Path) -> None:
+    examined, seen = pass_exam(Unfinished(), tmp_path)
+    assert examined["save_s"] is None
+    assert examined["left_out"] == ("DeepSpeed cannot save a checkpoint here: no states of this kind",)
+    assert seen[-1] == ("step", 2)
+
+
+class Full(Engine):
+    def save_checkpoint(self, folder: str, tag: str) -> None:
+        raise RuntimeError("can't allocate memory")
+
+
+def test_any_other_failure_of_a_save_is_the_trials(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        pass_exam(Full(), tmp_path)
+
+
 def test_a_model_without_a_loss_in_evaluation_is_said(tmp_path: Path) -> None:
     examined, _ = pass_exam(Engine(), tmp_path, no_loss=True)
     assert examined["restored"] is None

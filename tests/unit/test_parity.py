@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from autods.trial.parity import Incomparable, Listening, check_steady, mean_of, share_of, without_dropout
+from autods.trial.parity import Incomparable, Listening, check_steady, forget_steps, mean_of, share_of, without_dropout
 from autods.trial.rendezvous import Ranks
 from autods.workload import Workload
 
@@ -94,6 +94,21 @@ def test_attention_that_drops_by_a_rate_of_its_own_drops_no_more() -> None:
     without_dropout(layer)
     x = torch.ones(3, 1, 8)
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
+
+
+def test_an_optimizer_that_counted_a_step_without_gradients_starts_anew() -> None:
+    def trained(*, dummy_step: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        if dummy_step:
+            weight.grad = torch.zeros(3)
+            optimizer.step()
+        forget_steps(optimizer)
+        weight.grad = torch.tensor([1.0, 2.0, 3.0])
+        optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(trained(dummy_step=True), trained(dummy_step=False))
 
 
 def test_random_numbers_drawn_in_forward_are_noticed_and_those_before_it_are_not() -> None:

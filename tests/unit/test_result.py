@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autods.cluster.result import outcome_from
+from autods.trial.parity import Incomparable
+from autods.trial.rank import describe
 from autods.trial.spec import RankJob
 from autods.values import Examined, Failed, Fit, WorkloadSource
 
@@ -77,12 +79,7 @@ def test_one_rank_whose_loss_does_not_come_back_is_enough() -> None:
 
 
 def test_losses_that_cannot_be_compared_are_nobodys_fault() -> None:
-    error = {
-        "types": ["Incomparable", "WorkloadError", "InputError", "AutodsError", "Exception"],
-        "message": "samples differ in shape\n  pad every sample",
-        "contract": "samples differ in shape",
-        "mend": "pad every sample",
-    }
+    error = describe(Incomparable("samples differ in shape", mend="pad every sample"), "/model.py")
     refused = end(1, {"ok": False, "error": error, "phase": "build", "step": 0}, exit=1)
     other = end(0, {}, exit=-9, killed=True) | {"record": None}
     failed = outcome(refused, other)
