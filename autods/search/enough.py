@@ -2,7 +2,8 @@
 
 By tests/benchmarks/samplers.py, 44 searches at a noise of 2 % and 5 %: of 16 trials a wait of 10 loses nothing; of 24
 it saves 2 and 5, and loses nothing and 2 %. A wait of 8 loses 1 % more, one of 4 to 6 loses 3 to 4 %, and 4 to 6 % when
-it counts from the first trial on. Optuna's own evaluators of improvement do not know of the memory constraint.
+it counts from the first trial on. Optuna's RegretBoundEvaluator ends next to nothing. Its EMMREvaluator ends 24 trials
+at 14 or 15 and loses 2 %, whatever the noise: fewer trials for the same loss, but not less loss where noise is small.
 """
 
 from __future__ import annotations
