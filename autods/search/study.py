@@ -48,7 +48,11 @@ def open_study(path: Path, name: str, space: Space) -> optuna.Study:
 
 
 def gp(seed: int) -> optuna.samplers.BaseSampler:
-    """The sampler that needs the fewest trials, see tests/benchmarks/samplers.py."""
+    """The sampler that needs the fewest trials, by tests/benchmarks/samplers.py (44 searches, noise 2 % and 5 %).
+
+    After 24 trials it is at 0.97 of the optimum, where TPE is at 0.95 and chance at 0.92; it runs out of memory in a
+    tenth of them, TPE in a fourth, chance in a third.
+    """
     from optuna.samplers import GPSampler
 
     return GPSampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, warn_independent_sampling=False)
