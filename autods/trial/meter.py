@@ -36,6 +36,9 @@ class Meter(Protocol):
     def begin_steps(self) -> None:
         """The engine is initialised: what the allocator has to repeat from here on, it will repeat in every step."""
 
+    def leave_device(self) -> dict[str, int]:
+        """From here on the host works, on a checkpoint; what the device had to hold until then, where it is known."""
+
     def allocator(self) -> dict[str, int]:
         """Of the device: `idle_bytes` that it reserves without a tensor, and its `alloc_retries` in the steps."""
 
@@ -105,6 +108,12 @@ class CpuMeter:
         # An exception frees what was being built before it can be caught: the high-water mark remembers it.
         return max(0, self.limit_bytes - max(now, self.peaks()["device"] or 0))
 
+    def leave_device(self) -> dict[str, int]:
+        """A checkpoint is read into and written from host memory, which is no part of a device's budget."""
+        peak = self.peaks()["device"] or 0
+        self.lift()
+        return {"device": peak}
+
     def begin_steps(self) -> None:
         """Malloc does not count retries."""
 
@@ -154,6 +163,10 @@ class CudaMeter:
             "pinned": pinned.get("allocated_bytes.peak"),
             **self.allocator(),
         }
+
+    def leave_device(self) -> dict[str, int]:
+        """The card is still the card: what gathering the weights needs there counts."""
+        return {}
 
     def begin_steps(self) -> None:
         self._retries_before = 0

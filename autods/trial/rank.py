@@ -37,7 +37,7 @@ class Observer:
     build_s: float = 0.0
     init_began_s: float = 0.0
     init_s: float = 0.0
-    in_steps: dict[str, int] = field(default_factory=dict)  # what the allocator did in training steps alone
+    in_steps: dict[str, int] = field(default_factory=dict)  # what holds of training alone, whatever comes after
 
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
@@ -50,6 +50,8 @@ class Observer:
             self.meter.begin_steps()
         elif phase == "evaluate" and not self.in_steps:
             self.in_steps = self.meter.allocator()
+        elif phase == "save":
+            self.in_steps |= self.meter.leave_device()
         self.phase, self.step = phase, step
         self.meter.sample()
         self.board.beat(self.slot, phase, step)
