@@ -24,7 +24,7 @@ from autods.ladder import Dimension, Rung, all_rungs
 from autods.resume import Memory
 from autods.search.foresight import BLIND, Foresight
 from autods.searching import Search
-from autods.settings import Budget, Settings, read_profile
+from autods.settings import Budget, Profile, Settings, read_profile
 from autods.values import Examined, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 
 GIB = 2**30
@@ -237,7 +237,7 @@ class ScriptedForesight:
 def searching(
     surface: Surface,
     *,
-    profile: str = "default",
+    profile: str | Profile = "default",
     budget: Budget = _UNLIMITED,
     foresight: Foresight | None = None,
     ladder: Sequence[Rung] = (),
@@ -246,7 +246,7 @@ def searching(
     """A whole search of that surface, as a fit runs it, in a folder of its own."""
     with TemporaryDirectory() as folder:
         out = Path(folder)
-        chosen = read_profile(profile)
+        chosen = read_profile(profile) if isinstance(profile, str) else profile
         settings = Settings(
             source=WorkloadSource(kind="file", path="/model.py", name="model", digest="0"), gpus=surface.world_size,
             device="cuda", device_bytes=surface.limit_bytes, device_bytes_asked=True, out=out, profile=chosen,

@@ -10,11 +10,11 @@ from statistics import median
 from ..values import Fit, Record
 
 _WIDE = 2  # two micro batches this far apart, as a ratio, show what a sample costs; closer ones show noise
-# Rungs run the same model on the same device, so a sample costs them all about the same arithmetic; recomputing its
-# activations is a quarter of it. What is taken of the cheapest measured leaves room for that and for noise.
-_SURE = 0.6
-_CLIFF = 1.25  # what a smaller micro batch may gain where the large ones lie behind one
+_SURE = 0.85  # of a slope, for noise
+_STEEP = 2.0  # what samples behind a cliff may cost, where it was not measured
+_CLIFF = 1.25  # what a smaller micro batch may gain where only a large one was measured
 _WORTH_HALVING = 4  # below, a smaller micro batch is not worth a trial
+_WORTH_GROWING, _WORTH_LOOKING = 1.02, 1.10  # gains that are worth a trial, if the bound were true
 
 
 def micro_step_seconds(records: Iterable[Record]) -> dict[int, float]:
@@ -29,13 +29,16 @@ def micro_step_seconds(records: Iterable[Record]) -> dict[int, float]:
 
 
 def least_sample_s(climbs: Iterable[Iterable[Record]]) -> float:
-    """Seconds that one more sample must cost any config, at least; 0 where no climb shows it."""
+    """Seconds that one more sample costs, by the cheapest climb; 0 where none shows it.
+
+    Rungs run the same model on the same device, so a sample costs them all about the same arithmetic.
+    """
     slopes = []
     for records in climbs:
         times = micro_step_seconds(records)
         if times and (large := max(times)) >= _WIDE * (small := min(times)):
-            slopes.append((times[large] - times[small]) / (large - small))
-    return max(0.0, _SURE * min(slopes, default=0.0))
+            slopes.append(_slope(times, small, large))
+    return max(0.0, min(slopes, default=0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,58 +55,59 @@ class Promise:
 def promise(times: Mapping[int, float], *, most: float, sample_s: float) -> Promise:
     """The most that a config may reach with any micro batch up to `most`, by seconds of a micro step per micro batch.
 
-    One more sample costs at least `sample_s`, and never less than samples before it did: the seconds are convex in the
-    micro batch. So between two measured sizes they lie above the lines through their outer neighbours, and beyond the
-    largest above the last one. Where a line lacks its neighbour there may be a cliff, which is taken to be no deeper
-    than `_CLIFF`.
+    One more sample costs about `sample_s` or more, and never less than samples before it did: the seconds are convex in
+    the micro batch. So beyond the largest measured they lie above the line through the last two, and between two sizes
+    above the lines through their outer neighbours. Upwards goes before between: there the rate is known to rise.
     """
     if not times:
         return Promise(rate=math.inf)
     sizes = sorted(times)
-    best = Promise(rate=max(size / times[size] for size in sizes))
-    found = [_before(times, sizes)]
-    found += [_between(times, sizes, place, sample_s) for place in range(1, len(sizes))]
-    found.append(_beyond(times, sizes, most, sample_s))
-    return max((best, *found), key=lambda one: one.rate)
-
-
-def _before(times: Mapping[int, float], sizes: Sequence[int]) -> Promise:
-    """Below the smallest measured."""
-    first = sizes[0]
-    if first < _WORTH_HALVING:
-        return Promise(rate=0.0)
-    return Promise(rate=_CLIFF * first / times[first] if len(sizes) == 1 else 0.0, size=first // 2)
-
-
-def _between(times: Mapping[int, float], sizes: Sequence[int], place: int, sample_s: float) -> Promise:
-    left, right = sizes[place - 1], sizes[place]
-    if right < 2 * left or right - left < 2:
-        return Promise(rate=0.0)
-    flat = sample_s
-    if place >= 2:
-        flat = max(flat, _SURE * (times[left] - times[sizes[place - 2]]) / (left - sizes[place - 2]))
-    middle = math.sqrt(left * right)
-    if place + 1 < len(sizes):
-        steep = (times[sizes[place + 1]] - times[right]) / (sizes[place + 1] - right)
-        if steep > flat:
-            crossing = (times[right] - steep * right - times[left] + flat * left) / (flat - steep)
-            middle = min(max(crossing, left + 1), right - 1)
-        seconds = max(times[left] + flat * (middle - left), times[right] - steep * (right - middle))
-        rate = middle / max(seconds, 1e-12)
-    else:
-        rate = right / (times[left] + flat * (right - left))
-    known = max(left / times[left], right / times[right])
-    return Promise(rate=min(rate, _CLIFF * known), size=int(middle))
+    best = max(size / times[size] for size in sizes)
+    up = _beyond(times, sizes, most, sample_s)
+    if up.rate > best * _WORTH_GROWING:
+        return up
+    inside = [_before(times, sizes)]
+    inside += [_between(times, sizes, place, sample_s) for place in range(1, len(sizes))]
+    deepest = max(inside, key=lambda one: one.rate)
+    return deepest if deepest.rate > best * _WORTH_LOOKING else Promise(rate=max(best, up.rate))
 
 
 def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sample_s: float) -> Promise:
+    """Above the largest measured."""
     last = sizes[-1]
     if most <= last:
         return Promise(rate=0.0)
-    flat = sample_s
-    if len(sizes) > 1:
-        before = sizes[-2]
-        flat = max(flat, _SURE * (times[last] - times[before]) / (last - before))
+    flat = _SURE * sample_s
+    if len(sizes) > 1 and last >= _WIDE * sizes[0]:
+        flat = max(flat, _SURE * _slope(times, max(size for size in sizes if last >= _WIDE * size), last))
     if math.isinf(most):
         return Promise(rate=math.inf if flat <= 0 else 1 / flat, size=2 * last)
     return Promise(rate=most / (times[last] + flat * (most - last)), size=int(most))
+
+
+def _before(times: Mapping[int, float], sizes: Sequence[int]) -> Promise:
+    """Below the only one measured: there may be a cliff before it."""
+    if len(sizes) > 1 or sizes[0] < _WORTH_HALVING:
+        return Promise(rate=0.0)
+    return Promise(rate=_CLIFF * sizes[0] / times[sizes[0]], size=sizes[0] // 2)
+
+
+def _between(times: Mapping[int, float], sizes: Sequence[int], place: int, sample_s: float) -> Promise:
+    """Where a cliff may lie between two sizes: at the crossing of the line before it and the line behind it."""
+    left, right = sizes[place - 1], sizes[place]
+    if right < _WIDE * left or right - left < 2:
+        return Promise(rate=0.0)
+    flat = _SURE * sample_s
+    if place >= 2:
+        flat = max(flat, _SURE * _slope(times, sizes[place - 2], left))
+    steep = _slope(times, right, sizes[place + 1]) if place + 1 < len(sizes) else _STEEP * sample_s
+    if steep <= flat:
+        return Promise(rate=0.0)
+    crossing = (times[right] - times[left] + flat * left - steep * right) / (flat - steep)
+    size = min(max(int(crossing), left + 1), right - 1)
+    seconds = max(times[left] + flat * (size - left), times[right] - steep * (right - size))
+    return Promise(rate=size / max(seconds, 1e-12), size=size)
+
+
+def _slope(times: Mapping[int, float], small: int, large: int) -> float:
+    return (times[large] - times[small]) / (large - small)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -47,6 +48,7 @@ class Climb:
     walked: Record | None = None
     records: list[Record] = field(default_factory=list)
     stop: Stop | None = None
+    _foreseen: list[int | None] = field(default_factory=list)  # asked once: it costs a simulation
 
     @property
     def seen(self) -> tuple[Record, ...]:
@@ -84,10 +86,12 @@ class Climb:
 
     def foreseen(self) -> int | None:
         """The largest micro batch that the forecast lets in; None when it cannot say."""
-        accumulation = accumulation_for(self.rules.global_batch, 1, self.rules.world_size)
-        knobs = replace(self.first.knobs, accumulation=accumulation)
-        trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
-        return self.rules.foresight.largest(trial, self.rules.sizes, self.rules.usable_bytes)
+        if not self._foreseen:
+            accumulation = accumulation_for(self.rules.global_batch, 1, self.rules.world_size)
+            knobs = replace(self.first.knobs, accumulation=accumulation)
+            trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
+            self._foreseen.append(self.rules.foresight.largest(trial, self.rules.sizes, self.rules.usable_bytes))
+        return self._foreseen[0]
 
     def eligible(self) -> list[Record]:
         """The timed trials that leave the headroom; micro batch 1 need not, since there is nothing smaller.
@@ -115,8 +119,7 @@ class Climb:
         rules, sizes, ground = self.rules, self.rules.sizes, self.ground
         if (stop := when_saturated(self.records, ground, sizes, rules.limits.gain)) is not None:
             return stop
-        first = self.foreseen() if not self.records else None
-        size = first if first is not None and first > 1 else next_size(ground, sizes)
+        size = self._foreseen_first(ground) or next_size(ground, sizes)
         if size is None:
             share = None if rules.global_batch is None else rules.global_batch // rules.world_size
             return when_found(ground, sizes, self.records, share)
@@ -128,6 +131,13 @@ class Climb:
         open_sizes = ground.between(sizes)
         quick = [one for one in open_sizes if one <= size and predicted_s(times, one) <= budget_s]
         return quick[-1] if quick else when_slow(open_sizes[0], predicted_s(times, open_sizes[0]), budget_s)
+
+    def _foreseen_first(self, ground: Ground) -> int | None:
+        """The forecast's micro batch: to begin with, and as long as measured peaks say nothing of how they grow."""
+        if self.records and (not self._foreseen or not math.isinf(ground.allowed() or 0.0)):
+            return None
+        size = self.foreseen()
+        return size if size is not None and size in ground.between(self.rules.sizes) else None
 
     def _worth_timing_the_first(self) -> bool:
         timed = [record for record in self.records if fits_within(record, self.rules.usable_bytes)]

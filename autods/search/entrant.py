@@ -16,7 +16,7 @@ from .stopping import what_happened
 from .variants import name_of
 from .walk import first_trial, tried
 
-_TRIES = 2
+_TRIES = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,6 @@ class Entrant:
     size: int = 1
     out: str | None = None
     walked: tuple[Record, ...] = ()
-    foreseen: int | None = None
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -57,7 +56,7 @@ class Entrant:
             smallest = rules.sizes[0]
             self.out = why_impossible(rules.foresight.forecast(self.trial_at(smallest)))
             if self.out is None:
-                self.size = min(self.size, self._largest() or smallest)
+                self.size = min(self.size, self.climb.foreseen() or smallest)
 
     def enter(self, walk_steps: Steps) -> None:
         """The first trials: at its size, at a smaller one where that does not do, and else as the walk looks at it."""
@@ -95,21 +94,16 @@ class Entrant:
         return True
 
     def most(self) -> float:
-        """The largest micro batch that it may reach, as far as anything says so."""
+        """The largest micro batch that it may reach: as its measured peaks say, else as its forecast does."""
         rules = self.climb.rules
         if not self.climb.seen:
             return math.inf
         ground = self.climb.ground
-        if ground.bad is not None:
-            return ground.bad - 1
-        most = min(rules.sizes[-1], self._largest() or rules.sizes[-1])
         allowed = ground.allowed()
-        return most if allowed is None else min(most, allowed)
-
-    def _largest(self) -> int | None:
-        if self.foreseen is None:
-            self.foreseen = self.climb.foreseen()
-        return self.foreseen
+        if allowed is None or math.isinf(allowed):
+            foreseen = self.climb.foreseen()
+            allowed = rules.sizes[-1] if foreseen is None else max(foreseen, ground.good)
+        return min(rules.sizes[-1], allowed, math.inf if ground.bad is None else ground.bad - 1)
 
     def said(self) -> str:
         """How fast its best was."""
@@ -127,12 +121,15 @@ def entrant_of(candidate: Candidate, rules: Rules, *, recomputes: bool) -> Entra
 
 
 def _smaller(record: Record, rules: Rules) -> int:
-    """The next size to enter with: as the peak says where one was measured, else half."""
-    size = record.trial.knobs.micro_batch
-    share = 0.5
+    """The next size to enter with: half, or less than what is over where the peak was measured.
+
+    Not all of a peak grows with the micro batch; about half of it is taken to.
+    """
+    size, share = record.trial.knobs.micro_batch, 0.5
     if isinstance(record.outcome, Fit):
-        share = min(0.95, rules.usable_bytes / record.outcome.device_peak_bytes)
-    return max((one for one in rules.sizes if one <= size * share), default=rules.sizes[0])
+        over = 1 - rules.usable_bytes / record.outcome.device_peak_bytes
+        share = max(0.5, 1 - 2 * over)
+    return max((one for one in rules.sizes if one <= min(size - 1, size * share)), default=rules.sizes[0])
 
 
 def _has_room(forecast: RungForecast, usable_bytes: float) -> bool:

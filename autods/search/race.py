@@ -136,7 +136,7 @@ class _Field:
             return None
         leader, world = self._leader(), self.rules.world_size
         times = micro_step_seconds(rival.climb.seen)
-        sample_s = least_sample_s(one.climb.seen for one in self.entrants)
+        sample_s = self._sample_s(rival)
         best = promise(times, most=math.inf, sample_s=sample_s)
         if best.rate * world >= self._to_beat():  # how far it may grow costs simulations: asked only where it matters
             best = promise(times, most=rival.most(), sample_s=sample_s)
@@ -146,6 +146,14 @@ class _Field:
             ratio = best.rate * world / self._score(leader)
             rival.out = f"{rival.said()}; by its steps at most {ratio:.2f} times as fast as {leader.name}"
         return None
+
+    def _sample_s(self, rival: Entrant) -> float:
+        """What one more sample costs: by those that recompute as the rival does, else by what recomputing saves."""
+        recomputes = rival.candidate.knobs.checkpointing
+        alike = [one.climb.seen for one in self.entrants if one.candidate.knobs.checkpointing is recomputes]
+        if found := least_sample_s(alike):
+            return found
+        return least_sample_s(one.climb.seen for one in self.entrants) / (1 if recomputes else _WITHOUT_RECOMPUTING)
 
     def _entry_size(self) -> int:
         """The leader's micro batch, and twice as much where memory is what ended the leader's climb."""

@@ -1,0 +1,125 @@
+"""How near the search comes to the best: whole searches of made-up machines whose optimum is known.
+
+python tests/benchmarks/regret.py [--seeds 200] [--config default] [--blind] [--tune] [--json]
+
+Each seed draws a model and a machine (tests/surfaces.py): eight rungs, none of which is always the fastest, with and
+without checkpointing; step times that are 5 % noise each; cliffs; a forecast that is a few percent wrong. Share: the
+true speed of the answer over that of the best rung, micro batch and checkpointing within the memory, both with the best
+settings; what tuning adds is shown beside it. --blind: no forecast. --tune: with Optuna, which takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autods.searching import Nothing
+from autods.settings import read_profile
+from autods.values import Fit, OutOfMemory, Record
+from tests.surfaces import Surface, searching
+
+_GOOD = 0.97
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one search found. share: 1 is the optimum; tuned_share: with its own settings, beside the best ones.
+    tried_share: of the best config that any trial ran."""
+
+    seed: int
+    found: str
+    best: str
+    share: float
+    tuned_share: float
+    tried_share: float
+    trials: int
+    out_of_memory: int
+    deciding_s: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--config", default="default")
+    parser.add_argument("--blind", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    jobs = [(seed, asked.config, asked.blind, asked.tune) for seed in range(asked.seeds)]
+    with ProcessPoolExecutor(2) as pool:
+        answers = [answer for answer in pool.map(_answer, jobs, chunksize=4) if answer is not None]
+    if asked.json:
+        print(json.dumps([asdict(answer) for answer in answers], indent=1))
+    else:
+        _show(answers, asked.seeds)
+    return 0 if _good(answers) >= 0.95 * len(answers) and _full(answers) <= 0.10 else 1
+
+
+def _answer(job: tuple[int, str, bool, bool]) -> Answer | None:
+    seed, config, blind, tunes = job
+    surface = Surface(seed)
+    profile = read_profile(config)
+    if not tunes:
+        profile = replace(profile, tune=replace(profile.tune, trials=0))
+    with searching(surface, profile=profile, blind=blind) as search:
+        best, what = surface.optimum(search.usable_bytes, [name for name in surface.rungs if name != "zero3-nvme"])
+        began = time.process_time()
+        found = search.found()
+        deciding_s = time.process_time() - began
+        records = search.memory.records
+    if isinstance(found, Nothing) or not best:
+        return None  # only NVMe, or nothing, holds this model: there is nothing to choose from
+    trial = found.best.trial
+    tuned = surface.rate(trial) / best
+    recomputes = "with" if trial.knobs.checkpointing else "without"
+    return Answer(
+        seed=seed,
+        found=f"{trial.rung}, micro batch {trial.knobs.micro_batch}, {recomputes} checkpointing",
+        best=what,
+        share=tuned * (1 + surface.distaste(trial)),
+        tuned_share=tuned,
+        tried_share=max(_share(surface, record, best) for record in records),
+        trials=len(records),
+        out_of_memory=sum(isinstance(record.outcome, OutOfMemory) for record in records),
+        deciding_s=deciding_s,
+    )
+
+
+def _share(surface: Surface, record: Record, best: float) -> float:
+    if not isinstance(record.outcome, Fit):
+        return 0.0
+    return surface.rate(record.trial) * (1 + surface.distaste(record.trial)) / best
+
+
+def _show(answers: list[Answer], seeds: int) -> None:
+    shares = [answer.share for answer in answers]
+    for answer in answers:
+        if answer.share < _GOOD:
+            print(f"  seed {answer.seed}: {answer.share:.3f} (tried {answer.tried_share:.3f}) after {answer.trials}: ", end="")
+            print(f"{answer.found}; best: {answer.best}")
+    print(f"{_good(answers)} of {len(answers)} answers reach {_GOOD:.0%} of the optimum ({seeds} seeds)")
+    print(f"share: mean {mean(shares):.4f}, least {min(shares):.3f}")
+    print(f"with its settings beside the best ones: mean {mean(answer.tuned_share for answer in answers):.4f}")
+    trials = [answer.trials for answer in answers]
+    print(f"trials: median {median(trials):.0f}, most {max(trials)}; out of memory {_full(answers):.1%}")
+    print(f"deciding: {sum(one.deciding_s for one in answers) / sum(trials) * 1000:.0f} ms of processor time a trial")
+
+
+def _good(answers: list[Answer]) -> int:
+    return sum(answer.share >= _GOOD for answer in answers)
+
+
+def _full(answers: list[Answer]) -> float:
+    return sum(answer.out_of_memory for answer in answers) / sum(answer.trials for answer in answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
