@@ -172,8 +172,10 @@ class Search:
             turns=self.settings.profile.tune.turns,
             usable_bytes=self.usable_bytes,
             score=score,
+            purpose="tune",  # what confirmed the start has asked for its repeats already
         )
-        first = tuned if final.best.trial.rung == tuned.best.trial.rung else also
+        won, other = final.best.trial, also.best.trial
+        first = also if (won.rung, won.knobs) == (other.rung, other.knobs) else tuned
         return replace(
             first,
             best=final.best,

@@ -19,7 +19,7 @@ from typing import Any
 
 from autods.cluster.scripted import fit, out_of_memory
 from autods.forecast.values import Predicted, RungForecast
-from autods.journal import Journal
+from autods.journal import Journal, key_of
 from autods.ladder import Dimension, Rung, all_rungs
 from autods.resume import Memory
 from autods.search.foresight import BLIND, Foresight
@@ -60,11 +60,9 @@ class Surface:
     sample_s: Mapping[bool, float] = field(default_factory=dict)
     rungs: Mapping[str, RungSurface] = field(default_factory=dict)
     tastes: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # key → (best place 0..1, loss far from it)
-    _noise: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
-        self._noise = random.Random(self.seed + 10_000)
         self.world_size = draw.choice((2, 4, 8, 16, 64))
         self.limit_bytes = int(draw.choice((16, 24, 40, 80)) * GIB)
         states = self.limit_bytes * math.exp(draw.uniform(math.log(0.15), math.log(4.0)))  # of DDP, on one rank
@@ -135,8 +133,8 @@ class Surface:
         if trial.limited and peak > self.limit_bytes:
             wanted = min(peak - self.limit_bytes, self.sample_bytes[trial.knobs.checkpointing])
             return out_of_memory(missing_bytes=max(1, int(wanted)))
-        drift = math.exp(self._noise.gauss(0, _TRIAL_NOISE))
-        times = _measured(self.step_s(trial) * drift, trial.steps, self._noise)
+        noise = random.Random(f"{self.seed + 10_000} {key_of(trial)}")  # of the trial alone: in any order the same
+        times = _measured(self.step_s(trial) * math.exp(noise.gauss(0, _TRIAL_NOISE)), trial.steps, noise)
         middle = statistics.median(times)
         rate = trial.knobs.train_batch(self.world_size) / middle
         spread = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / middle if len(times) > 1 else 0.0

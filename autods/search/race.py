@@ -187,6 +187,7 @@ class _Field:
             turns=self.limits.turns if self.rules.grows and self.may_go_on() else 0,
             usable_bytes=self.rules.usable_bytes,
             score=self.rules.score,
+            purpose="race",
         )
         won = next(close[record.id] for record in records if _is_alike(record, final.best))
         won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")

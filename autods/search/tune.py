@@ -21,6 +21,7 @@ from .foresight import BLIND, Foresight
 from .judge import Judge
 from .space import Space, space_of
 from .study import distributions, gp, importances_of, open_study, scores_of, told_of
+from .variants import name_of
 
 if TYPE_CHECKING:  # optuna is imported where it is used: reading this module stays cheap
     import optuna
@@ -76,7 +77,8 @@ def tune(
         return Tuned(best=start, records=(), importances={}, reason=why)
     judge = Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight, score=score)
     knobs = start.trial.knobs
-    study = open_study(study_path, f"{rung.name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
+    name = name_of(rung.name, knobs, recomputes=True)  # its variants have studies of their own
+    study = open_study(study_path, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
     search = _Search(study=study, space=space, judge=judge, run=run, steps=steps, seed=seed, sampler=sampler)
     ended = search.until(trials=limits.trials, stop_gain=stop_gain, may_go_on=may_go_on)
     records = tuple(answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start)
