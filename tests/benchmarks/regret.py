@@ -103,7 +103,9 @@ def _show(answers: list[Answer], seeds: int) -> None:
     shares = [answer.share for answer in answers]
     for answer in answers:
         if answer.share < _GOOD:
-            print(f"  seed {answer.seed}: {answer.share:.3f} (tried {answer.tried_share:.3f}) after {answer.trials}: ", end="")
+            print(
+                f"  seed {answer.seed}: {answer.share:.3f}, tried {answer.tried_share:.3f} in {answer.trials}:", end=" "
+            )
             print(f"{answer.found}; best: {answer.best}")
     print(f"{_good(answers)} of {len(answers)} answers reach {_GOOD:.0%} of the optimum ({seeds} seeds)")
     print(f"share: mean {mean(shares):.4f}, least {min(shares):.3f}")
