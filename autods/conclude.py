@@ -79,8 +79,7 @@ def nothing_fits(
 
 def _batch(settings: Settings, knobs: Knobs) -> str:
     """What an optimizer step trains on: who changes it changes the training."""
-    total = knobs.train_batch(settings.gpus)
-    said = f"{total} samples an optimizer step ({knobs.micro_batch} × {knobs.accumulation} × {settings.gpus} ranks)"
+    said = words.of_batch(knobs, settings.gpus)
     if settings.global_batch is not None:
         return f"{said}, as asked"
     return f"{said}, chosen for throughput: give --global-batch to keep yours"

@@ -121,3 +121,11 @@ def reasons_of(report: Report) -> Iterator[tuple[str, str]]:
     for rung, row in rows_of(report).items():
         said = row if isinstance(row, str) else words.of_outcome(row.outcome)
         yield rung, report.reasons.get(rung, said)
+
+
+def variants_of(report: Report) -> Iterator[tuple[str, str]]:
+    """Rungs that also raced with something unusual, such as without checkpointing, and what came of it."""
+    rungs = report.question.get("ladder", ())
+    for name, reason in report.reasons.items():
+        if name not in rungs and name.partition(" ")[0] in rungs:
+            yield name, reason

@@ -13,10 +13,11 @@ from ..units import show_bytes, show_count
 from . import certificate, words
 from .advice import remedies, shortage
 from .files import DS_CONFIG, REPORT
-from .ladder_table import ladder_table, reasons_of, untried
+from .ladder_table import ladder_table, reasons_of, untried, variants_of
 from .layout import pairs_grid
 from .result import Report
 
+_MOST_SHARES = 3  # keys whose importance is shown
 _WIDE = 116  # columns from which the reasons stand in the table instead of under it
 
 
@@ -29,6 +30,9 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
     if not wide:
         console.print(pairs_grid((rung, Text(reason)) for rung, reason in reasons_of(report)))
+        console.print()
+    if variants := list(variants_of(report)):
+        console.print(pairs_grid((name, Text(reason)) for name, reason in variants))
         console.print()
     if report.status == "nothing_fits":
         console.print(_nothing(report))
@@ -69,7 +73,10 @@ def _spent(report: Report) -> Text:
 def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
     """The winner, fact by fact."""
     assert report.knobs is not None
-    yield "batch", Text(words.of_batch(report.knobs, int(report.question.get("gpus", 1))))
+    yield (
+        "batch",
+        Text(report.reasons.get("batch") or words.of_batch(report.knobs, int(report.question.get("gpus", 1)))),
+    )
     if report.throughput:
         tokens = report.throughput.tokens_per_second
         rate = f"{words.of_rate(report.throughput.samples_per_second)} samples/s"
@@ -84,6 +91,9 @@ def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
     for act in ("grow", "tune"):
         if reason := report.reasons.get(act):
             yield act, Text(reason, style="dim")
+    if shares := sorted(report.importances.items(), key=lambda item: -item[1])[:_MOST_SHARES]:
+        said = ", ".join(f"{key.rpartition('.')[2]} {share:.0%}" for key, share in shares)
+        yield "mattered", Text(f"{said} of the variation in tuning", style="dim")
 
 
 def _next(report: Report) -> Iterator[Text]:
