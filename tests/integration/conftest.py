@@ -59,10 +59,10 @@ def runners(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield runner
 
 
-def question(workload: str | Workload, folder: Path, **asked: object) -> Settings:
+def question(workload: str | Workload, folder: Path, *, certified: bool = False, **asked: object) -> Settings:
     """Settings for 2 CPU ranks; a workload's name is a file beside this one. Short limits: nothing here is slow.
 
-    Without a forecast, unless it is asked for: it costs some seconds a fit.
+    Without a forecast and a certificate, unless they are asked for: they cost some seconds a fit.
     """
     source = source_of(HERE / "workloads" / workload if isinstance(workload, str) else workload, folder=folder)
     said = {
@@ -75,8 +75,10 @@ def question(workload: str | Workload, folder: Path, **asked: object) -> Setting
         **asked,
     }
     settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
-    limits = replace(settings.profile.limits, stall_s=6.0, init_s=30.0)
-    return replace(settings, profile=replace(settings.profile, limits=limits))
+    profile = settings.profile
+    limits = replace(profile.limits, stall_s=6.0, init_s=30.0)
+    certify = profile.certify if certified else replace(profile.certify, most_trials=0)
+    return replace(settings, profile=replace(profile, limits=limits, certify=certify))
 
 
 def ignore(event: Event) -> None:
