@@ -69,6 +69,8 @@ class Entrant:
             if fits_within(record, rules.usable_bytes):
                 return
             size = _smaller(record, rules)
+            more = replace(rules.limits, most_trials=rules.limits.most_trials + len(self.climb.records))
+            self.climb.rules = replace(rules, limits=more)  # a size that was too bold takes no trial from the climb
         self._walk(walk_steps)
 
     def _walk(self, steps: Steps) -> None:
