@@ -68,6 +68,8 @@ class Entrant:
             if fits_within(record, rules.usable_bytes):
                 return
             size = _smaller(record, rules)
+            more = replace(rules.limits, most_trials=rules.limits.most_trials + len(self.climb.records))
+            self.climb.rules = replace(rules, limits=more)  # a size that was too bold takes no trial from the climb
         self._walk(walk_steps)
 
     def _walk(self, steps: Steps) -> None:
@@ -77,6 +79,10 @@ class Entrant:
         if not isinstance(last.outcome, Fit):
             self.out = what_happened(last, show_bytes(rules.usable_bytes))
             return
+        if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: no earlier trial speaks of it
+            self.walked, self.climb.records = (*self.climb.records, *self.walked), []
+            knobs = replace(self.candidate.knobs, settings=last.trial.knobs.settings)
+            self.candidate = replace(self.candidate, knobs=knobs, pinned=())
         self.climb.first = last.trial
         self.climb.walked = last
         if not self.climb.records:
@@ -106,10 +112,12 @@ class Entrant:
         return min(rules.sizes[-1], allowed, math.inf if ground.bad is None else ground.bad - 1)
 
     def said(self) -> str:
-        """How fast its best was."""
+        """How fast its best was; how lean, where that is what counts."""
         best = self.climb.best()
         if best is None or not isinstance(best.outcome, Fit):
             return "never fitted"
+        if not self.climb.rules.grows:
+            return f"needs {show_bytes(best.outcome.device_peak_bytes)}"
         return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
 
 

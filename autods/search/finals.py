@@ -168,7 +168,9 @@ def _unmeasured(contestants: Sequence[Record], score: Score) -> Finals:
     best = max(contestants, key=score)  # the first of equals
     scores = {place: score(one) for place, one in enumerate(contestants)}
     why = (
-        "had no other to be compared with" if len(contestants) == 1 else "was the fastest, and none was measured again"
+        "had no other to be compared with"
+        if len(contestants) == 1
+        else f"was the {comparison(score)[0]}, and none was measured again"
     )
     return Finals(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
 

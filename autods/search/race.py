@@ -12,7 +12,7 @@ from .bounds import least_sample_s, micro_step_seconds, promise
 from .candidates import Candidate
 from .climb import Climb, Rules
 from .entrant import Entrant, entrant_of
-from .finals import finals
+from .finals import comparison, finals
 from .grow import Grown, grown_by
 from .lessons import Lessons
 from .stopping import Stop
@@ -117,7 +117,8 @@ class _Field:
             rival.out = "not tried: the budget is spent"
         if rival.out is None:
             rival.enter(self.walk_steps)
-            self.lessons = self.lessons.after(rival.candidate.rung, rival.records[-1].outcome)
+            decided = (rival.walked or rival.records)[-1]  # a large batch may fail of more than the rung does
+            self.lessons = self.lessons.after(rival.candidate.rung, decided.outcome)
         self.entrants.append(rival)
 
     def _climb(self, rival: Entrant) -> None:
@@ -192,7 +193,7 @@ class _Field:
         won = next(close[record.id] for record in records if _is_alike(record, final.best))
         won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
         reasons = {one.name: one.out or self._behind(one, won) for one in self.entrants if one is not won}
-        reasons[won.name] = f"fastest of {len(standing)} that fit: {final.reason}"
+        reasons[won.name] = f"{comparison(self.rules.score)[0]} of {len(standing)} that fit: {final.reason}"
         others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
         grown = replace(grown_by(won.climb), best=final.best)
         return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
@@ -201,7 +202,8 @@ class _Field:
         return self.rules.score(record) >= self._to_beat()
 
     def _behind(self, one: Entrant, won: Entrant) -> str:
-        return f"{one.said()}, {self._score(one) / self._score(won):.2f} times as fast as {won.name}"
+        _, times = comparison(self.rules.score)
+        return f"{one.said()}, {self._score(one) / self._score(won):.2f} {times} as {won.name}"
 
 
 def _longer(record: Record, steps: Steps) -> Record:

@@ -1,0 +1,137 @@
+"""How fast a config may still become: never less than it is, and what to measure to find out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from autods.cluster.scripted import fit, out_of_memory
+from autods.search.bounds import least_sample_s, micro_step_seconds, promise
+from autods.values import Knobs, Outcome, Record, Trial
+
+CLOSE = 1.05  # sizes closer than twofold are not told apart; what lies between them may be this much faster
+DEEPEST = 1.25  # a sample behind the cliff costs at most so much more
+
+
+def drawn(seed: int) -> tuple[Callable[[float], float], Sequence[int], float, float]:
+    """A config's seconds by micro batch: a fixed part and one per sample, dearer beyond a cliff. The sizes that were
+    measured, the most that may be, and what is known of a sample's least cost."""
+    draw = random.Random(seed)
+    fixed, sample = draw.choice((0.0, math.exp(draw.uniform(-3, 4)))), math.exp(draw.uniform(-4, 1))
+    sizes = sorted(draw.sample(range(1, 129), draw.randint(1, 5)))
+    cliff, dearer = draw.uniform(sizes[0], 200), draw.uniform(1, DEEPEST)
+    most = draw.choice((sizes[-1], draw.randint(sizes[-1], 256)))
+    least = draw.choice((0.0, 0.6, 1.0)) * sample
+
+    def seconds(size: float) -> float:
+        return fixed + sample * (min(size, cliff) + dearer * max(0.0, size - cliff))
+
+    return seconds, sizes, most, least
+
+
+def rates(seconds: Callable[[float], float], sizes: Sequence[int]) -> dict[int, float]:
+    return {size: size / seconds(size) for size in sizes}
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 500))
+def test_no_micro_batch_is_faster_than_was_promised(first: int) -> None:
+    for seed in range(first, first + 500):
+        seconds, sizes, most, least = drawn(seed)
+        promised = promise({size: seconds(size) for size in sizes}, most=most, sample_s=least)
+        reached = max(rates(seconds, range(1, int(most) + 1)).values())
+        assert promised.rate * CLOSE >= reached, (seed, sizes, promised, reached)
+
+
+def test_where_sizes_lie_far_apart_the_promise_holds_exactly() -> None:
+    for seed in range(1000):
+        seconds, _, most, least = drawn(seed)
+        sizes = [size for size in (1, 4, 16, 64) if size <= most]
+        promised = promise({size: seconds(size) for size in sizes}, most=most, sample_s=least)
+        reached = max(rates(seconds, range(1, int(most) + 1)).values())
+        assert promised.rate >= reached * (1 - 1e-9), (seed, sizes, promised, reached)
+
+
+def test_the_promise_is_never_less_than_what_was_measured() -> None:
+    draw = random.Random(0)
+    for _ in range(500):  # noisy seconds need not be convex
+        times = {size: draw.uniform(0.1, 1.0) * size for size in draw.sample(range(1, 65), 4)}
+        promised = promise(times, most=draw.randint(64, 128), sample_s=0.05)
+        assert promised.rate >= max(size / seconds for size, seconds in times.items())
+
+
+def test_more_room_never_promises_less() -> None:
+    for seed in range(300):
+        seconds, sizes, most, least = drawn(seed)
+        times = {size: seconds(size) for size in sizes}
+        little, some, much = (promise(times, most=room, sample_s=least).rate for room in (sizes[-1], most, 2 * most))
+        assert little <= some * (1 + 1e-9) <= much * (1 + 2e-9)
+
+
+def test_nothing_is_proposed_that_was_measured_or_is_beyond_what_fits() -> None:
+    for seed in range(1000):
+        seconds, sizes, most, least = drawn(seed)
+        size = promise({one: seconds(one) for one in sizes}, most=most, sample_s=least).size
+        assert size is None or (1 <= size <= most and size not in sizes), (seed, sizes, most, size)
+
+
+def test_of_what_was_never_measured_everything_may_be_hoped() -> None:
+    assert promise({}, most=8, sample_s=1.0).rate == math.inf
+
+
+def test_a_size_between_two_far_apart_ones_is_proposed() -> None:
+    seconds = {1: 10.0, 64: 80.0}  # a straight line would say 1.1 s a sample: up to 64, it may have been less
+    promised = promise(seconds, most=64, sample_s=0.5)
+    assert promised.rate > 64 / 80
+    assert promised.size is not None
+    assert 1 < promised.size < 64
+
+
+def test_a_config_that_was_measured_to_its_limit_promises_what_it_reached() -> None:
+    assert promise({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).rate == 2 / 3
+    assert promise({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).size is None
+
+
+def test_the_largest_is_proposed_where_larger_means_faster() -> None:
+    promised = promise({1: 11.0}, most=50, sample_s=0.9)
+    assert promised.size == 50
+    assert promised.rate == pytest.approx(50 / (11.0 + 49 * 0.9))
+
+
+def test_without_a_limit_what_a_sample_costs_is_the_limit() -> None:
+    assert promise({1: 11.0}, most=math.inf, sample_s=0.5).rate == pytest.approx(2.0)
+    assert promise({1: 11.0}, most=math.inf, sample_s=0.0).rate == math.inf
+
+
+def test_a_large_batch_alone_may_lie_behind_a_cliff_and_a_smaller_one_is_worth_a_look() -> None:
+    promised = promise({32: 40.0}, most=32, sample_s=0.5)
+    assert promised.rate > 32 / 40
+    assert promised.size == 16
+
+
+def record(size: int, outcome: Outcome, accumulation: int = 1) -> Record:
+    knobs = Knobs(micro_batch=size, accumulation=accumulation)
+    return Record(id=1, trial=Trial(rung="zero2", knobs=knobs, purpose="grow"), outcome=outcome, seconds=1.0)
+
+
+def timed(times: Mapping[int, float]) -> list[Record]:
+    return [record(size, fit(peak_bytes=1, step_s=seconds)) for size, seconds in times.items()]
+
+
+def test_a_micro_step_is_an_optimizer_step_shared_among_its_micro_batches() -> None:
+    records = [
+        record(2, fit(peak_bytes=1, step_s=6.0), accumulation=4),
+        record(8, out_of_memory()),
+        record(4, fit(peak_bytes=1, step_s=2.5)),
+        record(4, fit(peak_bytes=1, step_s=2.0)),  # of two measurements the faster: the other was disturbed
+    ]
+    assert micro_step_seconds(records) == {2: 1.5, 4: 2.0}
+
+
+def test_what_a_sample_costs_at_least_is_seen_only_where_sizes_lie_apart() -> None:
+    close, wide, dear = timed({10: 5.0, 11: 5.01}), timed({1: 2.0, 11: 12.0}), timed({1: 2.0, 11: 22.0})
+    assert least_sample_s([close]) == 0.0
+    assert 0.5 <= least_sample_s([close, wide, dear]) < 1.0  # below the cheapest: another rung may be cheaper yet
+    assert least_sample_s([timed({1: 5.0, 8: 4.0})]) == 0.0  # noise: no sample costs less than nothing
