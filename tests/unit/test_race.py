@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,13 +31,15 @@ RUNGS = {rung.name: rung for rung in SETTINGS.ladder}
 class Rung:
     """GiB that a rank holds whatever the batch, seconds of a micro step whatever the batch and per sample.
 
-    full: the tier that is too small for it, if one is; its pinned memory runs out where it pins any.
+    full: the tier that is too small for it from the micro batch `full_from` on, if one is; its pinned memory runs out
+    where it pins any.
     """
 
     gib: float = 2.0
     fixed_s: float = 1.0
     sample_s: float = 0.1
     full: Tier | None = None
+    full_from: int = 1
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class Machine:
         if rung is None:
             return out_of_memory(missing_bytes=GIB)
         pinned = RUNGS[trial.rung].places["optimizer"] == "host" and not unpinned(trial)
-        if rung.full == "host" or (rung.full == "pinned" and pinned):
+        if trial.knobs.micro_batch >= rung.full_from and (rung.full == "host" or (rung.full == "pinned" and pinned)):
             return out_of_memory(missing_bytes=GIB, tier=rung.full)
         peak = self.peak_gib(trial) * GIB
         if peak > LIMIT and trial.limited:
@@ -245,6 +248,13 @@ def test_where_the_host_is_full_rungs_that_keep_as_much_there_are_passed_over(
     assert machine.sizes("zero3") != []
 
 
+def test_a_host_that_is_full_at_a_large_batch_only_says_nothing_against_the_others(raced: Callable[..., Found]) -> None:
+    full = Rung(gib=3, full="host", full_from=4)
+    found = raced(machine := Machine({"ddp": Rung(gib=3), "zero2-offload": full, "zero3-offload": full}))
+    assert machine.sizes("zero3-offload") != []
+    assert "samples/s" in found.raced.reasons["zero3-offload"]
+
+
 def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Callable[..., Found]) -> None:
     machine = Machine({"ddp": Rung(gib=12), "zero2-offload": Rung(full="pinned"), "zero3-offload": Rung(full="pinned")})
     found = raced(machine)
@@ -260,6 +270,16 @@ def test_without_checkpointing_it_is_faster_and_wins_where_memory_allows(raced: 
     assert not found.best.trial.knobs.checkpointing
     assert found.raced.reasons["ddp without checkpointing"].startswith("fastest of ")
     assert found.raced.reasons["ddp"].endswith("times as fast as ddp without checkpointing")
+
+
+def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., Found]) -> None:
+    """The leader has no room for its activations; the rival has, and is a tenth slower as long as it recomputes."""
+    machine = Machine(
+        {"ddp": Rung(gib=14, fixed_s=0.01), "zero3": Rung(gib=3, fixed_s=0.05, sample_s=0.116)}, kept_gib=2.1
+    )
+    found = raced(machine, checkpointing=True)
+    assert won(found)[0] == "zero3"
+    assert not found.best.trial.knobs.checkpointing
 
 
 def test_without_checkpointing_it_loses_where_the_batch_gets_too_small(raced: Callable[..., Found]) -> None:
@@ -352,8 +372,8 @@ def test_two_variants_of_a_rung_are_tuned_apart(raced: Callable[..., Found], tmp
     assert "the runner-up" in found.tuned.reason
     tuned = [trial for trial in machine.ran if trial.purpose == "tune" and trial.repeat == 0]
     assert Counter(trial.knobs.checkpointing for trial in tuned) == {True: 2, False: 2}
-    studies = [line for line in (tmp_path / "study.jsonl").read_text().splitlines() if "study_name" in line]
-    assert len(studies) == 2
+    rows = [json.loads(line) for line in (tmp_path / "study.jsonl").read_text().splitlines()]
+    assert len({row["study_name"] for row in rows if "study_name" in row}) == 2
 
 
 CROWD = Machine({"ddp": Rung(gib=40), "zero2": Rung(gib=9), "zero2-offload": Rung(full="host"), "zero3": Rung(gib=3)})
