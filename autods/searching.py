@@ -163,7 +163,8 @@ class Search:
         noise = self.settings.profile.race.noise / 2
         tuned = self._tune(raced.best)
         close = [one for one in raced.others if score(one) >= (1 - noise) * score(raced.best)][:1]
-        if not close or not self.may_go_on() or self.settings.objective == "memory":
+        tunes = self.settings.profile.tune.trials > 0 and self.settings.objective != "memory"
+        if not close or not tunes or not self.may_go_on():
             return tuned
         also = self._tune(close[0])
         final = finals(
@@ -216,7 +217,7 @@ class Search:
             reference=reference if limits.parity is not None else None,
             steps=limits.steps,
             parity_steps=limits.parity or limits.steps,
-            tolerance=TOLERANCE[precision_of(settings.base)],
+            tolerance=max(TOLERANCE[one] for one in (precision_of(settings.base), *settings.precisions)),
             limit_bytes=settings.device_bytes,
             headroom=settings.profile.headroom,
             world_size=settings.gpus,

@@ -26,7 +26,7 @@ import optuna
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 from optuna.terminator import BaseImprovementEvaluator, EMMREvaluator, RegretBoundEvaluator
 from optuna.trial import FrozenTrial
-from surfaces import HEADROOM, LIMIT, Surface, surface
+from tuning_surfaces import HEADROOM, LIMIT, Surface, surface
 
 from autods.search.ask import fits_within, samples_per_second
 from autods.search.enough import STARTUP, enough
