@@ -28,6 +28,7 @@ _LIMITS = {  # number of parameters that DeepSpeed keeps at a time, and its defa
     "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
     "zero_optimization.stage3_max_reuse_distance": 1_000_000_000,
 }
+_LEAST_PARAMETERS = 4_000_000_000  # smaller models take seconds, and their buckets lose the allocator up to a fifth
 _SHOWS = 1 / 32  # of the parameters: a smaller share of a rank has parts that no estimate has to tell
 _NEAR = 0.001  # of what is held: so little stays where all is gone
 _WIDER = 0.03  # of what was added, on both sides of the interval
@@ -48,8 +49,8 @@ class Depths:
 
 
 def depths_for(ask: Ask, facts: ModelFacts) -> Depths | None:
-    """Where to look; None when it saves nothing, or the model has no layers that repeat."""
-    if not facts.layers or not facts.layer_parameters:
+    """Where to look; None when it saves nothing, the model is small, or it has no layers that repeat."""
+    if not facts.layers or not facts.layer_parameters or facts.parameters < _LEAST_PARAMETERS:
         return None
     stage = get(ask.ds_config, "zero_optimization.stage")
     limits = [
@@ -149,12 +150,17 @@ def need_of_deepened(
 
 
 def _highest(depths: Depths, shallow: Simulated, deeper: Simulated) -> dict[ForecastPhase, int]:
-    """The peaks on the device by the line of each bump: what decides in a shallow model need not in the whole one."""
+    """The step's peak on the device by the line of each bump: which decides may change with the depth.
+
+    Not of other phases: there one layer follows another, and bumps of two depths are not the same moments.
+    """
     bumps = [_bumps(simulated.traces["device"]) for simulated in (shallow, deeper) if "device" in simulated.traces]
     if len(bumps) < 2 or [phase for phase, *_ in bumps[0]] != [phase for phase, *_ in bumps[1]]:
         return {}
     found: dict[ForecastPhase, int] = {}
     for (phase, *before), (_, *after) in zip(*bumps, strict=True):
+        if phase != "step":
+            continue
         lines = (depths.line(low, high) for low, high in zip(before, after, strict=True))
         found[phase] = max(found.get(phase, 0), *lines)
     return found

@@ -68,8 +68,16 @@ def test_a_smaller_bucket_lets_shallower_models_tell() -> None:
     assert small.shallow < large.shallow
 
 
-@pytest.mark.parametrize("facts", [replace(FACTS, layers=0), replace(FACTS, layers=12), replace(FACTS, layers=8)])
-def test_a_model_that_is_not_deep_is_only_simulated_whole(facts: ModelFacts) -> None:
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(FACTS, layers=0),
+        replace(FACTS, layers=12),
+        replace(FACTS, layers=8),
+        replace(FACTS, parameters=3 * 10**9),
+    ],
+)
+def test_a_model_that_is_not_deep_or_large_is_only_simulated_whole(facts: ModelFacts) -> None:
     assert depths_for(ask(3), facts) is None
 
 
