@@ -101,7 +101,8 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool, estimate
 
     pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
     try:
-        tasks = [pool.submit(guess, job) for job in jobs] if estimate else []
+        # The leanest rungs take longest: with them last, one process would work while the other has nothing left.
+        tasks = [pool.submit(guess, job) for job in reversed(jobs)] if estimate else []
         tasks += [pool.submit(do, job) for job in jobs]
         for done in wait(tasks, return_when=FIRST_EXCEPTION).done:
             done.result()

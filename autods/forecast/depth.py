@@ -14,10 +14,11 @@ from typing import TypeVar
 
 from ..ds_config import get
 from ..values import ModelFacts, Tier
+from .caching import phases
 from .constants import Constants
 from .interval import Interval, Ratios
 from .need import Need, need_of
-from .values import Ask, ForecastPhase, Simulated
+from .values import Ask, ForecastPhase, Simulated, Trace
 
 _Key = TypeVar("_Key")
 _APART = 2  # layers between the two depths
@@ -27,6 +28,9 @@ _LIMITS = {  # number of parameters that DeepSpeed keeps at a time, and its defa
     "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
     "zero_optimization.stage3_max_reuse_distance": 1_000_000_000,
 }
+_LEAST_PARAMETERS = 4_000_000_000  # smaller models take seconds, and their buckets lose the allocator up to a fifth
+_SHOWS = 1 / 32  # of the parameters: a smaller share of a rank has parts that no estimate has to tell
+_NEAR = 0.001  # of what is held: so little stays where all is gone
 _WIDER = 0.03  # of what was added, on both sides of the interval
 
 
@@ -45,16 +49,32 @@ class Depths:
 
 
 def depths_for(ask: Ask, facts: ModelFacts) -> Depths | None:
-    """Where to look; None when it saves nothing, or the model has no layers that repeat."""
-    if not facts.layers or not facts.layer_parameters:
+    """Where to look; None when it saves nothing, the model is small, or it has no layers that repeat."""
+    if not facts.layers or not facts.layer_parameters or facts.parameters < _LEAST_PARAMETERS:
         return None
-    stage3 = get(ask.ds_config, "zero_optimization.stage") == 3
+    stage = get(ask.ds_config, "zero_optimization.stage")
     limits = [
-        float(get(ask.ds_config, key) or default) for key, default in _LIMITS.items() if stage3 or "stage3" not in key
+        float(get(ask.ds_config, key) or default)
+        for key, default in _LIMITS.items()
+        if stage == 3 or "stage3" not in key
     ]
     shallow = math.ceil(max(limits) / facts.layer_parameters) + 1
+    if stage in (1, 2):
+        shallow = max(shallow, math.ceil(_for_two_parameters(ask.world_size, facts) / facts.layer_parameters))
     depths = Depths(shallow=shallow, deeper=shallow + _APART, whole=facts.layers)
     return depths if depths.shallow + depths.deeper <= _WORTH * depths.whole else None
+
+
+def _for_two_parameters(world_size: int, facts: ModelFacts) -> float:
+    """Parameters in layers until a rank's share is more than one tensor, if that of the whole model is.
+
+    Stages 1 and 2 copy the gradients of their share into one tensor, but for a share that lies in one.
+    """
+    share = facts.parameters / world_size
+    if not facts.largest_parameter < share > _SHOWS * facts.parameters:
+        return 0.0
+    rest = facts.parameters - facts.layers * facts.layer_parameters
+    return facts.largest_parameter * world_size - rest
 
 
 def has_room_to_flatten(ask: Ask, facts: ModelFacts) -> bool:
@@ -74,6 +94,8 @@ def deepened(ask: Ask, shallow: Simulated, deeper: Simulated, depths: Depths) ->
     live: dict[ForecastPhase, Mapping[Tier, int]] = {
         phase: _lines(depths, shallow.live_bytes[phase], tiers) for phase, tiers in deeper.live_bytes.items()
     }
+    for phase, peak in _highest(depths, shallow, deeper).items():
+        live[phase] = {**live[phase], "device": max(peak, live[phase].get("device", 0))}
     said = f"{ask.rung}: an estimate, by the line through {depths.shallow} and {depths.deeper} of {depths.whole} layers"
     return replace(
         deeper,
@@ -125,6 +147,48 @@ def need_of_deepened(
         tensors_bytes=tensors,
         by_phase=by_phase | {decides: tensors + own},
     )
+
+
+def _highest(depths: Depths, shallow: Simulated, deeper: Simulated) -> dict[ForecastPhase, int]:
+    """The step's peak on the device by the line of each bump: which decides may change with the depth.
+
+    Not of other phases: there one layer follows another, and bumps of two depths are not the same moments.
+    """
+    bumps = [_bumps(simulated.traces["device"]) for simulated in (shallow, deeper) if "device" in simulated.traces]
+    if len(bumps) < 2 or [phase for phase, *_ in bumps[0]] != [phase for phase, *_ in bumps[1]]:
+        return {}
+    found: dict[ForecastPhase, int] = {}
+    for (phase, *before), (_, *after) in zip(*bumps, strict=True):
+        if phase != "step":
+            continue
+        lines = (depths.line(low, high) for low, high in zip(before, after, strict=True))
+        found[phase] = max(found.get(phase, 0), *lines)
+    return found
+
+
+def _bumps(trace: Trace) -> list[tuple[ForecastPhase, int, int]]:
+    """Each time a phase runs, two peaks: until all that it allocated is gone for the last time, and from then on.
+
+    Once it has freed what it found, nothing is looked for any more.
+    """
+    found: list[tuple[ForecastPhase, int, int]] = []
+    sizes: list[int] = []
+    now = 0
+    for first, stop, phase in phases(trace):
+        start = before = after = now
+        near, fell = int(start * _NEAR), False
+        for event in trace.events[first:stop]:
+            if event >= 0:
+                if now <= start + near and not fell:
+                    before, after = max(before, after), now
+                sizes.append(event)
+                now += event
+                after = max(after, now)
+            else:
+                now -= sizes[~event]
+                fell = fell or now < start - near
+        found.append((phase, before, after))
+    return found
 
 
 def _init_alone(simulated: Simulated) -> Simulated:

@@ -41,6 +41,15 @@ def layered(layers: int, *, init: int = 40, forward: int = 30, step: int = 50) -
     )  # fmt: skip
 
 
+def bumpy(layers: int) -> Simulated:
+    """A step in which first a bucket of 500 MiB comes and goes, then 20 MiB a layer, beside 40 MiB a layer."""
+    events = [*[40 * MIB] * layers, 500 * MIB, -layers - 1, *[20 * MIB] * layers]
+    events += [-block - 1 for block in (*range(layers), *range(layers + 1, 2 * layers + 1))]
+    trace = Trace(events=events, marks=((0, "init"), (layers, "step")))
+    live = {"init": {"device": 40 * layers * MIB}, "step": {"device": max(40 * layers + 500, 60 * layers) * MIB}}
+    return Simulated(micro_batch=1, live_bytes=live, traces={"device": trace})  # type: ignore[arg-type]
+
+
 def test_the_depths_lie_beyond_what_stage_3_keeps_gathered() -> None:
     depths = depths_for(ask(3), FACTS)
     assert depths is not None
@@ -49,14 +58,26 @@ def test_the_depths_lie_beyond_what_stage_3_keeps_gathered() -> None:
 
 
 def test_a_smaller_bucket_lets_shallower_models_tell() -> None:
-    small, large = depths_for(ask(2, reduce_bucket_size=10**8), FACTS), depths_for(ask(2), FACTS)
+    many = replace(ask(2), world_size=64)  # so many ranks that it is not their share that decides
+    small, large = (
+        depths_for(replace(many, ds_config=ask(2, reduce_bucket_size=10**8).ds_config), FACTS),
+        depths_for(many, FACTS),
+    )
     assert small is not None
     assert large is not None
     assert small.shallow < large.shallow
 
 
-@pytest.mark.parametrize("facts", [replace(FACTS, layers=0), replace(FACTS, layers=12), replace(FACTS, layers=8)])
-def test_a_model_that_is_not_deep_is_only_simulated_whole(facts: ModelFacts) -> None:
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(FACTS, layers=0),
+        replace(FACTS, layers=12),
+        replace(FACTS, layers=8),
+        replace(FACTS, parameters=3 * 10**9),
+    ],
+)
+def test_a_model_that_is_not_deep_or_large_is_only_simulated_whole(facts: ModelFacts) -> None:
     assert depths_for(ask(3), facts) is None
 
 
@@ -71,6 +92,37 @@ def test_what_grows_by_the_layer_is_foretold_to_the_byte() -> None:
     assert whole.breakdown == real.breakdown
     assert not whole.traces
     assert "estimate" in whole.assumed[-1]
+
+
+def test_the_bump_that_decides_in_the_whole_model_need_not_decide_in_a_shallow_one() -> None:
+    asked = ask(2)
+    depths = depths_for(asked, FACTS)
+    assert depths is not None
+    shallow, deeper, real = (bumpy(layers) for layers in (depths.shallow, depths.deeper, FACTS.layers))
+    assert deeper.live_bytes["step"] == {"device": (40 * depths.deeper + 500) * MIB}
+    assert deepened(asked, shallow, deeper, depths).live_bytes == real.live_bytes
+    assert real.live_bytes["step"] == {"device": 60 * FACTS.layers * MIB}
+
+
+def test_bumps_are_left_alone_where_the_two_depths_do_not_run_the_same_phases() -> None:
+    asked = ask(2)
+    depths = depths_for(asked, FACTS)
+    assert depths is not None
+    shallow, deeper = bumpy(depths.shallow), bumpy(depths.deeper)
+    other = replace(deeper, traces={"device": replace(deeper.traces["device"], marks=((0, "step"),))})
+    assert deepened(asked, shallow, other, depths).live_bytes["step"]["device"] == (40 * FACTS.layers + 500) * MIB
+
+
+def test_a_share_lies_in_as_many_tensors_as_that_of_the_whole_model() -> None:
+    tight = {"reduce_bucket_size": 10**7}
+    rest = FACTS.parameters - FACTS.layers * FACTS.layer_parameters
+    depths = depths_for(ask(2, **tight), FACTS)
+    assert depths is not None
+    assert rest + depths.shallow * FACTS.layer_parameters >= 8 * FACTS.largest_parameter
+    one = depths_for(replace(ask(2, **tight), world_size=64), FACTS)  # of 64 ranks, each holds less than one tensor
+    assert one is not None
+    assert one.shallow < depths.shallow
+    assert depths_for(replace(ask(1, **tight), world_size=16), FACTS) is None  # it would take ten layers
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -260,7 +260,7 @@ def deep(ask: Ask, micro_batch: int) -> Simulated:
     return Simulated(micro_batch=micro_batch, live_bytes=live, traces={"device": trace})
 
 
-DEEP = replace(FACTS, layers=40, layer_parameters=10**9)
+DEEP = replace(FACTS, parameters=41 * 10**9, layers=40, layer_parameters=10**9)
 
 
 def test_a_deep_model_gets_rows_of_estimates_before_the_exact_ones() -> None:

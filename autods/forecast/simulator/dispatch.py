@@ -40,7 +40,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
         self.masks = Masks()  # of the current batch
-        self._recipes = Recipes(mode, ledger)
+        self.recipes = Recipes(mode, ledger)
         self._handlers: dict[Any, Handler] = {
             _aten._local_scalar_dense.default: self._scalar,
             _aten.equal.default: self._equal,
@@ -67,10 +67,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._viewed if func.is_view or func is _aten._unsafe_view.default else self._remembered
 
     def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._recipes.call(func, args, kwargs, self._plain)
+        return self.recipes.call(func, args, kwargs, self._plain)
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._recipes.view(func, args, kwargs, self._plain)
+        return self.recipes.view(func, args, kwargs, self._plain)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.ledger.one_memory:

@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...trial.act import build, initialize, optimizer_step
 from ...trial.batch import check_batch, place
@@ -19,6 +19,9 @@ from ...workload import Workload
 from ..values import Ask, ForecastPhase
 from . import collectives, large_worlds, layered, masks, refusals, states
 from .ledger import DEVICE, PINNED, Ledger
+
+if TYPE_CHECKING:
+    from .recipes import Recipes
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
 
@@ -43,6 +46,11 @@ class Stage:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
         self._recorder = Recorder(self.ledger, self._fake)
+
+    @property
+    def recipes(self) -> Recipes:
+        """What operators return, as far as this process knows."""
+        return self._recorder.recipes
 
     def look_at_masks(self, workload: Workload, batch: Any) -> None:
         """What the model is told when it asks whether there is padding."""

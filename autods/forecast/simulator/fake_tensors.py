@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from . import lean
 from .ledger import Ledger
 
 # torch 2.11 and before: fake_device itself.
@@ -43,7 +44,7 @@ def install(ledger: Ledger) -> None:
 
 def _compile_nothing(ledger: Ledger) -> None:
     """What torch.compile made runs as it is written: there is no GPU to compile for."""
-    torch.compiler.set_stance("force_eager")
+    lean.with_the_compiler(lambda: torch.compiler.set_stance("force_eager"))  # it would load the compiler
     own = torch.compile
 
     def noted(*args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ def install() -> None:
         "source": {"ConstantSource": str, "RandomValueSource": _Unknown},  # where a tensor comes from: no fake one says
     }  # fmt: skip
     parts = ("config", "_trace_wrapped_higher_order_op")
-    put_off(_COMPILER, answers, with_parts=parts, then=lambda compiler: compiler.allow_in_graph(allowed))
+    put_off(_COMPILER, answers, with_parts=parts, then=lambda compiler: _loaded(compiler, allowed))
     torch._dynamo = sys.modules[_COMPILER]
     put_off(_SOLVERS, {"linear_sum_assignment": _assign})  # transformers imports it for object detection
     sys.meta_path.insert(0, _Once("transformers.utils.import_utils", exports_from_the_end))
@@ -51,6 +51,21 @@ def install() -> None:
         import cpuinfo
 
         cpuinfo.get_cpu_info = lambda: _PROCESSOR  # it starts processes, for a second
+
+
+def with_the_compiler(do: Callable[[], object]) -> None:
+    """Do this as soon as torch's compiler is loaded, which may be never; now, if it is."""
+    if _COMPILER in _later:
+        _waiting.append(do)
+    else:
+        do()
+
+
+def _loaded(compiler: Any, allowed: list[Any]) -> None:
+    compiler.allow_in_graph(allowed)
+    for do in _waiting:
+        do()
+    _waiting.clear()
 
 
 @contextlib.contextmanager
@@ -132,6 +147,7 @@ def _load(name: str) -> None:
 
 
 _later: dict[str, Callable[[], None]] = {}  # of what is still put off
+_waiting: list[Callable[[], object]] = []  # for the compiler
 
 
 class _PutOff(types.ModuleType):

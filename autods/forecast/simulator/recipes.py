@@ -7,7 +7,9 @@ constants. Views are made by torch's own kernel each time.
 
 from __future__ import annotations
 
+import io
 import operator
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ _NEVER = {
 _ARGUMENT, _NEW, _CONSTANT = range(3)
 
 Step = tuple[Any, ...]
+Recipe = tuple[type | None, tuple[Step, ...]]
 
 
 class _Unfit(Exception):
@@ -41,7 +44,8 @@ class Recipes:
 
     def __init__(self, mode: Any, ledger: Ledger) -> None:
         self._mode, self._ledger = mode, ledger
-        self._known: dict[Any, tuple[type | None, tuple[Step, ...]] | None] = {}
+        self._known: dict[Any, Recipe | None] = {}
+        self._own: dict[Any, Recipe | None] = {}  # of what is known: learned here, and not told yet
         for name in ("constant", "pytype", "dispatch_keys", "real_tensor"):
             setattr(FakeTensor, name, None)  # of all tensors that we make
         for memo in ("nonzero_memo", "item_memo", "unique_memo", "unique_consecutive_memo", "nested_int_memo"):
@@ -79,8 +83,23 @@ class Recipes:
                 return self._make(steps[0], args, kwargs)
             return container([self._make(step, args, kwargs) for step in steps])
         out = run(func, args, kwargs)
-        self._known[key] = self._learn(out, args, kwargs, key)
+        self._known[key] = self._own[key] = self._learn(out, args, kwargs, key)
         return out
+
+    def told(self) -> bytes:
+        """What was learned here since the last time, for `hear` in a process forked from the same one; b"": nothing."""
+        own, self._own = self._own, {}
+        if not own:
+            return b""
+        try:
+            return _dumped(own)
+        except Exception:  # an argument that cannot be pickled: one by one
+            return _dumped({key: known for key, known in own.items() if _can_be_told(key, known)})
+
+    def hear(self, told: bytes) -> None:
+        """Know what another process learned."""
+        for key, known in pickle.loads(told).items():
+            self._known.setdefault(key, known)
 
     def view(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         """A view by torch's own kernel for meta tensors: slices come at many offsets, and are not worth remembering."""
@@ -106,7 +125,7 @@ class Recipes:
         setattr(tensor, _DEVICE, device)
         return tensor
 
-    def _learn(self, out: Any, args: Any, kwargs: Any, key: Any) -> tuple[type | None, tuple[Step, ...]] | None:
+    def _learn(self, out: Any, args: Any, kwargs: Any, key: Any) -> Recipe | None:
         container = type(out) if isinstance(out, (tuple, list)) else None
         if container not in (None, tuple, list):
             return None
@@ -135,6 +154,31 @@ class Recipes:
         if kind == _ARGUMENT:
             return _pick(step[1], args, kwargs)
         return step[1]
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, one: Any) -> Any:
+        """Operators by their names."""
+        if isinstance(one, torch._ops.OpOverload):
+            return _operator, (one.namespace, one._opname, one._overloadname)
+        return NotImplemented
+
+
+def _operator(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _dumped(one: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(one)
+    return buffer.getvalue()
+
+
+def _can_be_told(key: Any, known: Recipe | None) -> bool:
+    try:
+        return bool(_dumped((key, known)))
+    except Exception:
+        return False
 
 
 def _describe(args: Any, parts: list[Any]) -> None:

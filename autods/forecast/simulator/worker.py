@@ -51,6 +51,7 @@ class _Stand:
     workload: Any
     source: WorkloadSource
     rank: Any = None
+    lessons: Any = None  # `lessons.Lessons`, of the process that forks the engines
 
 
 def _serve(client: socket.socket, stand: _Stand) -> None:
@@ -58,7 +59,10 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
 
     Engines that start alike come from a child that has built their model, which this one starts and passes the line on.
     """
+    from .lessons import Lessons
+
     parent = os.getpid()
+    lessons = stand.lessons = Lessons(stand.stage.recipes)
     children: set[int] = set()
     passed: dict[str, socket.socket] = {}
     poll = select.poll()
@@ -79,6 +83,7 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
                 continue
             passed.pop(alike).close()  # it died; another one is tried
         ours, theirs = socket.socketpair()
+        lessons.hear()
         pid = os.fork()
         if pid == 0:
             procs.die_with_parent(parent)
@@ -180,12 +185,18 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
                 engine = Engine(stand.stage, stand.workload, Ask(**job["engine"]), scratch, stand.rank)
                 for line in own.makefile():
                     micro_batch = int(json.loads(line)["measure"])
-                    if not _answer(own, stand.source, lambda: {"simulated": engine.measure(micro_batch)}):  # noqa: B023
+                    if not _answer(own, stand.source, lambda: _measured(engine, micro_batch, stand)):  # noqa: B023
                         break
         except BaseException:
             traceback.print_exc()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _measured(engine: Any, micro_batch: int, stand: _Stand) -> dict[str, Any]:
+    found = {"simulated": engine.measure(micro_batch)}
+    stand.lessons.tell()  # before the answer: the client asks for the next engine then
+    return found
 
 
 def _answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[str, Any]]) -> bool:
