@@ -138,7 +138,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_ends_while_the_forecast_is_made_leaves_no_simulation(tmp_path, number):
     scene = Scene.at(tmp_path)
-    driver = start_fit(scene, forecast=True)
+    driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)  # so little that it does not obviously fit
     try:
         wait_for(lambda: len(scene.simulators()) > 1, 120)  # the prepared process and an engine
         os.kill(driver.pid, number)
