@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,12 @@ def session(*, cpus: int) -> Iterator[Any]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_connected() -> bool:
+    """Whether this process is in a cluster already; does not import Ray to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _begin(ray: Any, cpus: int, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The zygote: a single-threaded process that has torch, DeepSpeed and the user's module loaded and forks the ranks.
 
-Started by the node actor as `python -m autods.cluster.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the socket:
-it says {"ready": …} once, then for each job line {"beat": …} while it runs and {"done": …} at its end.
+Started by its keeper, see `launch`, as `python -m autods.cluster.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the
+socket: it says {"ready": …} once, then for each job line {"beat": …} while it runs and {"done": …} at its end.
 """
 
 from __future__ import annotations

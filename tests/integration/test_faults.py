@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ignore, question
 from watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
@@ -115,7 +116,8 @@ def test_a_node_actor_that_is_killed_takes_everything_along_and_the_fit_says_so(
     scene = Scene.at(tmp_path)
     with a_runner(scene) as runner:
         runner.survey()
-        seen, error = kill_during(runner, scene, "forward", lambda zygote: zygote.parent())
+        pid = ray.get(runner.actor.__ray_call__.remote(lambda node: os.getpid()))
+        seen, error = kill_during(runner, scene, "forward", lambda zygote: psutil.Process(pid))
         assert isinstance(error, EnvironmentBroken)
         assert seen.gone_ms < 1000
         wait_for(lambda: not scene.left(zygote=False), 5)
