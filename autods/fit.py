@@ -110,7 +110,7 @@ def _foreseeing(
 ) -> AbstractContextManager[Foresight]:
     from .foreseeing import foreseeing
 
-    return foreseeing(settings, runner.final_config, memory, listen)
+    return foreseeing(settings, runner.final_config, memory, listen, facts=lambda: getattr(runner, "facts", None))
 
 
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:

@@ -16,9 +16,10 @@ from .hardware import look
 from .journal import key_of
 from .resume import Memory
 from .search.foresight import BLIND, Foresight
+from .search.spared import Spared
 from .settings import Settings
 from .typed import read_as
-from .values import Listener, Note, Record, Tier, Trial
+from .values import Listener, ModelFacts, Note, Record, Tier, Trial
 
 
 @contextmanager
@@ -28,10 +29,12 @@ def foreseeing(
     memory: Memory,
     listen: Listener,
     start: Start | None = None,
+    facts: Callable[[], ModelFacts | None] = lambda: None,
 ) -> Iterator[Foresight]:
     """Forecasts of this fit's trials while the block lasts; none when the settings want none.
 
-    What a trial measured beside its forecast goes into the journal, and counts again when the fit is resumed.
+    The simulator starts with the first that is needed, see `Spared`. facts: of the model, once they are known. What a
+    trial measured beside its forecast goes into the journal, and counts again when the fit is resumed.
     """
     if not settings.forecast:
         yield BLIND
@@ -59,14 +62,18 @@ def foreseeing(
             pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
         )
 
+        spared = Spared(foreseer, facts, settings.device_bytes)
+        for record in memory.past.records.values():
+            spared.saw(record)
+
         def learn(record: Record) -> Mapping[str, Any] | None:
+            spared.saw(record)
             pair = foreseer.learn(record.trial, record.outcome)
             return None if pair is None else asdict(pair)
 
         memory.learn = learn
-        foreseer.warm(settings.device)
         try:
-            yield foreseer
+            yield spared
         finally:
             foreseer.close()
 

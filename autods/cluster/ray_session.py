@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from ..errors import EnvironmentBroken
+from .ray_lean import without_monitors
 
 _PREFIX = "autods-ray-"
 
@@ -28,28 +32,52 @@ def session(*, cpus: int) -> Iterator[Any]:
     _sweep()
     # Short: Ray puts sockets below it, and a socket's path may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
-    main = threading.current_thread() is threading.main_thread()
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-            object_store_memory=80 * 2**20,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            configure_logging=False,
-            namespace="autods",
-        )
-        if main:
-            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts sys.exit there
-        _let_agents_go(folder)
+        _begin(ray, cpus, folder)
         yield ray
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_connected() -> bool:
+    """Whether this process is in a cluster already; does not import Ray to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _begin(ray: Any, cpus: int, folder: Path) -> None:
+    """Ray's start, tried twice: on a busy machine its raylet can miss its 30 s. Raises EnvironmentBroken."""
+    main = threading.current_thread() is threading.main_thread()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    for last in (False, True):
+        try:
+            with without_monitors():
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    object_store_memory=80 * 2**20,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    namespace="autods",
+                )
+            break
+        except Exception as error:  # Ray raises bare ones here
+            ray.shutdown()
+            if last:
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise EnvironmentBroken(
+                    f"Ray did not start, twice: {said}\n"
+                    "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
+                ) from error
+        finally:
+            if main:
+                signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts sys.exit there
+    _let_agents_go(folder)
 
 
 def _import_ray() -> Any:
@@ -59,6 +87,9 @@ def _import_ray() -> Any:
         "RAY_AUTH_MODE", "token"
     )  # its default for a local cluster, said aloud so that it prints nothing
     os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")  # one actor is all we start; each idle worker costs 0.6 s
+    # By default Ray's workers have 15, and so would our ranks: whatever else runs would be timed along with them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # our ranks' memory is ours to judge
     import ray
 

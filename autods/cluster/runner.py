@@ -18,8 +18,9 @@ from ..settings import Settings
 from ..trial.ops import USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
 from ..values import Event, Failed, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
+from .launch import Offer, launch
 from .node import Node
-from .ray_session import session
+from .ray_session import is_connected, session
 from .result import failure_from, outcome_from
 
 _POLL_S = 0.25
@@ -41,13 +42,14 @@ class RayRunner:
     def __enter__(self) -> RayRunner:
         with contextlib.ExitStack() as stack:
             self.listen(Note(text="starting Ray and loading torch and DeepSpeed (once a fit)"))
+            log = str(self.settings.out / "logs" / "zygote.log")
+            offered = self._offered(stack, log)
             self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2)))
             gpus = self.settings.gpus if self.settings.device == "cuda" else 0
             # Two threads: `progress` and `abort` must get through while `run` waits for the ranks.
             actor = self.ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=3)(Node)
-            log = str(self.settings.out / "logs" / "zygote.log")
             self.actor = actor.remote(
-                asdict(self.settings.source), self.settings.device, os.getpid(), log, dict(os.environ)
+                asdict(self.settings.source), self.settings.device, os.getpid(), log, dict(os.environ), offered
             )
             stack.callback(self._stop)
             self._check_ready(self._wait(self.actor.start.remote()))
@@ -56,6 +58,16 @@ class RayRunner:
 
     def __exit__(self, *exception: object) -> None:
         self.exits.close()
+
+    def _offered(self, stack: contextlib.ExitStack, log: str) -> str | None:
+        """Have a zygote load while Ray starts, for the actor to take; its name.
+
+        None where the actor starts it itself: it may be on another machine, or be the one that knows its cards.
+        """
+        if self.settings.device != "cpu" or is_connected():
+            return None
+        zygote = launch(self.settings.source, self.settings.device, os.getpid(), log, dict(os.environ))
+        return stack.enter_context(Offer(*zygote)).name
 
     def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
         """What the workload is, and which DeepSpeed ops cannot be had here. Raises InputError for broken user code."""

@@ -1,12 +1,13 @@
 """The zygote: a single-threaded process that has torch, DeepSpeed and the user's module loaded and forks the ranks.
 
-Started by the node actor as `python -m autods.cluster.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the socket:
-it says {"ready": …} once, then for each job line {"beat": …} while it runs and {"done": …} at its end.
+Started by its keeper, see `launch`, as `python -m autods.cluster.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the
+socket: it says {"ready": …} once, then for each job line {"beat": …} while it runs and {"done": …} at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -40,8 +41,10 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) -> tuple[dict[str, Any], Workload | None]:
-    from ..trial import preload
+    from ..trial import lean, preload
 
+    gc.disable()  # nearly all that imports make stays
+    lean.install()
     preload.preload()
     reason = preload.unfit_to_fork()
     workload = None
@@ -51,10 +54,12 @@ def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) ->
         except BaseException as error:
             traceback.print_exc()  # into our log, where a person is sent
             return {"error": describe(error, source.path)}, None
+        lean.load_what_is_named(source.path)
         reason = preload.unfit_to_fork()
         if reason is not None:
             # Importing the user's module made this process unfit: begin again, and let each rank import it itself.
             os.execv(sys.executable, [sys.executable, "-m", "autods.cluster.zygote", *argv, "--plain"])
+    gc.enable()
     preload.settle()
     return {"pid": os.getpid(), "unfit": reason}, workload
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..ds_config import BATCH_KEYS
 from ..errors import AutodsError
-from ..values import Device, Outcome, Tier, Trial
+from ..values import Outcome, Tier, Trial
 from .calibration import Pair
 from .judge import judged
 from .largest import largest
@@ -41,10 +41,6 @@ class Foreseer:
     _told: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_AT_A_TIME))
-
-    def warm(self, device: Device) -> None:
-        """Start the simulator's process while other things start."""
-        self._pool.submit(self.simulator.facts, device)
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Begin with these, in this order, while other work goes on."""

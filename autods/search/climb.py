@@ -13,6 +13,8 @@ from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
 
+_SURELY_SLOWER = 1.5  # times; the walk times one step, after one that warms up
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -143,6 +145,16 @@ class Climb:
         timed = [record for record in self.records if fits_within(record, self.rules.usable_bytes)]
         if not timed:
             return True
-        fastest = max(timed, key=self.rules.score).trial.knobs.micro_batch
+        best = max(timed, key=self.rules.score)
+        fastest = best.trial.knobs.micro_batch
+        if self._walked_was_slower(best):
+            return False
         smallest = min(record.trial.knobs.micro_batch for record in timed)
         return fastest == smallest > 1 and len(self.records) < self.rules.limits.most_trials
+
+    def _walked_was_slower(self, best: Record) -> bool:
+        """Whether the walk's short look at micro batch 1 says enough. With a global batch it took fewer micro batches
+        a step than growing does, and its samples paid more of what a step costs."""
+        if self.walked is None or self.rules.global_batch is not None:
+            return False
+        return _SURELY_SLOWER * samples_per_second(self.walked) < samples_per_second(best)

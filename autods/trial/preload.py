@@ -7,6 +7,11 @@ import gc
 import importlib
 import logging
 import os
+from collections.abc import Mapping
+from typing import Any
+
+from . import lean
+from .processor import remember
 
 # Imported by DeepSpeed at the first initialize or step; each costs tenths of a second in every rank otherwise.
 _LATE = (
@@ -23,16 +28,17 @@ _LATE = (
 )
 
 
-def preload() -> None:
-    """Import torch and DeepSpeed and everything that they import late."""
+def preload(processor: Mapping[str, Any] | None = None) -> None:
+    """Import torch and DeepSpeed and everything that they import late. processor: what py-cpuinfo is to say."""
     import torch
 
     torch.set_num_threads(1)  # a parent that ran a parallel OpenMP region makes children with threads hang
-    with contextlib.suppress(ImportError):
-        import cpuinfo
+    remember(processor)
+    with lean.nothing_compiled():  # DeepSpeed's Muon decorates three functions; that alone loads inductor
+        _import_all()
 
-        info = cpuinfo.get_cpu_info()  # 1.1 s, and DeepSpeed asks twice a trial
-        cpuinfo.get_cpu_info = lambda: info
+
+def _import_all() -> None:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+from . import lean
 from .heartbeat import Heartbeats
 from .preload import preload
 from .rank import run_rank
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> None:
     """Live the rank's life; never returns."""
     slot, heartbeat, store = (int(word) for word in argv[:3])
     job = RankJob.from_json(Path(argv[3]).read_text())
+    lean.install()
     preload()
     listening = socket.socket(fileno=store) if store >= 0 else None
     os._exit(run_rank(job, slot, Heartbeats.from_fd(heartbeat), listening, None))

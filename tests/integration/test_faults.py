@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ignore, question
 from watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
@@ -115,7 +116,8 @@ def test_a_node_actor_that_is_killed_takes_everything_along_and_the_fit_says_so(
     scene = Scene.at(tmp_path)
     with a_runner(scene) as runner:
         runner.survey()
-        seen, error = kill_during(runner, scene, "forward", lambda zygote: zygote.parent())
+        pid = ray.get(runner.actor.__ray_call__.remote(lambda node: os.getpid()))
+        seen, error = kill_during(runner, scene, "forward", lambda zygote: psutil.Process(pid))
         assert isinstance(error, EnvironmentBroken)
         assert seen.gone_ms < 1000
         wait_for(lambda: not scene.left(zygote=False), 5)
@@ -138,7 +140,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_ends_while_the_forecast_is_made_leaves_no_simulation(tmp_path, number):
     scene = Scene.at(tmp_path)
-    driver = start_fit(scene, forecast=True)
+    driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)  # so little that it does not obviously fit
     try:
         wait_for(lambda: len(scene.simulators()) > 1, 120)  # the prepared process and an engine
         os.kill(driver.pid, number)

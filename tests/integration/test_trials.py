@@ -23,6 +23,11 @@ def test_a_tiny_model_fits_on_every_rung_that_needs_no_op(runners, rung):
     assert 0 < record.outcome.device_peak_bytes < 2**30
 
 
+def test_a_model_that_is_compiled_trains_compiled(runners):
+    record = runners("compiled.py").run(a_trial("ddp"), id=5)
+    assert isinstance(record.outcome, Fit), record.outcome
+
+
 def test_the_loss_falls_over_the_steps_of_a_trial(runners):
     steps = Steps(warmup=1, timed=6, most_timed=6)
     record = runners().run(Trial(rung="zero1", knobs=Knobs(checkpointing=False), purpose="grow", steps=steps), id=2)

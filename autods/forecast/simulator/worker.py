@@ -27,6 +27,9 @@ from ... import procs
 from ...values import WorkloadSource
 from ..values import Ask
 
+# What DeepSpeed asks of the processor; the ops that would be compiled for it are no-ops here, see `kernels`.
+_PROCESSOR = {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "brand_raw": "", "flags": []}
+
 
 def main(argv: list[str]) -> None:
     """Serve until the client is gone."""
@@ -153,14 +156,13 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
         import torch  # noqa: F401  # a CUDA build puts in its own guard
 
         library.autods_register_guard()
-    from ...trial import preload
-    from . import lean
+    from ...trial import lean, preload
 
     lean.install()
     from .torch_cuda import hidden
 
-    with lean.nothing_compiled(), hidden() if device == "cuda" else contextlib.nullcontext():
-        preload.preload()
+    with hidden() if device == "cuda" else contextlib.nullcontext():
+        preload.preload(processor=_PROCESSOR)
     from ...workload import load
     from .engine import Stage
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.forecast.simulator import lean
+from autods.trial import lean
 
 PACKAGE = """
 from .part import VALUE
@@ -91,3 +91,31 @@ def test_the_last_list_of_exports_is_found_from_the_end() -> None:
     for content in ('__all__ = ["A"]', 'x = 1\n__all__ = []\ny\n__all__ = [\n"B"\n]\n', "# says __all__\nx\n"):
         module.fetch__all__(content)
     assert asked == ['__all__ = ["A"]', '__all__ = [\n"B"\n]\n', "# says __all__\nx\n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("net = torch.compile(net)", True),
+        ("net.compile()", True),
+        ("from torch import nn, compile", True),
+        ("import torch._dynamo", True),
+        ("import re\nNUMBER = re.compile('[0-9]+')", False),
+        ("model = build()", False),
+    ],
+)
+def test_a_users_file_that_names_the_compiler_is_told_from_one_that_does_not(
+    tmp_path: Path, text: str, named: bool
+) -> None:
+    (tmp_path / "model.py").write_text(text)
+    assert bool(lean._COMPILES.search(text)) is named
+    if named:
+        assert lean.load_what_is_named(str(tmp_path / "model.py"))
+
+
+def test_a_users_module_that_is_imported_is_looked_at_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helper_of_a_test.py").write_text("import types\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "helper_of_a_test", importlib.import_module("helper_of_a_test"))
+    assert str(tmp_path / "helper_of_a_test.py") in lean._users_files()
+    assert not [file for file in lean._users_files() if "site-packages" in file]

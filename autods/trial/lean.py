@@ -1,4 +1,6 @@
-"""What a simulated engine never runs, and so does not have to wait for: half the seconds of its imports.
+"""What an engine hardly ever runs, and so does not have to wait for: half the seconds of its imports.
+
+For the zygote and for the simulated engine. A rank whose model is compiled has all of it, a little later.
 
 A module that is put off is there under its name. The few names that are used all the time are answered at once;
 whoever asks for any other has the whole module loaded then, and notices nothing.
@@ -12,17 +14,18 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 _COMPILER = "torch._dynamo"
 _SOLVERS = "scipy.optimize"
+_COMPILES = re.compile(r"dynamo|(?<!\bre)\.compile\b|import .*\bcompile\b")  # torch.compile, model.compile(), …
 _IMPORTER = "<frozen importlib"
-
-# What DeepSpeed asks of the processor; the ops that would be compiled for it are no-ops here, see `kernels`.
-_PROCESSOR = {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "brand_raw": "", "flags": []}
 
 
 def install() -> None:
@@ -37,7 +40,7 @@ def install() -> None:
         return function
 
     answers: dict[str, Any] = {
-        "disable": _as_it_is, "graph_break": _nothing, "assume_constant_result": _constant,
+        "disable": _uncompiled, "graph_break": _nothing, "assume_constant_result": _constant,
         "allow_in_graph": allow,
         "trace_rules": {"clear_lru_cache": _nothing},
         "source": {"ConstantSource": str, "RandomValueSource": _Unknown},  # where a tensor comes from: no fake one says
@@ -47,10 +50,6 @@ def install() -> None:
     torch._dynamo = sys.modules[_COMPILER]
     put_off(_SOLVERS, {"linear_sum_assignment": _assign})  # transformers imports it for object detection
     sys.meta_path.insert(0, _Once("transformers.utils.import_utils", exports_from_the_end))
-    with contextlib.suppress(ImportError):
-        import cpuinfo
-
-        cpuinfo.get_cpu_info = lambda: _PROCESSOR  # it starts processes, for a second
 
 
 def with_the_compiler(do: Callable[[], object]) -> None:
@@ -95,6 +94,33 @@ def nothing_compiled() -> Iterator[None]:
         yield
     finally:
         torch.compile = own
+
+
+def load_what_is_named(*files: str) -> bool:
+    """Load the compiler now if a file or a module of the user's names it; whether one does.
+
+    In a rank it would load late, and on CPU ranks, whose budget is all memory of the process, at the cost of the model.
+    """
+    named = any(_COMPILES.search(_text(file)) for file in {*files, *_users_files()})
+    if named:
+        _load(_COMPILER)
+    return named
+
+
+def _users_files() -> list[str]:
+    """Of what is imported, what was not installed."""
+    paths = sysconfig.get_paths()
+    installed = tuple({paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+    files = [vars(module).get("__file__") for module in list(sys.modules.values()) if module is not None]
+    ours = str(Path(__file__).parents[1])
+    return [file for file in files if isinstance(file, str) and not file.startswith((*installed, ours))]
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(errors="ignore") if file.endswith(".py") else ""
+    except OSError:
+        return ""
 
 
 def put_off(
@@ -214,9 +240,23 @@ def _assign(*args: Any, **kwargs: Any) -> Any:
     return sys.modules[_SOLVERS].linear_sum_assignment(*args, **kwargs)
 
 
-def _as_it_is(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`torch._dynamo.disable` where nothing is compiled."""
-    return _as_it_is if function is None else function
+def _uncompiled(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`torch._dynamo.disable`: the function itself while nothing is compiled, and the compiler's once it is there."""
+    if function is None:
+        return functools.partial(_uncompiled, **kwargs)
+    if not isinstance(function, types.FunctionType | types.MethodType):
+        return sys.modules[_COMPILER].disable(function, *args, **kwargs) if _COMPILER not in _later else function
+    made: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*inner: Any, **named: Any) -> Any:
+        if _COMPILER in _later:
+            return function(*inner, **named)
+        if not made:
+            made.append(sys.modules[_COMPILER].disable(function, *args, **kwargs))
+        return made[0](*inner, **named)
+
+    return call
 
 
 def _constant(function: Any) -> Any:

@@ -1,0 +1,161 @@
+"""Start a zygote, and hand a started one over to another process of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from ..trial.ops import ops_folder
+from ..values import Device, WorkloadSource
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Without these a budget is eaten by per-thread arenas and by freed memory that malloc keeps.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+_TAKEN_S = 30.0  # an actor that was started takes its zygote at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zygote:
+    """A zygote that was started. It ends when the last copy of `connection` is closed; keeper: the pid of its parent.
+
+    status: the keeper writes the zygote's exit code there, and ends.
+    """
+
+    keeper: int
+    connection: socket.socket
+    status: socket.socket
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit code, negative for a signal; a keeper that was killed took the zygote along. Raises TimeoutError."""
+        self.status.settimeout(timeout_s)
+        said = self.status.recv(64)
+        return int(said) if said else -signal.SIGKILL
+
+    def kill(self) -> None:
+        """SIGKILL for all of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.keeper, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Have no more to do with it."""
+        self.connection.close()
+        self.status.close()
+
+
+def launch(
+    source: WorkloadSource, device: Device, driver_pid: int, log: str, environment: Mapping[str, str]
+) -> tuple[Zygote, subprocess.Popen[bytes]]:
+    """Start a zygote; it says {"ready": …} when it has loaded everything. Its keeper is our child."""
+    pairs = socket.socketpair(), socket.socketpair()
+    (connection, its_connection), (status, its_status) = pairs
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    argv = [str(its_status.fileno()), str(its_connection.fileno()), str(driver_pid), json.dumps(asdict(source))]
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autods.cluster.keeper", *argv],
+            pass_fds=[its_status.fileno(), its_connection.fileno()],
+            env=_environment(device, environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # the terminal's Ctrl-C is not for it
+        )
+    its_connection.close()
+    its_status.close()
+    return Zygote(keeper=process.pid, connection=connection, status=status), process
+
+
+def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
+    scripts = os.path.dirname(sys.executable)  # ninja lives there
+    said = {
+        **environment,  # the user's own, which a cluster that already ran does not know
+        **_ENVIRONMENT,
+        "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
+        "TORCH_EXTENSIONS_DIR": str(ops_folder()),
+    }
+    if device == "cpu":
+        said |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        said |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() must not initialise CUDA before the fork
+    if "CUDA_VISIBLE_DEVICES" in os.environ and device == "cuda":
+        said["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
+    return said
+
+
+class Offer:
+    """A zygote that loads while other things start; the first process of this user that calls at `name` has it.
+
+    What nobody took when the block ends, ends with it.
+    """
+
+    def __init__(self, zygote: Zygote, process: subprocess.Popen[bytes]) -> None:
+        self.name = f"autods-{os.getpid()}-{secrets.token_hex(16)}"
+        self._zygote, self._process = zygote, process
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.bind(f"\0{self.name}")  # no file: nothing is left of it
+        self._door.listen(1)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Offer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._zygote.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _serve(self) -> None:
+        with self._door, contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._door.accept()
+                with caller:
+                    if _uid_of(caller) != os.getuid():
+                        continue
+                    fds = [self._zygote.connection.fileno(), self._zygote.status.fileno()]
+                    socket.send_fds(caller, [str(self._zygote.keeper).encode()], fds)
+                    self._zygote.close()
+                    return
+
+
+def take(name: str) -> Zygote:
+    """The zygote that is offered at this name, once. Raises OSError when it is gone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(_TAKEN_S)
+        caller.connect(f"\0{name}")
+        said, fds, _, _ = socket.recv_fds(caller, 64, 2)
+    if len(fds) != 2:
+        raise ConnectionError(f"no zygote is offered at {name}")
+    connection, status = (socket.socket(fileno=fd) for fd in fds)
+    return Zygote(keeper=int(said), connection=connection, status=status)
+
+
+def _uid_of(peer: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)

@@ -1,0 +1,75 @@
+"""Where no forecast is needed: of a small model a trial takes less time than the simulator's start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..forecast.values import RungForecast
+from ..values import Fit, ModelFacts, OutOfMemory, Record, Trial
+from .foresight import Foresight
+
+# Parameters, gradients, fp32 copy and two moments of mixed precision; fp32 keeps 16.
+_BYTES_A_PARAMETER = 18
+_BESIDES = 64 * 2**20  # activations of one sample, buffers
+_SHARE = 1 / 2  # of the device that this may fill
+_SMALL = 200_000_000  # parameters; a trial of more takes longer than a simulation
+_PEAK_SHARE = 1 / 8  # of the usable memory: a measured peak below it leaves growing a long way that needs no forecast
+
+
+@dataclass(slots=True)
+class Spared:
+    """Asks `inner` only where its answer could save a trial that costs more than it does.
+
+    A small model that obviously fits is tried at once, until something ran out of memory at micro batch 1. What is not
+    forecast is tried, so this costs trials, never an answer. facts: None before the model was looked at.
+    """
+
+    inner: Foresight
+    facts: Callable[[], ModelFacts | None]
+    device_bytes: int
+    _peaks: dict[tuple[str, bool], int] = field(default_factory=dict)  # at micro batch 1, by rung and recomputing
+    _ran_out: bool = False
+
+    @property
+    def said(self) -> Mapping[str, RungForecast]:
+        """The inner one's."""
+        return self.inner.said
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        """Of those that will be asked for."""
+        self.inner.prepare([trial for trial in trials if not self._obvious(trial)])
+
+    def settle(self) -> None:
+        """As the inner one does."""
+        self.inner.settle()
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        """None as well where the trial obviously fits."""
+        return None if self._obvious(trial) else self.inner.forecast(trial)
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        """By the measured peak where that is small: what fits even if all of it grew; growing measures on there."""
+        peak = self._peaks.get((trial.rung, trial.knobs.checkpointing))
+        if peak is None or peak > usable_bytes * _PEAK_SHARE or not self._small():
+            return self.inner.largest(trial, sizes, usable_bytes)
+        return max((size for size in sizes if size * peak <= usable_bytes), default=None)
+
+    def saw(self, record: Record) -> None:
+        """What a trial came to."""
+        trial, outcome = record.trial, record.outcome
+        if trial.knobs.micro_batch > 1:
+            return
+        if isinstance(outcome, Fit):
+            key = (trial.rung, trial.knobs.checkpointing)
+            self._peaks[key] = max(self._peaks.get(key, 1), outcome.device_peak_bytes)
+        self._ran_out |= isinstance(outcome, OutOfMemory)
+
+    def _small(self) -> bool:
+        facts = self.facts()
+        if facts is None or facts.parameters > _SMALL:
+            return False
+        return _BYTES_A_PARAMETER * facts.parameters + _BESIDES <= self.device_bytes * _SHARE
+
+    def _obvious(self, trial: Trial) -> bool:
+        return trial.knobs.micro_batch == 1 and not self._ran_out and self._small()
