@@ -64,12 +64,13 @@ def promise(times: Mapping[int, float], *, most: float, sample_s: float) -> Prom
     sizes = sorted(times)
     best = max(size / times[size] for size in sizes)
     up = _beyond(times, sizes, most, sample_s)
-    if up.rate > best * _WORTH_GROWING:
-        return up
     inside = [_before(times, sizes)]
     inside += [_between(times, sizes, place, sample_s) for place in range(1, len(sizes))]
     deepest = max(inside, key=lambda one: one.rate)
-    return deepest if deepest.rate > best * _WORTH_LOOKING else Promise(rate=max(best, up.rate))
+    size = up.size if up.rate > best * _WORTH_GROWING else None
+    if size is None and deepest.rate > best * _WORTH_LOOKING:
+        size = deepest.size
+    return Promise(rate=max(best, up.rate, deepest.rate), size=size)
 
 
 def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sample_s: float) -> Promise:
@@ -100,7 +101,9 @@ def _between(times: Mapping[int, float], sizes: Sequence[int], place: int, sampl
     flat = _SURE * sample_s
     if place >= 2:
         flat = max(flat, _SURE * _slope(times, sizes[place - 2], left))
-    steep = _slope(times, right, sizes[place + 1]) if place + 1 < len(sizes) else _STEEP * sample_s
+    steep = max(_STEEP * sample_s, _CLIFF * _slope(times, left, right))
+    if place + 1 < len(sizes):
+        steep = _slope(times, right, sizes[place + 1])
     if steep <= flat:
         return Promise(rate=0.0)
     crossing = (times[right] - times[left] + flat * left - steep * right) / (flat - steep)

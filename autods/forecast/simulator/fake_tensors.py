@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from . import lean
+from ...trial import lean
 from .ledger import Ledger
 
 # torch 2.11 and before: fake_device itself.
