@@ -2,11 +2,11 @@
 
 python tests/benchmarks/samplers.py [--surfaces 12] [--trials 24] [--noise 0.02 0.05] [--samplers gp tpe …]
 
-Searches made-up rungs of 4, 5 and 7 dimensions (tuning_surfaces.py) with `autods.search.tune` itself: the same surfaces
-and seeds for each sampler, no forecast. The first table: the true speed of what the search would take after so many trials,
-as a share of the best that leaves the headroom; the same when it was measured again in turn, on average and at worst;
-the share of trials that ran out; the processor seconds that deciding took. The second: where a rule would have ended
-the searches of the first sampler, and what that cost.
+Searches made-up rungs of 4, 5 and 7 dimensions (tuning_surfaces.py) with `autods.search.tune` itself: the same
+surfaces and seeds for each sampler, no forecast. The first table: the true speed of what the search would take after
+so many trials, as a share of the best that leaves the headroom; the same when it was measured again in turn, on
+average and at worst; the share of trials that ran out; the processor seconds that deciding took. The second: where a
+rule would have ended the searches of the first sampler, and what that cost.
 """
 
 from __future__ import annotations
