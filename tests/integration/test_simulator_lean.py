@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import sys, torch
-from autods.forecast.simulator import lean
+from autods.trial import lean
 lean.install()
 lean.with_the_compiler(lambda: print("told"))
 print("eval_frame loaded:", "torch._dynamo.eval_frame" in sys.modules)
