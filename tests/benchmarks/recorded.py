@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from autods.search.candidates import Candidate, candidates
 from autods.settings import Settings
 from autods.trial.act import enough, spread_of
 from autods.values import Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
+
+_BESIDE, _ROUNDS = 6, 10  # neighbours on either side; rounds until the parts settle
 
 FAILURES: Mapping[str, type[OutOfMemory | Failed]] = {"out_of_memory": OutOfMemory, "failed": Failed}
 
@@ -137,6 +140,30 @@ def _truth(point: Point, recordings: Sequence[Recording], world_size: int, usabl
         spread=max(middles) / min(middles) - 1,
         fits=point.micro_batch == 1 or peak <= usable_bytes,
     )
+
+
+def without_drift(recorded: Recorded) -> Recorded:
+    """The same with the machine's slow drift (who else computes) taken out of the step times.
+
+    In logarithms a time is its config's part, the machine's at that moment, and noise. The machine's is the median of
+    what the neighbours in time are off their configs; a recording has no say in its own.
+    """
+    ran = [place for place, one in enumerate(recorded.recordings) if one.failure is None]
+    times = {place: math.log(statistics.median(recorded.recordings[place].step_s)) for place in ran}
+    drift = dict.fromkeys(ran, 0.0)
+    for _ in range(_ROUNDS):
+        of: dict[Point, list[float]] = {}
+        for place in ran:
+            of.setdefault(recorded.recordings[place].point, []).append(times[place] - drift[place])
+        off = {place: times[place] - statistics.median(of[recorded.recordings[place].point]) for place in ran}
+        for index, place in enumerate(ran):
+            beside = ran[max(0, index - _BESIDE) : index] + ran[index + 1 : index + 1 + _BESIDE]
+            drift[place] = statistics.median(off[one] for one in beside) if beside else 0.0
+    steady = tuple(
+        replace(one, step_s=tuple(time / math.exp(drift.get(place, 0.0)) for time in one.step_s))
+        for place, one in enumerate(recorded.recordings)
+    )
+    return replace(recorded, recordings=steady)
 
 
 @dataclass(slots=True)
