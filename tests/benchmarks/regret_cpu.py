@@ -46,6 +46,7 @@ from recorded import (
     Truth,
     header,
     line,
+    point_of,
     points,
     read,
     runnable,
@@ -100,12 +101,16 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the search of one seed found. share: of the grid's best; tried: config by config, in order."""
+    """What the search of one seed found. share: of the grid's best. best_tried: whether that was among its trials.
+
+    tried: config by config, in order, and why each rung won or lost.
+    """
 
     seed: int
     answer: str
     share: float
     fits: bool
+    best_tried: bool
     trials: int
     out_of_memory: int
     tried: tuple[str, ...]
@@ -311,19 +316,17 @@ def searched(
                 check=lambda record: record,
             ).found()  # fmt: skip
     records = memory.records
+    best = best_of(true.values())
     said = {
         "seed": seed,
+        "best_tried": best.point in {point_of(record.trial) for record in records},
         "trials": len(records),
         "out_of_memory": sum(isinstance(record.outcome, OutOfMemory) for record in records),
     }
     if not isinstance(found, Found):
         return Answer(answer="nothing fits", share=0.0, fits=False, tried=told(records, {}), **said)
-    knobs = found.best.trial.knobs
-    point = Point(
-        rung=found.best.trial.rung, micro_batch=knobs.micro_batch, accumulation=knobs.accumulation,
-        checkpointing=knobs.checkpointing,
-    )  # fmt: skip
-    share = true[point].rate / best_of(true.values()).rate
+    point = point_of(found.best.trial)
+    share = true[point].rate / best.rate
     return Answer(
         answer=str(point), share=round(share, 4), fits=true[point].fits, tried=told(records, found.raced.reasons),
         **said,
@@ -432,6 +435,7 @@ def table(said: Mapping[str, Mapping[str, Any]]) -> str:
         lines += [
             f"{name}, seed {one['seed']}: {one['answer']} has {one['share']:.1%} of the best"
             + ("" if one["fits"] else " and does not leave the headroom")
+            + ("; the best was tried" if one["best_tried"] else "; the best was never tried")
             for one in row["answers"]
             if one["share"] < BAR or not one["fits"]
         ]
