@@ -146,7 +146,8 @@ def without_drift(recorded: Recorded) -> Recorded:
     """The same with the machine's slow drift (who else computes) taken out of the step times.
 
     In logarithms a time is its config's part, the machine's at that moment, and noise. The machine's is the median of
-    what the neighbours in time are off their configs; a recording has no say in its own.
+    what the neighbours in time are off their configs, where these were recorded more than once; a recording has no say
+    in its own.
     """
     ran = [place for place, one in enumerate(recorded.recordings) if one.failure is None]
     times = {place: math.log(statistics.median(recorded.recordings[place].step_s)) for place in ran}
@@ -156,9 +157,12 @@ def without_drift(recorded: Recorded) -> Recorded:
         for place in ran:
             of.setdefault(recorded.recordings[place].point, []).append(times[place] - drift[place])
         off = {place: times[place] - statistics.median(of[recorded.recordings[place].point]) for place in ran}
-        for index, place in enumerate(ran):
-            beside = ran[max(0, index - _BESIDE) : index] + ran[index + 1 : index + 1 + _BESIDE]
-            drift[place] = statistics.median(off[one] for one in beside) if beside else 0.0
+        again = [place for place in ran if len(of[recorded.recordings[place].point]) > 1]
+        for place in ran:
+            before = [one for one in again if one < place][-_BESIDE:]
+            after = [one for one in again if one > place][:_BESIDE]
+            beside = [off[one] for one in (*before, *after)]
+            drift[place] = statistics.median(beside) if beside else 0.0
     steady = tuple(
         replace(one, step_s=tuple(time / math.exp(drift.get(place, 0.0)) for time in one.step_s))
         for place, one in enumerate(recorded.recordings)
