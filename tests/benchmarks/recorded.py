@@ -170,6 +170,23 @@ def without_drift(recorded: Recorded) -> Recorded:
     return replace(recorded, recordings=steady)
 
 
+def repeatable(recorded: Recorded) -> Recorded:
+    """The same as if two trials of a config never differed by more than their steps do: on one median per config."""
+    logs: dict[Point, list[float]] = {}
+    for one in recorded.recordings:
+        if one.failure is None:
+            logs.setdefault(one.point, []).append(math.log(statistics.median(one.step_s)))
+    common = {point: math.exp(statistics.median(of)) for point, of in logs.items()}
+    return replace(recorded, recordings=tuple(_scaled(one, common) for one in recorded.recordings))
+
+
+def _scaled(one: Recording, common: Mapping[Point, float]) -> Recording:
+    if one.failure is not None:
+        return one
+    factor = common[one.point] / statistics.median(one.step_s)
+    return replace(one, step_s=tuple(time * factor for time in one.step_s))
+
+
 @dataclass(slots=True)
 class RecordedRunner:
     """Answers a trial by one of the recorded trials of its config, drawn by the seed: noise is the machine's own.

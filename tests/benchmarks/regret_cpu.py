@@ -1,7 +1,7 @@
 """Regret on real CPU ranks: how close to the best of the full grid does the search come, in how many trials?
 
 python tests/benchmarks/regret_cpu.py grid gpt [--seconds 500] [--turns 2] [--again 2]
-python tests/benchmarks/regret_cpu.py replay [gpt bert t5] [--seeds 10] [--trials 25] [--show SEED] [--raw] [--json]
+python tests/benchmarks/regret_cpu.py replay [gpt bert t5] [--seeds 10] [--trials 25] [--noise …] [--show SEED] [--json]
 python tests/benchmarks/regret_cpu.py real gpt [--trials 25] [--turns 4] [--json]
 
 grid: every rung × checkpointing × micro batch of a workload is trained for real under its budget, on 2 ranks, by the
@@ -13,7 +13,9 @@ replay: the search of a fit with its own forecasts, for each seed; a trial is an
 drawn by the seed. A global batch makes the search offer just the micro batches of the grid. It neither tunes nor
 certifies, since the grid has the settings that a fit starts with. An answer is worth the median of all recorded steps
 of its config, over the grid's best by the same measure that leaves the headroom. A grid takes far longer than a search,
-and others may use the machine meanwhile: its slow drift is taken out of the recordings, --raw leaves it in.
+and others may use the machine meanwhile: --noise steady (the default) takes its slow drift out of the recordings, raw
+leaves it in, and steps leaves only the noise of steps within a trial, as if trials were repeatable: what is missed
+then is the search's fault alone.
 
 real: one fit of the default config with so many trials; its answer and the grid's best are measured again in turn.
 
@@ -31,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +51,7 @@ from recorded import (
     point_of,
     points,
     read,
+    repeatable,
     runnable,
     trial_of,
     truths,
@@ -74,6 +77,12 @@ RESULTS = HERE / "results"
 BAR, MOST_TRIALS = 0.97, 25
 NEAREST = 12  # so many of the fastest are recorded again
 RANKS = 2
+
+NOISE: Mapping[str, Callable[[Recorded], Recorded]] = {
+    "steady": without_drift,
+    "raw": lambda recorded: recorded,
+    "steps": lambda recorded: repeatable(without_drift(recorded)),
+}
 
 STEPS = Steps(warmup=1, timed=2, most_timed=10, spread=0.0, budget_s=1.5)
 DUEL = Steps(warmup=2, timed=6, most_timed=16, spread=0.0, budget_s=4.0)
@@ -124,7 +133,7 @@ def main() -> int:
     if options.command == "real":
         return real(WORKLOADS[options.workload], options)
     said = {name: replayed(WORKLOADS[name], options) for name in options.workloads or WORKLOADS}
-    keep("replay_raw" if options.raw else "replay", said)
+    keep(f"replay_{options.noise}", said)
     print(json.dumps(said, indent=1) if options.json else table(said))
     return 0 if all(row["passed"] for row in said.values()) else 1
 
@@ -135,6 +144,7 @@ def _options() -> argparse.Namespace:
     grid = commands.add_parser("grid", help="record the full grid of a workload")
     grid.add_argument("workload", choices=WORKLOADS)
     grid.add_argument("--seconds", type=float, default=500.0, help="begin no trial after so many")
+    grid.add_argument("--fresh", action="store_true", help="forget what was recorded")
     grid.add_argument("--turns", type=int, default=2, help="trials of each config")
     grid.add_argument("--again", type=int, default=2, help=f"more of the {NEAREST} that are fastest by then")
     replay = commands.add_parser("replay", help="search the recorded grids")
@@ -143,7 +153,7 @@ def _options() -> argparse.Namespace:
     replay.add_argument("--trials", type=int, default=MOST_TRIALS)
     replay.add_argument("--show", type=int, help="print the trials of this seed")
     replay.add_argument("--no-forecast", action="store_true")
-    replay.add_argument("--raw", action="store_true", help="leave the machine's drift in the recorded times")
+    replay.add_argument("--noise", choices=NOISE, default="steady", help="what is left in the recorded times")
     duel = commands.add_parser("real", help="one fit, and its answer beside the grid's best")
     duel.add_argument("workload", choices=WORKLOADS)
     duel.add_argument("--trials", type=int, default=MOST_TRIALS)
@@ -179,6 +189,8 @@ def record(workload: Workload, options: argparse.Namespace) -> int:
     from autods.cluster.runner import RayRunner
 
     ends, path = time.monotonic() + options.seconds, grid_path(workload)
+    if options.fresh:
+        path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(workload, Path(folder))
         with RayRunner(settings, lambda event: None) as runner:
@@ -274,7 +286,7 @@ def replayed(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(workload, Path(folder))
         recorded = checked(grid_path(workload), settings)
-        recorded = recorded if options.raw else without_drift(recorded)
+        recorded = NOISE[options.noise](recorded)
         grid, _ = points(settings, recorded.facts, recorded.op_problems)
         true = truths(recorded, grid, world_size=RANKS, usable_bytes=usable(settings))
         with RealSimulator(settings.source) as simulator:
@@ -317,7 +329,7 @@ def searched(
             ).found()  # fmt: skip
     records = memory.records
     best = best_of(true.values())
-    said = {
+    said: dict[str, Any] = {
         "seed": seed,
         "best_tried": best.point in {point_of(record.trial) for record in records},
         "trials": len(records),
