@@ -482,6 +482,7 @@ def real(workload: Workload, options: argparse.Namespace) -> int:
         "out_of_memory": sum(isinstance(record.outcome, OutOfMemory) for record in report.trials),
         "seconds": round(report.seconds, 1),
         "load": round(os.getloadavg()[0], 1),
+        "tried": told(report.trials, report.reasons),
     }
     keep("real", {workload.name: said})
     if options.json:
