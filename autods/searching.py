@@ -102,11 +102,13 @@ class Search:
         """A trial after the walk: what a person has to mend ends the fit."""
         return self.check(self.memory.run(trial))
 
-    def may_go_on(self) -> bool:
-        """Whether the budget lets race and tune run another trial."""
+    def may_run(self, trials: int) -> bool:
+        """Whether the budget lets race and tune run so many more; what the certificate needs is set aside."""
         budget, records = self.settings.budget, self.memory.records
+        certify = self.settings.profile.certify
+        aside = 0 if certify.most_trials < 1 else 1 if certify.parity is None else 3
         spent_s = sum(record.seconds for record in records)
-        return not (budget.trials and len(records) >= budget.trials) and not (
+        return not (budget.trials and len(records) + trials + aside > budget.trials) and not (
             budget.seconds and spent_s >= budget.seconds
         )
 
@@ -154,7 +156,7 @@ class Search:
             limits=limits,
             lessons=walked.lessons,
             precisions=self.settings.precisions,
-            may_go_on=self.may_go_on,
+            may_run=self.may_run,
         )
 
     def _tuned(self, raced: Raced) -> Tuned:
@@ -164,7 +166,7 @@ class Search:
         tuned = self._tune(raced.best)
         close = [one for one in raced.others if score(one) >= (1 - noise) * score(raced.best)][:1]
         tunes = self.settings.profile.tune.trials > 0 and self.settings.objective != "memory"
-        if not close or not tunes or not self.may_go_on():
+        if not close or not tunes or not self._may_tune():
             return tuned
         also = self._tune(close[0])
         final = finals(
@@ -184,6 +186,10 @@ class Search:
             reason=f"{tuned.reason}; the runner-up: {also.reason}; {final.reason}",
         )
 
+    def _may_tune(self) -> bool:
+        """Whether one more trial leaves enough to confirm what it may find."""
+        return self.may_run(1 + 2 * self.settings.profile.tune.turns)
+
     def _tune(self, start: Record) -> Tuned:
         settings, profile = self.settings, self.settings.profile
         rung = next(rung for rung in settings.ladder if rung.name == start.trial.rung)
@@ -201,7 +207,7 @@ class Search:
             current={key: value for key in rung.tune if (value := get(config, key)) is not None},
             foresight=self.foresight,
             score=score_of(settings.objective),
-            may_go_on=self.may_go_on,
+            may_go_on=self._may_tune,
         )
 
     def _certified(

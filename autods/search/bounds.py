@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -52,25 +53,39 @@ class Promise:
     size: int | None = None
 
 
-def promise(times: Mapping[int, float], *, most: float, sample_s: float) -> Promise:
+def promise(
+    times: Mapping[int, float], *, most: float, sample_s: float, allowed: Sequence[int] | None = None
+) -> Promise:
     """The most that a config may reach with any micro batch up to `most`, by seconds of a micro step per micro batch.
 
     One more sample costs about `sample_s` or more, and never less than samples before it did: the seconds are convex in
     the micro batch. So beyond the largest measured they lie above the line through the last two, and between two sizes
     above the lines through their outer neighbours. Upwards goes before between: there the rate is known to rise.
+    allowed: the micro batches that may be tried; where none of them lies, nothing is promised.
     """
     if not times:
         return Promise(rate=math.inf)
     sizes = sorted(times)
     best = max(size / times[size] for size in sizes)
-    up = _beyond(times, sizes, most, sample_s)
+    up = _offered(_beyond(times, sizes, most, sample_s), sizes, allowed)
     inside = [_before(times, sizes)]
     inside += [_between(times, sizes, place, sample_s) for place in range(1, len(sizes))]
+    inside = [_offered(one, sizes, allowed) for one in inside]
     deepest = max(inside, key=lambda one: one.rate)
     size = up.size if up.rate > best * _WORTH_GROWING else None
     if size is None and deepest.rate > best * _WORTH_LOOKING:
         size = deepest.size
     return Promise(rate=max(best, up.rate, deepest.rate), size=size)
+
+
+def _offered(one: Promise, known: Sequence[int], allowed: Sequence[int] | None) -> Promise:
+    """The promise, if a micro batch that may be tried lies where it was made: between the same measured sizes."""
+    if one.size is None or allowed is None:
+        return one
+    below = max((size for size in known if size <= one.size), default=0)
+    above = min((size for size in known if size > one.size), default=math.inf)
+    between = bisect_right(allowed, below) < (len(allowed) if math.isinf(above) else bisect_left(allowed, above))
+    return one if between else Promise(rate=0.0)
 
 
 def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sample_s: float) -> Promise:

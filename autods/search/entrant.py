@@ -93,10 +93,12 @@ class Entrant:
         known = {record.trial.knobs.micro_batch for record in self.climb.seen}
         if size > self.climb.ground.good:
             return self.climb.stop is None and self.climb.goes_on()
-        sizes = [one for one in self.climb.rules.sizes if one not in known and one <= size]
+        below = max((one for one in known if one <= size), default=0)
+        above = min((one for one in known if one > size), default=math.inf)
+        sizes = [one for one in self.climb.rules.sizes if below < one < above]
         if not sizes:
             return False
-        self.climb.measure(sizes[-1])
+        self.climb.measure(max((one for one in sizes if one <= size), default=sizes[0]))
         return True
 
     def most(self) -> float:

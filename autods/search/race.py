@@ -46,7 +46,7 @@ def race(
     limits: RaceLimits,
     lessons: Lessons,
     precisions: Sequence[str] = (),
-    may_go_on: Callable[[], bool] = lambda: True,
+    may_run: Callable[[int], bool] = lambda trials: True,
 ) -> Raced:
     """first: the climb of the walk's winner, ended. rivals: rungs that the walk left untried, in the ladder's order.
 
@@ -60,7 +60,7 @@ def race(
         walk_steps=walk_steps,
         limits=limits,
         lessons=lessons,
-        may_go_on=may_go_on,
+        may_run=may_run,
         recomputes=winner.knobs.checkpointing,
     )
     field.entrants.append(Entrant(name=winner.rung.name, candidate=winner, climb=first))
@@ -80,7 +80,7 @@ class _Field:
     walk_steps: Steps
     limits: RaceLimits
     lessons: Lessons
-    may_go_on: Callable[[], bool]
+    may_run: Callable[[int], bool]
     recomputes: bool
     entrants: list[Entrant] = field(default_factory=list)
 
@@ -108,12 +108,22 @@ class _Field:
         order = sorted(self.entrants, key=self._score, reverse=True)[: self.limits.finalists + 1]
         return [one.candidate for one in order if by * self._score(one) >= self._to_beat()]
 
+    def _may_go_on(self) -> bool:
+        """Whether one more trial leaves enough to measure the leaders again."""
+        return self.may_run(1 + self.limits.finalists * min(1, self.limits.turns))
+
+    def _turns(self, finalists: int) -> int:
+        """How often the leaders may be measured again."""
+        if not self.rules.grows:
+            return 0
+        return max((turns for turns in range(self.limits.turns + 1) if self.may_run(turns * finalists)), default=0)
+
     def _learn(self, rival: Entrant) -> None:
         rival.out = rival.out or self.lessons.against(rival.candidate.rung, rival.candidate.ops)
 
     def _enter(self, rival: Entrant) -> None:
         self._learn(rival)
-        if rival.out is None and not self.may_go_on():
+        if rival.out is None and not self._may_go_on():
             rival.out = "not tried: the budget is spent"
         if rival.out is None:
             rival.enter(self.walk_steps)
@@ -124,7 +134,7 @@ class _Field:
     def _climb(self, rival: Entrant) -> None:
         """Measure further micro batches of it for as long as one may make it the fastest."""
         tries = 0
-        while rival.out is None and tries < self.limits.most_trials and self.may_go_on():
+        while rival.out is None and tries < self.limits.most_trials and self._may_go_on():
             size = self._promising(rival)
             if size is None or not rival.tries(size):
                 break
@@ -138,9 +148,9 @@ class _Field:
         leader, world = self._leader(), self.rules.world_size
         times = micro_step_seconds(rival.climb.seen)
         sample_s = self._sample_s(rival)
-        best = promise(times, most=math.inf, sample_s=sample_s)
+        best = promise(times, most=math.inf, sample_s=sample_s, allowed=self.rules.sizes)
         if best.rate * world >= self._to_beat():  # how far it may grow costs simulations: asked only where it matters
-            best = promise(times, most=rival.most(), sample_s=sample_s)
+            best = promise(times, most=rival.most(), sample_s=sample_s, allowed=self.rules.sizes)
         if best.rate * world >= self._to_beat():
             return best.size
         if rival is not leader:
@@ -185,7 +195,7 @@ class _Field:
         final = finals(
             [_longer(record, self.limits.finals) for record in records[: self.limits.finalists]],
             self.rules.run,
-            turns=self.limits.turns if self.rules.grows and self.may_go_on() else 0,
+            turns=self._turns(min(len(records), self.limits.finalists)),
             usable_bytes=self.rules.usable_bytes,
             score=self.rules.score,
             purpose="race",

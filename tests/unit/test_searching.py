@@ -155,9 +155,10 @@ def test_race_and_tune_stop_where_the_budget_is_spent_and_a_resumed_search_does_
         whole, trials = searched(search, seed)
     with folder(seed, budget=budget) as search:
         with pytest.raises(KeyboardInterrupt):
-            searched(search, seed, at=8)
+            searched(search, seed, at=len(trials) - 1)
         resumed, _ = searched(search, seed)
     assert len(trials) < len(unlimited)
+    assert not budget.trials or len(trials) <= budget.trials
     assert "not tried: the budget is spent" in whole.raced.reasons.values()
     assert answer(resumed) == answer(whole)
 
