@@ -13,6 +13,7 @@ from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
 
+_FIRST_LOOK = 64  # micro batch
 _SURELY_SLOWER = 1.5  # times; the walk times one step, after one that warms up
 
 
@@ -138,8 +139,10 @@ class Climb:
         """The forecast's micro batch: to begin with, and as long as measured peaks say nothing of how they grow."""
         if self.records and (not self._foreseen or not math.isinf(ground.allowed() or 0.0)):
             return None
-        size = self.foreseen()
-        return size if size is not None and size in ground.between(self.rules.sizes) else None
+        most = self.foreseen() or 0
+        if not self.records and self.rules.global_batch is None:
+            most = min(most, _FIRST_LOOK)  # a thousand samples may fit, and speed have come to its end at twenty
+        return max((size for size in ground.between(self.rules.sizes) if size <= most), default=None)
 
     def _worth_timing_the_first(self) -> bool:
         timed = [record for record in self.records if fits_within(record, self.rules.usable_bytes)]
