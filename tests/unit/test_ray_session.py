@@ -11,6 +11,12 @@ from autods.cluster.ray_lean import without_monitors
 from autods.errors import EnvironmentBroken
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported_as_a_fit_does() -> None:
+    """What Ray reads of the environment at import holds for the whole process, and so for tests that come after."""
+    ray_session._import_ray()
+
+
 class FakeRay:
     """Starts after `failures` failures."""
 
@@ -82,7 +88,6 @@ def test_a_ray_with_other_names_starts_as_usual(
 
 
 def test_the_installed_ray_still_has_the_names_that_are_changed() -> None:
-    ray_session._import_ray()  # as a fit does it: what Ray reads at import holds for the whole process
     from ray._private.parameter import RayParams
 
     with without_monitors():
