@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from .checks import precision_of
 from .ds_config import get
 from .resume import Memory
-from .search.ask import score_of
+from .search.ask import is_alike, score_of
 from .search.candidates import Candidate, candidates
 from .search.certify import Certified, certify
-from .search.climb import Climb, Rules
+from .search.climb import Rules
 from .search.finals import finals
 from .search.foresight import Foresight
-from .search.grow import grown_by
+from .search.grow import climbed, grown_by
 from .search.race import Raced, race
 from .search.shortfall import Closest, shortfall
 from .search.tune import Tuned, tune
@@ -139,8 +139,7 @@ class Search:
     def _raced(self, first: Record, walked: Walked, rungs: Sequence[Candidate]) -> Raced:
         """The first rung that fits, grown; and the fastest of all, where that is what is wanted."""
         rules, limits = self._rules(), self.settings.profile.race
-        climb = Climb(rules=rules, first=first.trial, walked=first)
-        climb.ends()
+        climb = climbed(first, rules)
         grown = grown_by(climb)
         if limits.stop == "first-fit":
             said = {first.trial.rung: "the first rung of the ladder that fits"}
@@ -177,8 +176,7 @@ class Search:
             score=score,
             purpose="tune",  # what confirmed the start has asked for its repeats already
         )
-        won, other = final.best.trial, also.best.trial
-        first = also if (won.rung, won.knobs) == (other.rung, other.knobs) else tuned
+        first = also if is_alike(final.best, also.best) else tuned
         return replace(
             first,
             best=final.best,

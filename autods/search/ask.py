@@ -59,6 +59,11 @@ def samples_per_second(record: Record) -> float:
     return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
 
 
+def is_alike(one: Record, other: Record) -> bool:
+    """Whether two trials ran the same config, whatever they were asked for."""
+    return (one.trial.rung, one.trial.knobs) == (other.trial.rung, other.trial.knobs)
+
+
 def leanness(record: Record) -> float:
     """The objective where memory is what counts: more for a smaller peak; 0 for a trial that did not fit."""
     return 1 / max(1, record.outcome.device_peak_bytes) if isinstance(record.outcome, Fit) else 0.0

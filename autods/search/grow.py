@@ -28,9 +28,14 @@ def grow(winner: Record, rules: Rules) -> Grown:
 
     It begins at the micro batch that the forecast lets in, and goes on by what trials measure.
     """
+    return grown_by(climbed(winner, rules))
+
+
+def climbed(winner: Record, rules: Rules) -> Climb:
+    """The climb of the walk's winner, ended."""
     climb = Climb(rules=rules, first=winner.trial, walked=winner)
     climb.ends()
-    return grown_by(climb)
+    return climb
 
 
 def grown_by(climb: Climb) -> Grown:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ..profile import RaceLimits
 from ..values import Record, Steps
+from .ask import is_alike
 from .bounds import least_sample_s, micro_step_seconds, promise
 from .candidates import Candidate
 from .climb import Climb, Rules
@@ -189,27 +190,26 @@ class _Field:
         """Measure the leaders again in turn; the best of that wins."""
         standing = [one for one in self.entrants if one.climb.best() is not None]
         standing.sort(key=self._score, reverse=True)  # stable: of equals, the ladder's order
-        close = {record.id: one for one in standing for record in one.climb.eligible() if self._is_close(record)}
-        records = [record for one in standing for record in one.climb.eligible() if record.id in close]
-        records.sort(key=self.rules.score, reverse=True)
+        to_beat = self._to_beat()
+        timed = [(record, one) for one in standing for record in one.climb.eligible()]
+        close = [(record, one) for record, one in timed if self.rules.score(record) >= to_beat]
+        close.sort(key=lambda item: self.rules.score(item[0]), reverse=True)
+        contestants = [_longer(record, self.limits.finals) for record, _ in close[: self.limits.finalists]]
         final = finals(
-            [_longer(record, self.limits.finals) for record in records[: self.limits.finalists]],
+            contestants,
             self.rules.run,
-            turns=self._turns(min(len(records), self.limits.finalists)),
+            turns=self._turns(len(contestants)),
             usable_bytes=self.rules.usable_bytes,
             score=self.rules.score,
             purpose="race",
         )
-        won = next(close[record.id] for record in records if _is_alike(record, final.best))
+        won = next(one for record, one in close if is_alike(record, final.best))
         won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
         reasons = {one.name: one.out or self._behind(one, won) for one in self.entrants if one is not won}
         reasons[won.name] = f"{comparison(self.rules.score)[0]} of {len(standing)} that fit: {final.reason}"
         others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
         grown = replace(grown_by(won.climb), best=final.best)
         return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
-
-    def _is_close(self, record: Record) -> bool:
-        return self.rules.score(record) >= self._to_beat()
 
     def _behind(self, one: Entrant, won: Entrant) -> str:
         _, times = comparison(self.rules.score)
@@ -219,7 +219,3 @@ class _Field:
 def _longer(record: Record, steps: Steps) -> Record:
     """To be measured with more steps: what is left to tell apart lies close together."""
     return replace(record, trial=replace(record.trial, steps=steps))
-
-
-def _is_alike(one: Record, other: Record) -> bool:
-    return (one.trial.rung, one.trial.knobs) == (other.trial.rung, other.trial.knobs)
