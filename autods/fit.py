@@ -54,6 +54,7 @@ def fit(
                     search = Search(
                         settings=settings, runner=runner, memory=memory, foresight=foresight, study=out / STUDY,
                         check=lambda record: _check_machine(record, settings),
+                        so_far=lambda record: reports.write_so_far(runner.final_config(record.trial), out),
                     )  # fmt: skip
                     found = search.found()
                     if isinstance(found, Nothing):

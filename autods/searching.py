@@ -15,8 +15,9 @@ from .search.candidates import Candidate, candidates
 from .search.certify import Certified, certify
 from .search.climb import Rules
 from .search.finals import finals
+from .search.first_fit import first_fit
 from .search.foresight import Foresight
-from .search.grow import climbed, grown_by
+from .search.grow import climbed
 from .search.race import Raced, race
 from .search.shortfall import Closest, shortfall
 from .search.tune import Tuned, tune
@@ -67,7 +68,10 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is given and stays. check: passes a record on, and raises when the machine has to be mended first."""
+    """What is given and stays. check: passes a record on, and raises when the machine has to be mended first.
+
+    so_far: told of the best config that is known after each step, so that it is not lost when the rest is.
+    """
 
     settings: Settings
     runner: Runner
@@ -75,6 +79,7 @@ class Search:
     foresight: Foresight
     study: Path
     check: Callable[[Record], Record]
+    so_far: Callable[[Record], None] = lambda record: None
 
     def found(self) -> Found | Nothing:
         """Everything that runs trials."""
@@ -84,8 +89,11 @@ class Search:
         if walked.winner is None:
             closest = None if walked.stopped else self._closest(walked)
             return Nothing(facts=facts, walked=walked, closest=closest)
+        self.so_far(walked.winner)
         raced = self._raced(walked.winner, walked, rungs)
+        self.so_far(raced.best)
         tuned = self._tuned(raced)
+        self.so_far(tuned.best)
         certified = self._certified(tuned, raced, walked.winner, rivals_of(rungs, walked))
         best = tuned.best if certified is None else certified.best
         return Found(
@@ -139,18 +147,17 @@ class Search:
     def _raced(self, first: Record, walked: Walked, rungs: Sequence[Candidate]) -> Raced:
         """The first rung that fits, grown; and the fastest of all, where that is what is wanted."""
         rules, limits = self._rules(), self.settings.profile.race
-        climb = climbed(first, rules)
-        grown = grown_by(climb)
+        rung = next(one for one in rungs if one.rung.name == first.trial.rung)
+        winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
         if limits.stop == "first-fit":
-            said = {first.trial.rung: "the first rung of the ladder that fits"}
-            return Raced(best=grown.best, grown=grown, others=(), reasons=said)
-        winner = next(one for one in rungs if one.rung.name == first.trial.rung)
+            walk_steps = self.settings.profile.walk
+            return first_fit(first, winner, rules, walk_steps=walk_steps, limits=limits, may_run=self.may_run)
         shorter = replace(rules.limits, most_trials=limits.most_trials)
         return race(
-            climb,
+            climbed(first, rules),
             rivals_of(rungs, walked),
             replace(rules, limits=shorter, steps=limits.steps),
-            winner=replace(winner, knobs=replace(winner.knobs, settings=first.trial.knobs.settings)),
+            winner=winner,
             walk_steps=self.settings.profile.walk,
             limits=limits,
             lessons=walked.lessons,
@@ -163,7 +170,8 @@ class Search:
         score = score_of(self.settings.objective)
         noise = self.settings.profile.race.noise / 2
         tuned = self._tune(raced.best)
-        close = [one for one in raced.others if score(one) >= (1 - noise) * score(raced.best)][:1]
+        timed = [one for one in raced.others if one.trial.purpose != "walk"]
+        close = [one for one in timed if score(one) >= (1 - noise) * score(raced.best)][:1]
         tunes = self.settings.profile.tune.trials > 0 and self.settings.objective != "memory"
         if not close or not tunes or not self._may_tune():
             return tuned

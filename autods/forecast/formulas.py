@@ -21,6 +21,7 @@ ASSUMED = "the formulas' estimate: the engine was not simulated"
 
 # fp32 values that an optimizer keeps of each parameter; Adam and whatever is not known: two moments.
 _MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "adagrad": 1, "muon": 1}
+_MOMENTUM = "optimizer.params.momentum"  # with which SGD keeps one
 _SWAP_BUFFERS = 4  # DeepSpeed's offload_optimizer.buffer_count
 _PARAMETER_BUFFERS = 5  # offload_param.buffer_count
 _PARAMETER_BUFFER = 100_000_000  # offload_param.buffer_size, elements
@@ -87,7 +88,7 @@ def _read(ask: Ask, facts: ModelFacts) -> _Engine:
         shard=-(-facts.parameters // ask.world_size),
         largest=facts.largest_parameter,
         dtype_bytes=dtype_bytes,
-        moments_bytes=4 * _MOMENTS.get(optimizer, 2),
+        moments_bytes=4 * (1 if optimizer == "sgd" and get(config, _MOMENTUM) else _MOMENTS.get(optimizer, 2)),
         bucket=int(zero("reduce_bucket_size", 5e8)),
         buckets=2 if overlaps(ask) else 1,
         gathered=min(facts.parameters, max(live, facts.largest_parameter)),

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
-from .files import to_dict
+from .files import SO_FAR, to_dict
 from .result import Report
 from .terminal import show
 
@@ -77,13 +77,18 @@ def tell(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes
             gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
             kept = out is not None and (out / "journal.jsonl").exists()
             state = f"finished trials are kept in {out}" if kept else "nothing had been tried yet"
-            _say(f"interrupted: {gone}{state}", f"go on with: {resuming_command(argv)}")
+            _say(f"interrupted: {gone}{state}", *_so_far(out), f"go on with: {resuming_command(argv)}")
         case AutodsError():
             first, *rest = lines_of(error) or ["unknown"]
             _say(f"error: {first}", *rest)
         case _:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
             _say(f"internal error: {cause}", f"the traceback is in {keep_traceback(error, out)}; please report it")
+
+
+def _so_far(out: Path | None) -> list[str]:
+    best = None if out is None else out / SO_FAR
+    return [f"the best config so far, not certified: {best}"] if best is not None and best.exists() else []
 
 
 def resuming_command(argv: Sequence[str]) -> str:

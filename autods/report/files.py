@@ -18,6 +18,7 @@ from .result import Report, Throughput
 
 REPORT = "report.json"
 DS_CONFIG = "ds_config.json"
+SO_FAR = "ds_config_so_far.json"
 
 
 def to_dict(report: Report) -> dict[str, Any]:
@@ -59,6 +60,12 @@ def write(report: Report, folder: Path) -> None:
     else:
         _remove(folder / DS_CONFIG)  # one of an earlier fit would pass for this one's
     _replace(folder / REPORT, to_dict(report))  # last: where it stands, the fit is finished
+    _remove(folder / SO_FAR)
+
+
+def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
+    """The best config that is known while the fit goes on: measured, not certified. Raises InputError as `write`."""
+    _replace(folder / SO_FAR, ds_config)
 
 
 def read(folder: Path) -> Report:

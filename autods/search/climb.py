@@ -14,6 +14,9 @@ from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
 
 _FIRST_LOOK = 64  # micro batch
+_LONGER_STEPS = (
+    3  # times as long as the shortest step: so long a step may take, even where it takes more than its budget
+)
 _SURELY_SLOWER = 1.5  # times; the walk times one step, after one that warms up
 
 
@@ -130,7 +133,9 @@ class Climb:
             return when_spent(ground, rules.limits.most_trials)
         if rules.global_batch is not None:
             return size  # a step has the same samples at every micro batch: growing never makes it much slower
-        times, budget_s = step_seconds(self.seen), rules.steps.budget_s
+        times = step_seconds(self.seen)
+        # A large model's step is long whatever the batch: what is too long is said in its own steps, too.
+        budget_s = max(rules.steps.budget_s, _LONGER_STEPS * min(times.values(), default=0.0))
         open_sizes = ground.between(sizes)
         quick = [one for one in open_sizes if one <= size and predicted_s(times, one) <= budget_s]
         return quick[-1] if quick else when_slow(open_sizes[0], predicted_s(times, open_sizes[0]), budget_s)

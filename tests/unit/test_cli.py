@@ -170,6 +170,16 @@ def test_an_interrupt_exits_130_and_prints_the_command_that_goes_on(
     )
 
 
+def test_an_interrupt_names_the_best_config_that_was_found_so_far(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    endings.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    assert "so far" not in capsys.readouterr().err
+    (tmp_path / "ds_config_so_far.json").write_text("{}")
+    endings.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    assert f"the best config so far, not certified: {tmp_path}/ds_config_so_far.json\n" in capsys.readouterr().err
+
+
 def test_sigterm_is_a_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     def end() -> Report:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -118,3 +118,13 @@ def test_an_estimate_can_be_judged_and_says_that_it_is_one() -> None:
     assert forecast.decides == "step"
     held = forecast.memory["device"]
     assert held.low_bytes < 28.3 * GIB < held.high_bytes
+
+
+def test_sgd_keeps_a_moment_only_with_momentum() -> None:
+    def peak(**params: float) -> int:
+        sgd = {"type": "SGD", "params": {"lr": 0.1, **params}}
+        return of("zero1", optimizer=sgd).live_bytes["step"]["device"]
+
+    shard_bytes = LLAMA.parameters // 8 * 4
+    assert peak(momentum=0.9) - peak() == pytest.approx(shard_bytes, rel=0.01)
+    assert peak(momentum=0.0) == peak()

@@ -217,9 +217,18 @@ def test_a_fluke_does_not_cap_the_micro_batch() -> None:
 def test_growth_does_not_start_a_trial_that_would_take_too_long() -> None:
     limit = 2**40
     answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=2.0, sample_s=0.1)
-    growth = growing(answer, limit=limit, steps=Steps(budget_s=5.0))
-    assert 16 <= growth.grown.largest_micro_batch <= 30  # 30 samples take 5 s
+    growth = growing(answer, limit=limit, steps=Steps(budget_s=10.0))
+    assert 30 <= growth.grown.largest_micro_batch <= 80  # 80 samples take 10 s
     assert not growth.grown.largest_is_limit
+    assert "would take about" in growth.grown.reason
+
+
+def test_a_model_whose_every_step_is_long_grows_all_the_same() -> None:
+    """Its optimizer on the CPU takes 8 s a step: with more samples a step it is the same 8 s."""
+    limit = 2**40
+    answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=8.0, sample_s=0.5)
+    growth = growing(answer, limit=limit, steps=Steps(budget_s=1.2))
+    assert 8 <= growth.grown.largest_micro_batch <= 36  # three times as long as with one sample
     assert "would take about" in growth.grown.reason
 
 

@@ -358,6 +358,50 @@ def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Calla
     assert found.raced.reasons == {"zero1": "the first rung of the ladder that fits"}
 
 
+def first_fit(raced: Callable[..., Found], machine: Machine, **asked: Any) -> Found:
+    return raced(machine, stop="first-fit", checkpointing=True, **asked)
+
+
+def test_first_fit_recomputes_nothing_where_memory_is_not_what_ends_growth(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
+    found = first_fit(raced, machine)
+    assert not found.best.trial.knobs.checkpointing
+    assert {one.knobs.micro_batch for one in machine.ran if one.knobs.checkpointing} == {1}  # the walk's look only
+    assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
+
+
+def test_first_fit_recomputes_where_that_makes_room_for_a_batch_that_pays(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})  # room for 3 samples without, for 13 with
+    found = first_fit(raced, machine)
+    assert found.best.trial.knobs.checkpointing
+    assert found.best.trial.knobs.micro_batch > 3
+    assert found.raced.reasons["zero1"] == "the first rung of the ladder that fits"
+    assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
+
+
+def test_first_fit_recomputes_nothing_where_a_larger_batch_does_not_pay_for_it(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(gib=6, fixed_s=0.01)})
+    found = first_fit(raced, machine)
+    assert not found.best.trial.knobs.checkpointing
+    assert found.raced.reasons["zero1"].endswith("times as fast as zero1 without checkpointing")
+
+
+@pytest.mark.parametrize("foresight", [None, BLIND])
+def test_first_fit_recomputes_where_nothing_fits_without(
+    raced: Callable[..., Found], foresight: Foresight | None
+) -> None:
+    machine = Machine({"zero1": Rung(gib=14)})  # 14.5 GiB for a sample that is recomputed, 16 and no headroom without
+    found = first_fit(raced, replace(machine, kept_gib=4.0), foresight=foresight)
+    assert found.best.trial.knobs.checkpointing
+    reason = found.raced.reasons["zero1 without checkpointing"]
+    assert "cannot fit by the forecast" in reason if foresight is None else "ran out of device memory" in reason
+
+
+def test_what_first_fit_did_not_recompute_may_back_off_to_recomputing(raced: Callable[..., Found]) -> None:
+    found = first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
+    assert [one.trial.knobs.checkpointing for one in found.raced.others] == [True]
+
+
 def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Found]) -> None:
     machine = Machine({name: Rung() for name in RUNGS})
     found = raced(machine)

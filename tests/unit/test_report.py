@@ -7,7 +7,7 @@ import pytest
 from made_up import LIMIT, MIB, WINNING, fit, fitting_report, hopeless_report, record
 
 from autods.errors import InputError
-from autods.report import Report, from_dict, read, to_dict, write
+from autods.report import Report, from_dict, read, to_dict, write, write_so_far
 
 CONTRACT = {
     "status", "rung", "knobs", "ds_config", "throughput", "memory", "certificate", "forecast", "trials", "versions",
@@ -65,6 +65,15 @@ def test_a_fit_writes_its_config_and_its_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new/ds_config.json").read_text())["zero_optimization"] == {"stage": 3}
     assert read(tmp_path / "new") == fitting_report()
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["ds_config.json", "report.json"]
+
+
+def test_the_best_config_so_far_lies_in_the_folder_until_the_fit_is_finished(tmp_path: Path) -> None:
+    write_so_far({"train_micro_batch_size_per_gpu": 2}, tmp_path)
+    write_so_far({"train_micro_batch_size_per_gpu": 4}, tmp_path)
+    so_far = tmp_path / "ds_config_so_far.json"
+    assert json.loads(so_far.read_text()) == {"train_micro_batch_size_per_gpu": 4}
+    write(fitting_report(), tmp_path)
+    assert not so_far.exists()
 
 
 def test_when_nothing_fits_no_config_is_left_from_before(tmp_path: Path) -> None:

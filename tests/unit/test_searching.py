@@ -97,6 +97,17 @@ def test_what_is_found_fits_with_the_headroom_and_is_certified(seed: int) -> Non
         assert surface.rate(found.best.trial) >= 0.8 * best
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_config_that_fits_is_told_as_soon_as_there_is_one_and_whenever_a_better_one_is(seed: int) -> None:
+    surface = Surface(seed)
+    with folder(seed) as search:
+        told: list[Record] = []
+        found, _ = searched(replace(search, so_far=told.append), seed)
+        assert told == [found.walked.winner, found.raced.best, found.tuned.best]
+        rates = [surface.rate(record.trial) for record in told]
+        assert rates[0] <= 1.05 * rates[-1]
+
+
 @pytest.mark.parametrize("seed", range(0, 30, 5))
 def test_no_question_is_asked_twice_in_a_search(seed: int) -> None:
     with folder(seed) as search:

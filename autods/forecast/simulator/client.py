@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -140,10 +141,11 @@ class _Worker:
 
     def __init__(self, source: WorkloadSource, device: Device) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()
+        self._scratch = tempfile.mkdtemp(prefix="autods-simulated-")  # the worker removes it when we cannot
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         command = [sys.executable, "-W", "ignore", "-m", __name__.rpartition(".")[0] + ".worker"]
-        told = [str(theirs.fileno()), device, json.dumps(asdict(source))]
+        told = [str(theirs.fileno()), device, json.dumps(asdict(source)), self._scratch]
         self._process = subprocess.Popen(
             command + told, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
             start_new_session=True, env=_environment(),
@@ -170,6 +172,7 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._socket.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _answer(line: bytes, log: IO[bytes]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The prepared process: torch, DeepSpeed and the workload loaded once on the simulated device; it forks an engine each.
 
 Engines that start from the same model share a child that has built it.
-Started by `client` as `python -m autods.forecast.simulator.worker FD cuda|cpu SOURCE`. On the socket it says
+Started by `client` as `python -m autods.forecast.simulator.worker FD cuda|cpu SOURCE SCRATCH`. On the socket it says
 {"ready": …} once; then each line comes with the descriptor of a socket on which the new engine speaks:
 {"engine": ask} or {"facts": true}, and on that socket {"measure": micro batch} → {"simulated": …} | {"failed": …}.
 """
@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -34,7 +35,7 @@ _PROCESSOR = {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "brand_raw": ""
 def main(argv: list[str]) -> None:
     """Serve until the client is gone."""
     client, device = socket.socket(fileno=int(argv[0])), argv[1]
-    source = WorkloadSource(**json.loads(argv[2]))
+    source, scratch = WorkloadSource(**json.loads(argv[2])), argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it closes the socket
     try:
         with procs.ends_with(client):
@@ -43,7 +44,8 @@ def main(argv: list[str]) -> None:
         _say(client, {"failed": _told(error, source.path)})
         return
     _say(client, {"ready": os.getpid()})
-    _serve(client, _Stand(stage, workload, source))
+    _serve(client, _Stand(stage, workload, source, scratch))
+    shutil.rmtree(scratch, ignore_errors=True)  # a client that was killed could not
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class _Stand:
     stage: Any
     workload: Any
     source: WorkloadSource
+    scratch: str
     rank: Any = None
     lessons: Any = None  # `lessons.Lessons`, of the process that forks the engines
 
@@ -178,7 +181,7 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
     faulthandler.enable()
     from .engine import Engine, look
 
-    with tempfile.TemporaryDirectory(prefix="autods-simulated-") as scratch:
+    with tempfile.TemporaryDirectory(dir=stand.scratch) as scratch:
         try:
             os.chdir(scratch)
             if "facts" in job:
