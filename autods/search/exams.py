@@ -12,6 +12,7 @@ from .certificate import first_line
 
 # Where a rank's device memory grows with the micro batch. What building, saving and loading need does not.
 _WITH_THE_BATCH: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")
+_TAKES_MUCH = 0.8  # of the micro batch that ran out
 _WORTH = 1.125  # times the micro batch that holds; growth by less is not worth an exam
 
 
@@ -93,7 +94,8 @@ def smaller(
     """The next micro batch to examine, one of `sizes` (ascending), or None when no smaller one can help.
 
     By what is known of the memory that was lacking: as if all of it grew with the batch but what does not by the line
-    through the config's `known` trials. Both are hopeful, so where that did not help (`again`) it is half.
+    through the config's `known` trials. Both are hopeful, and what ran out is a lower bound: where that takes little
+    away, or did not help (`again`), it is half.
     """
     size = short.trial.knobs.micro_batch
     below = [one for one in sizes if one < size]
@@ -103,7 +105,9 @@ def smaller(
     needed = _needed(short.outcome, limit_bytes)
     if not again and needed is not None and needed > usable_bytes:
         fixed = min(_fixed_bytes(short.trial, known), usable_bytes)
-        target = size * (usable_bytes - fixed) / (needed - fixed)
+        by_line = size * (usable_bytes - fixed) / (needed - fixed)
+        if isinstance(short.outcome, Fit) or by_line <= _TAKES_MUCH * size:
+            target = by_line
     return max((one for one in below if one <= target), default=below[0])
 
 

@@ -17,7 +17,7 @@ from .finals import comparison, finals
 from .grow import Grown, grown_by
 from .lessons import Lessons
 from .stopping import Stop
-from .variants import in_precision, without_checkpointing
+from .variants import in_precision, name_of, without_checkpointing
 
 # Recomputing activations is a third on top of forward and backward: leaving it out gains no more.
 _WITHOUT_RECOMPUTING = 4 / 3
@@ -53,8 +53,9 @@ def race(
 
     A rival enters with one short trial at the micro batch that the leader's climb makes promising. It is out when its
     own steps say that no micro batch would make it the fastest, never because another rung failed. Those that stay
-    climb; those that may lead are tried without checkpointing, and in the other precisions that were allowed; the
-    leaders are measured again in turn.
+    climb. Whether recomputing pays is seen of the winner first, since it costs every rung the same arithmetic: where it
+    does not, rivals enter without, and recompute where memory keeps them from growing. Those that may lead are tried in
+    the other precisions that were allowed; the leaders are measured again in turn.
     """
     field = _Field(
         rules=rules,
@@ -65,9 +66,16 @@ def race(
         recomputes=winner.knobs.checkpointing,
     )
     field.entrants.append(Entrant(name=winner.rung.name, candidate=winner, climb=first))
-    field.let_in(rivals)
-    if limits.checkpointing and winner.knobs.checkpointing:
-        field.let_in([without_checkpointing(one) for one in field.leading(_WITHOUT_RECOMPUTING)])
+    chooses = limits.checkpointing and winner.knobs.checkpointing
+    if chooses:
+        field.let_in([without_checkpointing(winner)])
+    if chooses and not field.recomputing_leads():
+        field.let_in([without_checkpointing(one) for one in rivals])
+        field.let_in(one for one in rivals if field.lacks_memory(without_checkpointing(one)))
+    else:
+        field.let_in(rivals)
+    if chooses and field.recomputing_leads():
+        field.let_in(without_checkpointing(one) for one in field.leading(_WITHOUT_RECOMPUTING))
     for precision in precisions:
         field.let_in([in_precision(one, precision) for one in field.leading()])
     return field.finish()
@@ -87,7 +95,9 @@ class _Field:
 
     def let_in(self, candidates: Iterable[Candidate]) -> None:
         """All forecasts first, since simulations would disturb what is timed; then a trial each; then the climbs."""
-        rivals = tuple(entrant_of(one, self.rules, recomputes=self.recomputes) for one in candidates)
+        asked = [entrant_of(one, self.rules, recomputes=self.recomputes) for one in candidates]
+        known = {one.name for one in self.entrants}
+        rivals = tuple(one for one in asked if one.name not in known)
         if not rivals:
             return
         size = self._entry_size()
@@ -108,6 +118,21 @@ class _Field:
         """The best of those that would lead, give or take the noise, if they were `by` times as fast."""
         order = sorted(self.entrants, key=self._score, reverse=True)[: self.limits.finalists + 1]
         return [one.candidate for one in order if by * self._score(one) >= self._to_beat()]
+
+    def recomputing_leads(self) -> bool:
+        """Whether the fastest so far recomputes its activations."""
+        return self._leader().candidate.knobs.checkpointing
+
+    def lacks_memory(self, candidate: Candidate) -> bool:
+        """Whether this config never fitted, or could lead if it had the memory for any batch, recomputing included."""
+        name = name_of(candidate.rung.name, candidate.knobs, recomputes=self.recomputes)
+        one = next(one for one in self.entrants if one.name == name)
+        if one.climb.best() is None:
+            return True
+        if one.most() >= self.rules.sizes[-1]:
+            return False
+        best = promise(micro_step_seconds(one.climb.seen), most=math.inf, sample_s=self._sample_s(one))
+        return best.rate * self.rules.world_size / _WITHOUT_RECOMPUTING >= self._to_beat()
 
     def _may_go_on(self) -> bool:
         """Whether one more trial leaves enough to measure the leaders again."""
@@ -207,6 +232,8 @@ class _Field:
         won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
         reasons = {one.name: one.out or self._behind(one, won) for one in self.entrants if one is not won}
         reasons[won.name] = f"{comparison(self.rules.score)[0]} of {len(standing)} that fit: {final.reason}"
+        for one in self.entrants:  # every rung has a word, also where only its variant was worth a trial
+            reasons.setdefault(one.candidate.rung.name, f"recomputing would only cost it time: see {one.name}")
         others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
         grown = replace(grown_by(won.climb), best=final.best)
         return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
