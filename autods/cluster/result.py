@@ -27,7 +27,9 @@ def outcome_from(
         return failure
     results = [end["record"]["result"] for report in reports for end in report["ends"]]
     # An optimizer step takes as long as its slowest rank.
-    step_s = tuple(max(times) for times in zip(*(result["step_s"] for result in results), strict=True))
+    # A script's ranks may have seen one more or less that counts.
+    counted = min(len(result["step_s"]) for result in results)
+    step_s = tuple(max(times) for times in zip(*(result["step_s"][:counted] for result in results), strict=True))
     samples = job.micro_batch * job.accumulation * job.world_size
     rate = samples / statistics.median(step_s)
     build_s = max(result["build_s"] for result in results)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..batch import tokens_per_sample
-from .users import Place, refusal
+from .users import Place, caller, refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +27,37 @@ class Batches:
     tokens_per_sample: int | None = None
     longest_shape: tuple[int, ...] = ()
     loaders: list[Loader] = field(default_factory=list)
+    _first: set[int] = field(default_factory=set)
     _elements: int = 0
     _kept: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def saw(self, given: Sequence[Any], micro_batch: int) -> None:
-        """Raises WorkloadError when the first batch does not have the micro batch's size."""
+    def watch_loaders(self) -> None:
+        """Note every DataLoader that is made from here on."""
+        from torch.utils.data import DataLoader
+
+        real = DataLoader.__init__
+
+        @functools.wraps(real)
+        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+            real(loader, *args, **kwargs)
+            size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            self.loaders.append(Loader(batch_size=size, place=caller()))
+
+        setattr(DataLoader, "__init__", made)  # noqa: B010
+
+    def saw(self, given: Sequence[Any], micro_batch: int) -> bool:
+        """Whether it is a whole micro batch: what is left at the end of the data is not. Raises WorkloadError when the
+        first batch already has another size."""
         self.seen += 1
+        tensors = list(_tensors(given))
+        shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()]
         if self.seen == 1:
-            tensors = list(_tensors(given))
             self.tokens_per_sample = tokens_per_sample(tuple(tensors))
-            self._check([tuple(tensor.shape) for tensor in tensors], micro_batch)
+            self._check(shapes, micro_batch)
+            self._first = {shape[0] for shape in shapes}
+        if not shapes or micro_batch not in self._first:
+            return True  # samples are packed, or do not come first
+        return any(shape[0] == micro_batch for shape in shapes)
 
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember the batch when it is the longest so far."""
@@ -64,17 +86,25 @@ class Batches:
         return None if first is None else float(first.double().mean())
 
     def _check(self, shapes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
-        sizes = [shape[0] for shape in shapes if shape]
-        if not sizes or micro_batch in sizes or any(one.batch_size == micro_batch for one in self.loaders):
-            return  # packed or time-first batches are no mistake where a loader has the size
+        sizes = [shape[0] for shape in shapes]
+        loader = next((one for one in reversed(self.loaders) if one.batch_size in (micro_batch, *sizes)), None)
+        if not sizes or micro_batch in sizes:
+            return
         size = max(set(sizes), key=sizes.count)
-        loader = next((one for one in reversed(self.loaders) if one.batch_size == size), None)
-        where = loader.place if loader is not None else None
-        raise refusal(
-            f"its batches hold {size} samples, where the config says {micro_batch} (train_micro_batch_size_per_gpu)",
-            at=where,
-            mend=_mend(where),
-        )
+        if loader is None or loader.batch_size != micro_batch:
+            raise refusal(
+                f"its batches hold {size} samples, where the config says {micro_batch} "
+                "(train_micro_batch_size_per_gpu)",
+                at=None if loader is None else loader.place,
+                mend=_mend(None if loader is None else loader.place),
+            )
+        # The loader has the size. Packed samples are one long row, and some models take time before the batch.
+        if 1 < size < micro_batch and not any(micro_batch in shape[1:2] for shape in shapes):
+            raise refusal(
+                f"its data ends before a micro batch of {micro_batch} is full: it holds {size} samples",
+                at=loader.place,
+                mend="give it more data",
+            )
 
 
 def loss_of(out: Any) -> Any:

@@ -37,12 +37,13 @@ class Clock:
         """The script evaluates, or saves: what it trains on comes after."""
         self._other, self._forward_s = True, None
 
-    def step(self, now: float, *, boundary: bool) -> None:
-        """A call of the engine's step has ended; boundary: with it an optimizer step."""
+    def step(self, now: float, *, boundary: bool, counts: bool = True) -> None:
+        """A call of the engine's step has ended; boundary: with it an optimizer step; counts: a whole one."""
         if self._other and self._paused_s is not None and self._forward_s is not None:
             self._aside_s += self._forward_s - self._paused_s
         if boundary:
-            self.times.append(now - (now if self._ended_s is None else self._ended_s) - self._aside_s)
+            if counts:
+                self.times.append(now - (now if self._ended_s is None else self._ended_s) - self._aside_s)
             self._aside_s = 0.0
         self.resume(now, boundary=boundary)
 

@@ -35,6 +35,7 @@ def run(
     session = Session(job=job, slot=slot, observer=observer, leave=leave)
     machine.install(job, slot, store)
     hooks.install(session)
+    session.batches.watch_loaders()
     pid = os.getpid()
     guard.install(session)
     _prepare(session)
@@ -57,6 +58,7 @@ def run(
         raise _in_words(session.failure, session)
     if not session.over:
         _check_ended_well(session)
+        session.ended()
     observer("done", session.steps)
     return session.result()
 
@@ -102,10 +104,11 @@ def _check_ended_well(session: Session) -> None:
             mend="a trial is a run of the script that trains: is an argument missing after --, or --kind wrong?",
         )
     wanted = job.steps.warmup + 1
-    if session.steps < wanted:
+    whole = len(session.clock.times)
+    if whole < wanted:
         raise refusal(
-            f"it ended after {session.steps} optimizer step{'s' * (session.steps != 1)} of micro batch "
-            f"{job.micro_batch}, and a trial needs {wanted} at least",
+            f"it ended after {whole} optimizer step{'s' * (whole != 1)} of micro batch {job.micro_batch}, "
+            f"and a trial needs {wanted} at least",
             mend="give it more data, more epochs or a larger max_steps after --",
         )
 

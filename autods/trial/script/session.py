@@ -6,12 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...ds_config import BATCH_KEYS, merge, rungless, without_monitors
-from ...values import Examined, Phase
+from ...values import Phase
 from ...workload.script import has_placeholder
 from .. import exam as exams
 from ..act import enough, finite
@@ -26,6 +26,7 @@ _SWALLOWED = 3  # times that the script was told to end and went on
 _GRACE_S = 10.0  # for what it does on its way out
 
 _SAMPLES = "losses were not compared with another config's: a script draws its own samples"
+_ENDED = "the script ended before a step was trained between saving and loading its checkpoint"
 
 
 class Enough(BaseException):
@@ -48,18 +49,20 @@ class Session:
     merge: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     clock: Clock = field(default_factory=Clock)
     batches: Batches = field(default_factory=Batches)
-    losses: list[float] = field(default_factory=list)
+    steps: int = 0  # optimizer steps so far
+    losses: list[float] = field(default_factory=list)  # of those that count
     loss: Any = None  # of the last micro batch, a tensor
     engine: Any = None
     facts: dict[str, Any] | None = None
     failure: BaseException | None = None  # what an engine's call raised: whoever catches that trains no more
     over: bool = False
     busy: bool = False  # the trial itself works with the engine
-    forked: str | None = None
+    _whole: bool = True  # all batches of this step
     _pid: int = field(default_factory=os.getpid)
     _insisted: int = 0
     _proof: Generator[int, None, dict[str, Any]] | None = None
     _examined: dict[str, Any] | None = None
+    _left_out: tuple[str, ...] = (_SAMPLES,)
     _counted: int | None = None  # the steps before the exam
 
     def __post_init__(self) -> None:
@@ -70,11 +73,6 @@ class Session:
     def looks_only(self) -> bool:
         """The script is run up to its engine, and no further."""
         return self.job.job == "survey" or self.job.only_build
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-        return len(self.clock.times)
 
     def merged(self, users: Mapping[str, Any]) -> dict[str, Any]:
         """The trial's config over the script's own: its keys stay, those of the rung and the batch are ours."""
@@ -139,7 +137,7 @@ class Session:
             self.other("evaluate")
             return
         self.clock.forward(now)
-        self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
+        self._whole &= self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
         if self.job.exam == "worst_case":
             self.batches.keep(args, kwargs)
 
@@ -161,20 +159,32 @@ class Session:
         """The engine's step has ended. Ends the script when that was the last one that the trial needs."""
         if boundary:
             self.observer.meter.synchronize()
-        self.clock.step(time.perf_counter(), boundary=boundary)
+        self.clock.step(time.perf_counter(), boundary=boundary, counts=self._whole)
         if not boundary:
             return
+        self.steps += 1
         if self._proof is not None:
-            self._prove()
+            if self._prove():
+                self.finish()
             return
-        if self.loss is not None:
+        if self._whole and self.loss is not None:
             self.losses.append(finite(self.loss, self.steps - 1))
-            self.loss = None
+        self.loss, self._whole = None, True
         if self._has_enough():
             if self.job.exam != "worst_case":
                 self.finish()
-            self._proof, self._counted = self._exam(), self.steps
             self._prove()
+
+    def ended(self) -> None:
+        """The script ended by itself: what is left of the exam is done without its steps."""
+        if self.job.exam != "worst_case" or self.over:
+            return
+        import torch
+
+        self._left_out = (_ENDED, *self._left_out)
+        while torch.distributed.is_initialized() and not self._prove():
+            pass
+        self.over = True
 
     # What it comes to.
 
@@ -182,26 +192,26 @@ class Session:
         """Of this rank: its facts after a survey, else what its steps showed."""
         if self.job.job == "survey":
             return dict(self.facts or {})
-        examined = self._examined
-        if self._proof is not None and examined is None:
-            shape, draws = self.batches.longest_shape, self.batches.seen
-            said = ("the script ended before its checkpoint was loaded", _SAMPLES)
-            examined = asdict(Examined(batch_shape=shape, draws=draws, evaluated=True, left_out=said))
         times = self.clock.times[: self._counted]
         return {
             "step_s": tuple(times[self.job.steps.warmup :]),
             "steps_s": sum(times),
             "losses": tuple(self.losses),
-            "examined": examined,
+            "examined": self._examined,
             "tokens_per_sample": self.batches.tokens_per_sample,
         }
 
     def _has_enough(self) -> bool:
-        """All ranks come to the same: where the number of steps is not fixed, by rank 0's word."""
+        """By rank 0's word: ranks may not see the same steps as whole, and have to end together."""
         steps, times = self.job.steps, self.clock.times[self.job.steps.warmup :]
-        if len(times) < steps.timed:
+        if self.steps < steps.warmup + steps.timed:
             return False
-        return len(times) >= steps.most_timed or self._ranks().agree(enough(times, steps, self.clock.total_s))
+        done = len(times) >= steps.timed and (
+            len(times) >= steps.most_timed or enough(times, steps, self.clock.total_s)
+        )
+        agreed = self._ranks().agree(done)
+        self.clock.resume(time.perf_counter())
+        return agreed
 
     def _ranks(self) -> Ranks:
         return ranks_of(self.job, self.slot)
@@ -217,19 +227,19 @@ class Session:
         folder = Path(self.job.scratch) / "checkpoint"
         return exams.parts_of(self.engine, hands, self._ranks(), longest=longest, folder=folder, index=self.steps)
 
-    def _prove(self) -> None:
-        """The next part of the exam; between two parts the script trains one step."""
-        assert self._proof is not None
+    def _prove(self) -> bool:
+        """The next part of the exam, and whether it was the last; between two parts the script trains one step."""
+        if self._proof is None:
+            self._proof, self._counted = self._exam(), len(self.clock.times)
         self.busy = True
         try:
             next(self._proof)
         except StopIteration as end:
-            self._examined = {**end.value, "left_out": (*end.value["left_out"], _SAMPLES)}
+            self._examined = {**end.value, "left_out": (*end.value["left_out"], *self._left_out)}
         finally:
             self.busy = False
             self.clock.resume(time.perf_counter())
-        if self._examined is not None:
-            self.finish()
+        return self._examined is not None
 
 
 def _without(config: Mapping[str, Any], given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
