@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import InputError
 from .report import Report
 from .settings import Settings, resolve
 from .values import Listener, WorkloadSource
@@ -124,6 +125,12 @@ def ask(workload: str | Path | Workload, **asked: Any) -> Question:
 
     recompute = False if asked.get("checkpointing") == "off" else None
     source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
+    if source.kind == "script":
+        raise InputError(
+            "is a training script, which runs on real ranks only",
+            where=source.path,
+            mend="autods fit tries it; a plan needs a model.py or a Hugging Face config",
+        )
     return pose(source, hardware=look(), **_with_tuples(asked))
 
 

@@ -139,6 +139,18 @@ def with_config_of(settings: Settings, facts: ModelFacts) -> Settings:
     return replace(settings, base=base, global_batch=total)
 
 
+def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
+    """What a person should know of a script once it was looked at; settings: with its config."""
+    if facts.config is None:
+        return ()
+    said = []
+    if not {"bf16", "fp16"} & set(settings.base):
+        said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
+    if facts.config_place:
+        said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
+    return tuple(said)
+
+
 def _objective(objective: str) -> Objective:
     if objective not in get_args(Objective):
         raise InputError(

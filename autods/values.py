@@ -220,6 +220,7 @@ class ModelFacts:
     """What a look at the workload (no training, no budget) found out.
 
     config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
+    config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
     """
 
     parameters: int
@@ -230,6 +231,7 @@ class ModelFacts:
     layers: int = 0  # that repeat; 0: unknown, or none do
     layer_parameters: int = 0  # of one of them
     config: Mapping[str, Any] | None = None
+    config_place: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

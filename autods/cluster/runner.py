@@ -14,7 +14,7 @@ from ..ds_config import compose, ops_of, without_monitors
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..failures import input_error
 from ..ladder import Rung
-from ..settings import Settings, with_config_of
+from ..settings import Settings, said_of, with_config_of
 from ..trial.ops import BUILDERS, USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
 from ..values import Event, Failed, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
@@ -95,6 +95,8 @@ class RayRunner:
         result = report["ends"][0]["record"]["result"]
         self.facts = ModelFacts(**result["facts"])
         self.settings = with_config_of(self.settings, self.facts)
+        for said in said_of(self.settings, self.facts):
+            self.listen(Note(text=said))
         return self.facts, result["op_problems"]
 
     def run(self, trial: Trial, *, id: int) -> Record:

@@ -206,7 +206,7 @@ def _train_script(
 ) -> Any:
     seed_all(job.seed + job.local_ranks[slot])
     observer.meter.start()
-    return _run_script(job, slot, observer, store, lambda seen: seen | _beside(observer))
+    return _run_script(job, slot, observer, store, lambda seen: _beside(observer) | seen)
 
 
 def _run_script(

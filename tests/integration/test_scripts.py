@@ -136,12 +136,15 @@ def test_evaluation_and_saving_between_the_steps_are_not_timed(asked, ray):
 
 
 def test_out_of_memory_is_caught_and_a_leaner_rung_fits(asked, ray):
-    argv = (*STYLES["args"][1], "--width", "1200", "--samples", "64")
-    with RayRunner(asked("with_args.py", argv, gpu_memory="112MiB"), ignore) as runner:
+    argv = (*STYLES["args"][1], "--width", "1600", "--samples", "64")
+    with RayRunner(asked("with_args.py", argv, gpu_memory="184MiB"), ignore) as runner:
         runner.survey()
         outcome = runner.run(a_trial("ddp"), id=1).outcome
         assert isinstance(outcome, OutOfMemory), outcome
         assert outcome.tier == "device"
+        leaner = runner.run(a_trial("zero2", micro_batch=1, accumulation=1), id=2).outcome
+        assert isinstance(leaner, Fit), leaner
+        assert leaner.device_peak_bytes <= 184 * 2**20
 
 
 def test_a_whole_fit_and_its_resumption(asked, users, ray, tmp_path):

@@ -20,7 +20,7 @@ from ...values import ScriptKind
 from ..survey import parameters_of
 from .engine import watch
 from .session import Session
-from .users import everywhere, refusal
+from .users import caller, everywhere, refusal
 
 # Modules of this package that know a library. One that calls `deepspeed.initialize` itself needs none.
 KINDS: Mapping[ScriptKind, str] = {}
@@ -116,6 +116,7 @@ def _facts(
         "tokens_per_sample": None,
         "has_optimizer": own_optimizer,
         "config": session.own_config(users, from_file=from_file),
+        "config_place": None if from_file else str(caller() or ""),
     }
 
 

@@ -62,6 +62,7 @@ class Session:
     _insisted: int = 0
     _proof: Generator[int, None, dict[str, Any]] | None = None
     _examined: dict[str, Any] | None = None
+    _peaks: dict[str, int | None] | None = None
     _left_out: tuple[str, ...] = (_SAMPLES,)
     _counted: int | None = None  # the steps before the exam
 
@@ -113,7 +114,7 @@ class Session:
 
     def finish(self) -> NoReturn:
         """End the script; the rank, if the script does not let itself be ended."""
-        self.over = True
+        self.over, self._peaks = True, self.observer.meter.peaks()  # a thread's stack would count as memory
         timer = threading.Timer(_GRACE_S, lambda: self.leave(self.result()))
         timer.daemon = True
         timer.start()
@@ -198,6 +199,7 @@ class Session:
             "steps_s": sum(times),
             "losses": tuple(self.losses),
             "examined": self._examined,
+            "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
             "tokens_per_sample": self.batches.tokens_per_sample,
         }
 
