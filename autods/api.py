@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import InputError
 from .report import Report
 from .settings import Settings, resolve
 from .values import Listener, WorkloadSource
@@ -33,6 +34,8 @@ def find_best_config(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    kind: str | None = None,
+    script_args: Sequence[str] = (),
     out: str | Path | None = None,
     seed: int = 0,
     forecast: bool = True,
@@ -45,7 +48,9 @@ def find_best_config(
 ) -> Report:
     """The fastest DeepSpeed config that fits, found by real trials: `autods fit` as a function.
 
-    workload: a `model.py`, a Hugging Face `config.json` or its folder, or a `Workload(build_model=…, build_batch=…)`.
+    workload: a `model.py`, a Hugging Face `config.json` or its folder, a `Workload(build_model=…, build_batch=…)`, or
+    a training script, whose arguments are `script_args`, with placeholders such as '{ds_config}'.
+    kind: 'model', 'script' or a kind of script, where what the file shows is not to decide.
     task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
     forecast: False tries every rung, even those that cannot fit by the forecast.
@@ -120,6 +125,12 @@ def ask(workload: str | Path | Workload, **asked: Any) -> Question:
 
     recompute = False if asked.get("checkpointing") == "off" else None
     source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
+    if source.kind == "script":
+        raise InputError(
+            "is a training script, which runs on real ranks only",
+            where=source.path,
+            mend="autods fit tries it; a plan needs a model.py or a Hugging Face config",
+        )
     return pose(source, hardware=look(), **_with_tuples(asked))
 
 
@@ -136,9 +147,10 @@ def _source(
     """The workload, with those of `asked` that are about it; they are taken out."""
     from .workload import source_of
 
-    own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len")}
+    own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len", "kind")}
+    argv = tuple(asked.pop("script_args", ()))
     return source_of(
-        Path(workload) if isinstance(workload, str) else workload, folder=folder, recompute=recompute, **own
+        Path(workload) if isinstance(workload, str) else workload, folder=folder, recompute=recompute, argv=argv, **own
     )
 
 

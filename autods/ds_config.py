@@ -76,10 +76,7 @@ def compose(
     own_optimizer: the workload passes an optimizer object, so the config names none.
     native_optimizer: False lets torch's AdamW stand in for DeepSpeed's op, which then need not be built.
     """
-    config = {key: value for key, value in base.items() if key not in BATCH_KEYS}
-    zero = {key: value for key, value in dict(base.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
-    config["zero_optimization"] = zero
-    config = merge(config, _with_path(rung.ds_config, nvme_path))
+    config = merge(rungless(base), _with_path(rung.ds_config, nvme_path))
     for key, value in knobs.settings.items():
         config = merge(config, nested(key, value))
     config = merge(config, _optimizer(config, rung, own_optimizer, native_optimizer))
@@ -90,6 +87,12 @@ def compose(
         "train_micro_batch_size_per_gpu": knobs.micro_batch,
         "gradient_accumulation_steps": knobs.accumulation,
     }
+
+
+def rungless(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what the rung and the batch decide."""
+    zero = {key: value for key, value in dict(config.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
+    return {key: value for key, value in config.items() if key not in BATCH_KEYS} | {"zero_optimization": zero}
 
 
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:

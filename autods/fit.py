@@ -18,8 +18,9 @@ from .report import Report
 from .resume import JOURNAL, STUDY, Memory, check_room, workspace
 from .search.foresight import Foresight
 from .searching import Found, Nothing, Runner, Search
-from .settings import Settings
-from .values import Failed, Fit, Listener, Note, Record, is_machines_fault
+from .settings import Settings, with_config_of
+from .values import Failed, Fit, Listener, Note, Record, WorkloadSource, is_machines_fault
+from .workload.script import SAID
 
 Start = Callable[[Settings, Listener], AbstractContextManager[Runner]]
 Foresee = Callable[[Settings, Runner, Memory, Listener], AbstractContextManager[Foresight]]
@@ -46,6 +47,8 @@ def fit(
             return reports.read(out)
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
+        for said in notes_of(settings.source):
+            listen(Note(text=said))
         began = time.monotonic()
         try:
             with (start or _on_ray)(settings, listen) as runner:
@@ -65,9 +68,21 @@ def fit(
             check_room(out)
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
+        settings = with_config_of(settings, found.facts)
         report = _report(settings, memory, foresight, found, time.monotonic() - began + earlier_s)
         reports.write(report, out)
         return report
+
+
+def notes_of(source: WorkloadSource) -> tuple[str, ...]:
+    """What a person should know of a workload before it is tried."""
+    if source.kind != "script":
+        return ()
+    return (
+        f"{Path(source.path).name} is {SAID[source.script_kind]} (--kind says otherwise); "
+        "it runs as it is, and what it would write is kept out of your folders",
+        "no forecast: a script runs on real ranks only, so every rung is tried until one fits",
+    )
 
 
 def _report(settings: Settings, memory: Memory, foresight: Foresight, found: Found | Nothing, seconds: float) -> Report:

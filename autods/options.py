@@ -9,7 +9,26 @@ from typer import Argument, Option
 
 Workload = Annotated[
     str,
-    Argument(metavar="WORKLOAD", help="A model.py with build_model and build_batch, or a Hugging Face config.json."),
+    Argument(
+        metavar="WORKLOAD",
+        help="A model.py with build_model and build_batch, a Hugging Face config.json, or a training script.",
+    ),
+]
+ScriptArgs = Annotated[
+    list[str] | None,
+    Argument(
+        metavar="-- ARGS...",
+        help="Of a training script; {ds_config}, {micro_batch_size}, {gradient_accumulation_steps}, {train_batch_size} "
+        "are filled in.",
+    ),
+]
+Kind = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="model, script, deepspeed, hf_trainer, accelerate or lightning.",
+        show_default="by what the file defines and imports",
+    ),
 ]
 Gpus = Annotated[int | None, Option(metavar="N", help="Ranks.", show_default="all visible cards")]
 Device = Annotated[str, Option(metavar="cuda|cpu", help="cpu: CPU ranks stand in for GPUs.")]

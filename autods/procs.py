@@ -101,6 +101,22 @@ def tail(path: Path, size: int = 8000) -> str:
         return ""
 
 
+def keep_short(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
+    """Cut the middle out of a log that is too long. Its writers append, so they go on after what is left."""
+    try:
+        if os.stat(path).st_size <= most:
+            return
+        with open(path, "r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(size - ends)
+            last = file.read(ends)
+            os.ftruncate(file.fileno(), ends)
+        with open(path, "ab") as file:
+            file.write(b"\n[... %d bytes left out ...]\n" % (size - 2 * ends) + last)
+    except OSError:
+        return
+
+
 def hung_up(connection: socket.socket) -> bool:
     """Whether the other end is gone."""
     try:

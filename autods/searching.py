@@ -22,7 +22,7 @@ from .search.race import Raced, race
 from .search.shortfall import Closest, shortfall
 from .search.tune import Tuned, tune
 from .search.walk import Walked, tried, walk
-from .settings import Settings
+from .settings import Settings, with_config_of
 from .values import Fit, ModelFacts, Record, Trial
 
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
@@ -84,6 +84,9 @@ class Search:
     def found(self) -> Found | Nothing:
         """Everything that runs trials."""
         facts, op_problems = self.runner.survey()
+        return replace(self, settings=with_config_of(self.settings, facts))._found(facts, op_problems)
+
+    def _found(self, facts: ModelFacts, op_problems: Mapping[str, str]) -> Found | Nothing:
         rungs = candidates(self.settings, facts, op_problems)
         walked = walk(rungs, self.memory.run, self.settings.profile.walk, self.memory.listen, self.foresight)
         if walked.winner is None:
@@ -226,7 +229,8 @@ class Search:
             tuned.best,
             self._examine,
             alternates=(raced.best, *raced.others),
-            reference=reference if limits.parity is not None else None,
+            # A script draws its own samples: two trials never train on the same ones.
+            reference=reference if limits.parity is not None and settings.source.kind != "script" else None,
             steps=limits.steps,
             parity_steps=limits.parity or limits.steps,
             tolerance=max(TOLERANCE[one] for one in (precision_of(settings.base), *settings.precisions)),

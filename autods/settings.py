@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from .base_config import check_base_config
 from .checks import Given, base_of, check_ranks, global_batch_of, precisions_of, size_of, with_precision
 from .checks import Precision as Precision
+from .ds_config import merge
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -23,7 +25,7 @@ from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
 from .units import parse_seconds, show_bytes
-from .values import Device, WorkloadSource
+from .values import Device, ModelFacts, WorkloadSource
 
 # What the search looks for: the most samples or tokens a second, or the least device memory.
 Objective = Literal["samples", "tokens", "memory"]
@@ -109,17 +111,44 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=with_precision(base, first, where),
+        base=base if source.kind == "script" and first == "auto" else with_precision(base, first, where),
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
-        forecast=forecast,
+        forecast=forecast and source.kind != "script",  # a script runs on real ranks only
         objective=_objective(objective),
         precisions=tuple(others),
         budget=_budget(profile.budget, max_trials, max_time),
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
+
+
+def with_config_of(settings: Settings, facts: ModelFacts) -> Settings:
+    """With the config that the survey saw a script give to the engine, under what was asked; others as they are.
+
+    The script's own precision stays unless one was asked for; its file's train_batch_size is kept, as a base config's
+    is. Raises InputError for a config that contradicts itself or what was asked.
+    """
+    if facts.config is None:
+        return settings
+    where = f"the DeepSpeed config of {settings.source.path}"
+    base = merge(facts.config, settings.base)
+    check_base_config(base, world_size=settings.gpus, where=where)
+    total = global_batch_of(settings.global_batch, base, settings.gpus)
+    return replace(settings, base=base, global_batch=total)
+
+
+def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
+    """What a person should know of a script once it was looked at; settings: with its config."""
+    if facts.config is None:
+        return ()
+    said = []
+    if not {"bf16", "fp16"} & set(settings.base):
+        said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
+    if facts.config_place:
+        said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
+    return tuple(said)
 
 
 def _objective(objective: str) -> Objective:

@@ -36,6 +36,9 @@ Action = Literal["leaner_rung", "less_host_memory", "fix_environment", "fix_conf
 # What a Hugging Face config is trained for.
 Task = Literal["causal-lm", "seq2seq", "masked-lm", "image-classification"]
 
+# What a training script hands its model to.
+ScriptKind = Literal["deepspeed", "hf_trainer", "accelerate", "lightning"]
+
 Scalar = bool | int | float | str
 
 
@@ -214,7 +217,11 @@ Run = Callable[[Trial], Record]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a look at the workload (no training, no budget) found out."""
+    """What a look at the workload (no training, no budget) found out.
+
+    config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
+    config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
+    """
 
     parameters: int
     largest_parameter: int  # elements
@@ -223,18 +230,22 @@ class ModelFacts:
     has_optimizer: bool  # the workload brings `build_optimizer`
     layers: int = 0  # that repeat; 0: unknown, or none do
     layer_parameters: int = 0  # of one of them
+    config: Mapping[str, Any] | None = None
+    config_place: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSource:
-    """Where the ranks find the workload: a `model.py`, a pickled `Workload` of the Python API, a Hugging Face config.
+    """Where the ranks find the workload: a `model.py`, a pickled `Workload` of the Python API, a Hugging Face config,
+    or a training script that nobody changed.
 
     task: of an hf_config, always set. seq_len, target_len: tokens of a sample that were asked for; build_batch of a
     file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
-    turned on; None leaves it as build_model made it.
+    turned on; None leaves it as build_model made it. Of a script: argv as given, with the placeholders of
+    `workload.script`; script_kind, None where its imports do not tell; folder, where it is run.
     """
 
-    kind: Literal["file", "pickle", "hf_config"]
+    kind: Literal["file", "pickle", "hf_config", "script"]
     path: str  # absolute
     name: str  # for people and for the default output folder
     digest: str  # of the content: a changed workload is another fit
@@ -243,6 +254,12 @@ class WorkloadSource:
     seq_len: int | None = None
     target_len: int | None = None
     recompute: bool | None = None
+    argv: tuple[str, ...] = ()
+    script_kind: ScriptKind | None = None
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", tuple(self.argv))  # JSON, by which it travels, makes a list of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

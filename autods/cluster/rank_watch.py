@@ -76,6 +76,7 @@ class RankWatch:
                 self.kill("another rank failed")
             return
         for live in self.live.values():
+            procs.keep_short(Path(self.job.folder) / f"rank{live.rank}.log")
             beat = self.board.read(live.slot)
             if beat != live.beat and beat.at_s:
                 live.beat, live.changed_s = beat, now

@@ -27,16 +27,19 @@ def outcome_from(
         return failure
     results = [end["record"]["result"] for report in reports for end in report["ends"]]
     # An optimizer step takes as long as its slowest rank.
-    step_s = tuple(max(times) for times in zip(*(result["step_s"] for result in results), strict=True))
+    # A script's ranks may have seen one more or less that counts.
+    counted = min(len(result["step_s"]) for result in results)
+    step_s = tuple(max(times) for times in zip(*(result["step_s"][:counted] for result in results), strict=True))
     samples = job.micro_batch * job.accumulation * job.world_size
     rate = samples / statistics.median(step_s)
     build_s = max(result["build_s"] for result in results)
     steps_s = max(result["steps_s"] for result in results)
+    tokens = tokens_per_sample or max(result.get("tokens_per_sample") or 0 for result in results)  # a script's: as seen
     first = next(end["record"]["result"] for report in reports for end in report["ends"] if end["rank"] == 0)
     return Fit(
         memory=_memory(reports, job, host_bytes),
         samples_per_second=rate,
-        tokens_per_second=rate * tokens_per_sample if tokens_per_sample else None,
+        tokens_per_second=rate * tokens if tokens else None,
         step_s=step_s,
         spread=spread_of(step_s),
         losses=tuple(first["losses"]),

@@ -14,8 +14,8 @@ from ..ds_config import compose, ops_of, without_monitors
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..failures import input_error
 from ..ladder import Rung
-from ..settings import Settings
-from ..trial.ops import USUAL_BUILD_S, is_cached
+from ..settings import Settings, said_of, with_config_of
+from ..trial.ops import BUILDERS, USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
 from ..values import Event, Failed, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
 from .launch import Offer, launch
@@ -79,13 +79,24 @@ class RayRunner:
                 for op in ops_of(self._native_config(rung))
             )
         )
-        job = self._job("survey", "survey", ops=ops, stall_s=self.settings.profile.limits.init_s)
+        if self.settings.source.kind == "script":
+            ops = tuple(BUILDERS)  # its config is not known yet
+        job = self._job(
+            "survey",
+            "survey",
+            ops=ops,
+            ds_config=self._native_config(self.settings.ladder[0]),
+            stall_s=self.settings.profile.limits.init_s,
+        )
         report = self._execute(job)
         failure = failure_from([report], job)
         if failure is not None:
             raise _unusable(failure, job.source.path, Path(job.folder) / "rank0.log")
         result = report["ends"][0]["record"]["result"]
         self.facts = ModelFacts(**result["facts"])
+        self.settings = with_config_of(self.settings, self.facts)
+        for said in said_of(self.settings, self.facts):
+            self.listen(Note(text=said))
         return self.facts, result["op_problems"]
 
     def run(self, trial: Trial, *, id: int) -> Record:

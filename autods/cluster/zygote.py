@@ -50,7 +50,10 @@ def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) ->
     workload = None
     if preload_workload and reason is None:
         try:
-            workload = load(source)
+            if source.kind == "script":
+                preload.preload_script(source)
+            else:
+                workload = load(source)
         except BaseException as error:
             traceback.print_exc()  # into our log, where a person is sent
             return {"error": describe(error, source.path)}, None

@@ -26,6 +26,8 @@ autods fit model.py --gpus 8 --stop first-fit      the first rung that fits is e
 
 autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB      without a GPU
 
+autods fit train.py --gpus 8 -- --deepspeed_config {ds_config} --micro-batch {micro_batch_size}      your own script
+
 Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
 """
 
@@ -33,6 +35,7 @@ Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 int
 def fit_command(
     context: typer.Context,
     workload: options.Workload,
+    script_args: options.ScriptArgs = None,
     gpus: options.Gpus = None,
     device: options.Device = "cuda",
     gpu_memory: options.GpuMemory = None,
@@ -46,6 +49,7 @@ def fit_command(
     task: options.Task = None,
     seq_len: options.SeqLen = None,
     target_len: options.TargetLen = None,
+    kind: options.Kind = None,
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
     fresh: options.Fresh = False,
@@ -67,7 +71,7 @@ def fit_command(
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
         "nvme_path": nvme_path, "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "seed": seed,
         "forecast": not no_forecast, "objective": objective, "stop": stop, "max_trials": max_trials,
-        "max_time": max_time,
+        "max_time": max_time, "kind": kind, "script_args": tuple(script_args or ()),
     }  # fmt: skip
     return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
 

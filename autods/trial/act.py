@@ -87,7 +87,7 @@ def act(
     count = len(acted.losses)
     if longest:
         hands = exams.Hands(
-            step=lambda index: [_finite(loss, index) for loss in step(index)],
+            step=lambda index: [finite(loss, index) for loss in step(index)],
             evaluate=lambda: evaluate(workload, engine, batches[0]),
             observe=observe,
             synchronize=synchronize,
@@ -118,7 +118,7 @@ def _repeat(
         synchronize()
         if index >= steps.warmup:
             times.append(time.perf_counter() - start)
-        losses.append(join([_finite(loss, index) for loss in found]))
+        losses.append(join([finite(loss, index) for loss in found]))
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (
             len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
@@ -210,7 +210,8 @@ def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
     return loss
 
 
-def _finite(loss: Any, index: int) -> float:
+def finite(loss: Any, index: int) -> float:
+    """The loss of that step as a number. Raises WorkloadError when it is none."""
     value = float(loss.detach())
     if not math.isfinite(value):
         raise WorkloadError(

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,28 @@ def gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def examine(engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder: Path, index: int) -> dict[str, Any]:
     """`Examined` of this rank as a dict. `folder` takes the checkpoint and is removed; index: of the next step."""
+    parts = parts_of(engine, hands, ranks, longest=longest, folder=folder, index=index)
+    while True:
+        try:
+            hands.step(next(parts))
+        except StopIteration as end:
+            return dict(end.value)
+
+
+def parts_of(
+    engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder: Path, index: int
+) -> Generator[int, None, dict[str, Any]]:
+    """`examine` in parts, for who does not run the steps: wherever it yields, a step of that index is to be run."""
     hands.observe("evaluate", index)
     before = hands.evaluate()
     saved, left_out = _where_possible(lambda: _save(engine, hands, ranks, folder, index), "save a checkpoint")
-    hands.step(index)
+    yield index
     if "save_s" in saved:
         loaded, more = _where_possible(
             lambda: _load(engine, hands, ranks, folder, index + 1, before), "load its checkpoint"
         )
         saved, left_out = saved | loaded, left_out + more
-        hands.step(index + 1)
+        yield index + 1
     shape = longest.shape
     return asdict(Examined(batch_shape=shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
 

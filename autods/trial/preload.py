@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import logging
 import os
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ..values import WorkloadSource
+from ..workload.model_py import parsed
+from ..workload.script import imports_of, local_files
 from . import lean
 from .processor import remember
 
@@ -28,6 +34,9 @@ _LATE = (
 )
 
 
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
 def preload(processor: Mapping[str, Any] | None = None) -> None:
     """Import torch and DeepSpeed and everything that they import late. processor: what py-cpuinfo is to say."""
     import torch
@@ -36,6 +45,28 @@ def preload(processor: Mapping[str, Any] | None = None) -> None:
     remember(processor)
     with lean.nothing_compiled():  # DeepSpeed's Muon decorates three functions; that alone loads inductor
         _import_all()
+
+
+def preload_script(source: WorkloadSource) -> None:
+    """Import what a script imports of installed packages; never what lies beside it, which is its own to run."""
+    path = Path(source.path)
+    tree = parsed(path)
+    trees = [tree, *(parsed(file) for file in local_files(path, tree))]
+    for one in dict.fromkeys(one for each in trees for one in imports_of(each)):
+        if not _is_installed(one.module.partition(".")[0]):
+            continue
+        with contextlib.suppress(Exception):  # what is wrong with it is said where the script imports it
+            module = importlib.import_module(one.module)
+            if one.name is not None:
+                getattr(module, one.name)  # packages such as transformers load their parts when they are asked for
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and spec.origin.startswith(_INSTALLED)
 
 
 def _import_all() -> None:

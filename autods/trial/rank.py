@@ -9,10 +9,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..values import Phase
 from ..workload import Workload, WorkloadError, load
@@ -39,6 +39,12 @@ class Observer:
     init_s: float = 0.0
     in_steps: dict[str, int] = field(default_factory=dict)  # what holds of training alone, whatever comes after
 
+    def touch(self, phase: Phase, step: int) -> None:
+        """Alive in this phase, which is none of the trial's own: a script evaluates between its steps."""
+        self.phase, self.step = phase, step
+        self.meter.sample()
+        self.board.beat(self.slot, phase, step)
+
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
         if phase == "build":
@@ -52,24 +58,31 @@ class Observer:
             self.in_steps = self.meter.allocator()
         elif phase == "save":
             self.in_steps |= self.meter.leave_device()
-        self.phase, self.step = phase, step
-        self.meter.sample()
-        self.board.beat(self.slot, phase, step)
+        self.touch(phase, step)
 
 
 def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
     """Do the job, write `rank<N>.json`, return the exit code. workload: as the zygote loaded it, if it could."""
-    rank = job.local_ranks[slot]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watcher asks a stuck rank where it is
     board.beat(slot, "start", 0)
     meter = _meter(job, slot)
     observer = Observer(board, slot, meter)
+    jobs = _OF_A_SCRIPT if job.source.kind == "script" else _JOBS
     try:
-        result = _JOBS[job.job](job, slot, observer, store, workload)
-        record = {"ok": True, "result": result}
+        return _written(job, observer, jobs[job.job](job, slot, observer, store, workload))
     except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
-        record = {"ok": False, "error": describe(error, job.source.path), **_left(meter)}
+        return _written(job, observer, error)
+
+
+def _written(job: RankJob, observer: Observer, end: Mapping[str, Any] | BaseException) -> int:
+    """The result of the rank, or what it died of, into its file; the exit code."""
+    meter, rank = observer.meter, job.local_ranks[observer.slot]
+    record: dict[str, Any]
+    if isinstance(end, BaseException):
+        record = {"ok": False, "error": describe(end, job.source.path), **_left(meter)}
+    else:
+        record = {"ok": True, "result": end}
     if isinstance(meter, CpuMeter):
         meter.lift()
     if not record["ok"]:
@@ -85,7 +98,7 @@ def describe(error: BaseException, user_file: str) -> dict[str, Any]:
     """An exception as plain values: its types, message, traceback, and the last frame of the user's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if frame.filename == user_file]
-    contract = error.what if isinstance(error, WorkloadError) else None
+    contract = _broken(error) if isinstance(error, WorkloadError) else None
     return {
         "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
         "message": str(error)[:_TRACEBACK_CHARS],
@@ -93,8 +106,14 @@ def describe(error: BaseException, user_file: str) -> dict[str, Any]:
         "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in _causes(error)],
         "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
         "contract": contract,
-        "mend": getattr(error, "mend", None) if contract else None,
+        "mend": error.mend if isinstance(error, WorkloadError) else None,
     }
+
+
+def _broken(error: WorkloadError) -> str:
+    """What of the contract is broken, with its line where that is known."""
+    place, _, line = (error.where or "").rpartition(":")
+    return f"{place}:{line}: {error.what}" if line.isdigit() else error.what
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -119,12 +138,17 @@ def _left(meter: Meter) -> dict[str, int | None]:
 
 
 def _survey(job: RankJob, slot: int, observer: Observer, store: Any, workload: Workload | None) -> Any:
-    from .ops import problem
     from .survey import survey
 
     observer("build", 0)
     facts = survey(workload or load(job.source))
-    return {"facts": facts, "op_problems": {op: text for op in job.ops if (text := problem(op))}}
+    return {"facts": facts, "op_problems": _op_problems(job)}
+
+
+def _op_problems(job: RankJob) -> dict[str, str]:
+    from .ops import problem
+
+    return {op: text for op in job.ops if (text := problem(op))}
 
 
 def _ops(job: RankJob, slot: int, observer: Observer, store: Any, workload: Workload | None) -> Any:
@@ -165,10 +189,48 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "step_s": acted.step_s,
         "steps_s": acted.steps_s,
         "losses": acted.losses,
+        "examined": acted.examined,
+        **_beside(observer),
+    }
+
+
+def _survey_script(
+    job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None
+) -> Any:
+    problems = _op_problems(job)
+    return _run_script(job, slot, observer, store, lambda facts: {"facts": facts, "op_problems": problems})
+
+
+def _train_script(
+    job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None
+) -> Any:
+    seed_all(job.seed + job.local_ranks[slot])
+    observer.meter.start()
+    return _run_script(job, slot, observer, store, lambda seen: _beside(observer) | seen)
+
+
+def _run_script(
+    job: RankJob,
+    slot: int,
+    observer: Observer,
+    store: socket.socket | None,
+    told: Callable[[dict[str, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Run the script as `__main__`. told: from what was seen of it to the result."""
+    from .script.run import run
+
+    def leave(end: dict[str, Any] | BaseException) -> NoReturn:
+        os._exit(_written(job, observer, end if isinstance(end, BaseException) else told(end)))
+
+    return told(run(job, slot, observer, store, leave))
+
+
+def _beside(observer: Observer) -> dict[str, Any]:
+    """What stands beside the steps in the result of a training rank."""
+    return {
         "build_s": observer.build_s,
         "init_s": observer.init_s,
         "peaks": observer.meter.peaks() | observer.in_steps,
-        "examined": acted.examined,
     }
 
 
@@ -177,6 +239,7 @@ _JOBS: dict[str, Callable[[RankJob, int, Observer, socket.socket | None, Workloa
     "survey": _survey,
     "ops": _ops,
 }
+_OF_A_SCRIPT = {**_JOBS, "train": _train_script, "survey": _survey_script}
 
 
 def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:

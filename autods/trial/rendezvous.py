@@ -16,17 +16,19 @@ def join(job: RankJob, slot: int, store: socket.socket | None) -> None:
     import deepspeed
 
     if store is not None and job.local_ranks[slot] == 0:
-        _serve_on(store)
+        serve_on(store)
     deepspeed.init_distributed(dist_backend="gloo" if job.device == "cpu" else "nccl", verbose=False)
 
 
-def _serve_on(listening: socket.socket) -> None:
-    """Give torch our listening socket. TCPStore accepts one, the env:// rendezvous has no way to say it."""
+def serve_on(listening: socket.socket) -> None:
+    """Give torch our listening socket, whose port is MASTER_PORT. TCPStore accepts one, the env:// rendezvous has no
+    way to say it; a store on a port of the user's own gets none."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     real = rendezvous.TCPStore
+    port = listening.getsockname()[1]
 
     def with_socket(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("is_master"):
+        if kwargs.get("is_master") and kwargs.get("port") == port and listening.fileno() >= 0:
             kwargs["master_listen_fd"] = listening.detach()
         return real(*args, **kwargs)
 

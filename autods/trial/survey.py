@@ -20,20 +20,24 @@ def survey(workload: Workload) -> dict[str, Any]:
 
 def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
     """`ModelFacts` as a dict, of what is built already. WorkloadError when it cannot be trained."""
-    import torch
-
-    if not isinstance(model, torch.nn.Module):
-        raise WorkloadError(f"build_model returned {type(model).__name__}", mend="return a torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError("build_model returned a model without a parameter to train", mend="check requires_grad")
-    sizes = [parameter.numel() for parameter in model.parameters()]
     return {
-        "parameters": sum(sizes),
-        "largest_parameter": max(sizes, default=0),
+        **parameters_of(model),
         "checkpointing": can_checkpoint(model),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
     }
+
+
+def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, int]:
+    """How many parameters there are, and in the largest tensor. Raises WorkloadError when there is nothing to train."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise WorkloadError(f"{by} {type(model).__name__}", mend="it has to be a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(f"{by} a model without a parameter to train", mend="check requires_grad")
+    sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
+    return {"parameters": sum(sizes), "largest_parameter": max(sizes)}
 
 
 def _build(workload: Workload) -> Any:

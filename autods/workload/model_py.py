@@ -17,6 +17,21 @@ _CONFIG = "DEEPSPEED_CONFIG"
 
 def check_file(path: Path) -> ast.Module:
     """The parsed file. Raises InputError when it is missing, no Python, or does not define what a workload needs."""
+    tree = parsed(path)
+    names = names_bound(tree)
+    for name in NEEDED:
+        if name not in names and "*" not in names:
+            form = (
+                "build_model() -> nn.Module"
+                if name == "build_model"
+                else "build_batch(micro_batch_size) -> dict | tuple"
+            )
+            raise InputError(f"defines no {name}", where=str(path), mend=f"add: def {form}")
+    return tree
+
+
+def parsed(path: Path) -> ast.Module:
+    """The file as a tree. Raises InputError when it is missing or no Python."""
     try:
         text = path.read_text()
     except IsADirectoryError:
@@ -29,23 +44,13 @@ def check_file(path: Path) -> ast.Module:
         mend = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
         raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend=mend) from None
     try:
-        tree = ast.parse(text, filename=str(path))
+        return ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line else str(path)
         source = (getattr(error, "text", None) or "").strip()
         message = getattr(error, "msg", str(error))
         raise InputError(f"syntax error: {message}", where=where, mend=source or None) from None
-    names = _top_level_names(tree)
-    for name in NEEDED:
-        if name not in names and "*" not in names:
-            form = (
-                "build_model() -> nn.Module"
-                if name == "build_model"
-                else "build_batch(micro_batch_size) -> dict | tuple"
-            )
-            raise InputError(f"defines no {name}", where=str(path), mend=f"add: def {form}")
-    return tree
 
 
 def base_config_of(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
@@ -69,7 +74,7 @@ def base_config_of(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
     return None
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def names_bound(tree: ast.Module) -> set[str]:
     """Names that importing the module binds, as far as can be seen without running it."""
     names: set[str] = set()
     for node in ast.walk(tree):

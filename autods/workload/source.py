@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..values import WorkloadSource
 from .hf_config import TASKS, config_file, load_config, read_config, task_of
 from .model_py import base_config_of, check_file, load_file
+from .script import KINDS, is_script, script_source
 from .workload import Batch, Workload, WorkloadError
 
 
@@ -33,19 +34,31 @@ def source_of(
     seq_len: int | None = None,
     target_len: int | None = None,
     recompute: bool | None = None,
+    kind: str | None = None,
+    argv: Sequence[str] = (),
 ) -> WorkloadSource:
     """A reference to the workload that every rank can load.
 
     A `Workload` object is pickled into `folder`: its functions by value, so that changed code is another workload, and
-    what they use of other modules by name. task, seq_len, target_len, recompute: see `WorkloadSource`. Raises
+    what they use of other modules by name. task, seq_len, target_len, recompute: see `WorkloadSource`. kind: 'model',
+    'script' or a kind of script, where what the file shows is not to decide; argv: the script's arguments. Raises
     InputError when the file is not a workload, the object cannot be pickled, or the workload has no such option.
     """
+    if kind not in (None, "model", "script", *KINDS):
+        raise InputError(f"there is no kind {kind!r}", mend=f"give --kind model, script, {', '.join(KINDS)}")
     for option, length in (("--seq-len", seq_len), ("--target-len", target_len)):
         if length is not None and length < 1:
             raise InputError(f"{option} {length}: at least one token is needed")
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
     path = workload.expanduser().absolute() if isinstance(workload, Path) else None
     config = config_file(path) if path is not None else None
+    if path is not None and config is None and (kind not in (None, "model") or (not kind and is_script(path, argv))):
+        _check_no_options({"--task": task, "--seq-len": seq_len, "--target-len": target_len}, path)
+        known = next((one for one in KINDS if one == kind), None)
+        return script_source(path, argv, known, Path.cwd())
+    if argv:
+        where = str(path) if path is not None else None
+        raise InputError(f"takes no arguments: {' '.join(argv)}", where=where, mend="they are for a training script")
     if config is not None:
         return _of_config(config, task, options)
     if task is not None or target_len is not None:
@@ -66,9 +79,21 @@ def load(source: WorkloadSource) -> Workload:
             workload = load_config(source)
         case "pickle":
             workload = _with_seq_len(_unpickled(source), source)
+        case "script":
+            raise WorkloadError(
+                "is a training script: it can be fitted, and nothing less", where=source.path, mend="autods fit …"
+            )
     if source.recompute is False:
         workload = replace(workload, build_model=functools.partial(_keeping_activations, workload.build_model))
     return workload
+
+
+def _check_no_options(options: Mapping[str, Any], path: Path) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(
+                f"{option} says nothing to a training script", where=str(path), mend="give its own arguments after --"
+            )
 
 
 def _of_file(workload: Path) -> WorkloadSource:

@@ -101,13 +101,14 @@ def test_every_option_reaches_the_fit() -> None:
     rest = ("--ladder", "zero1,zero2", "--strategies", "a", "--strategies", "b", "--nvme-path", "/n", "--seed", "7")
     last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh", "--no-forecast")
     search = ("--objective", "memory", "--stop", "first-fit", "--max-trials", "9", "--max-time", "20m")
-    assert fake(*CPU, *more, *rest, *last, *search) == 0
+    script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
+    assert fake(*CPU, *more, *rest, *last, *search, *script) == 0
     assert fake.asked == {
         "workload": "model.py", "gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "global_batch": 64,
         "precision": "fp16", "base_config": "base.json", "config": "quick", "ladder": "zero1,zero2",
         "strategies": (Path("a"), Path("b")), "nvme_path": "/n", "task": "seq2seq", "seq_len": 512,
         "target_len": 64, "out": "here", "seed": 7, "forecast": False, "objective": "memory", "stop": "first-fit",
-        "max_trials": 9, "max_time": "20m",
+        "max_trials": 9, "max_time": "20m", "kind": "script", "script_args": ("--epochs", "3", "{ds_config}"),
     }  # fmt: skip
     assert fake.fresh is True
 

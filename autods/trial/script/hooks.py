@@ -1,0 +1,140 @@
+"""Between the script and DeepSpeed: the trial's config goes in at `deepspeed.initialize`, the engine's calls are seen.
+
+A kind of script that comes to its engine by a library's own way has a module here, a row of `KINDS`, with
+`install(session)`, called before the script starts.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...values import ScriptKind
+from ..survey import parameters_of
+from .engine import watch
+from .session import Session
+from .users import caller, everywhere, refusal
+
+# Modules of this package that know a library. One that calls `deepspeed.initialize` itself needs none.
+KINDS: Mapping[ScriptKind, str] = {}
+
+
+def install(session: Session) -> None:
+    """For the rest of this process."""
+    import deepspeed
+
+    real = deepspeed.initialize
+    everywhere(real, "initialize", functools.wraps(real)(functools.partial(_initialize, session, real)))
+    everywhere(deepspeed.zero.Init, "Init", _partitioning(session, deepspeed.zero.Init))
+    kind = session.job.source.script_kind
+    if kind is not None and kind in KINDS:
+        importlib.import_module(f".{KINDS[kind]}", __package__).install(session)
+
+
+def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
+    session.insist()
+    given = inspect.signature(real).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    if session.engine is not None:
+        raise refusal(
+            "it calls deepspeed.initialize a second time", mend="one engine can be tuned: give a script that has one"
+        )
+    users, from_file = _config_of(asked)
+    own_optimizer = asked["optimizer"] is not None
+    if session.looks_only:
+        session.looked(_facts(session, asked, users, from_file=from_file, own_optimizer=own_optimizer))
+    if users is not None:
+        asked["config"], asked["config_params"] = session.final(users, own_optimizer=own_optimizer), None
+        asked["args"] = _without_config(asked["args"])
+    session.phase("init")
+    try:
+        made = real(*given.args, **given.kwargs)
+    except BaseException as error:
+        session.failure = error
+        raise
+    session.began(made[0])
+    watch(made[0], session)
+    return made
+
+
+def _config_of(asked: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """The config that the script gives, whichever way, and whether a file holds it. None: what DeepSpeed refuses."""
+    args = asked["args"]
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = asked["config"] if asked["config"] is not None else asked["config_params"]
+    if given is not None and of_args is not None:
+        return None, False  # two of them: DeepSpeed says so
+    given = of_args if given is None else given
+    if given is None:
+        return None, False
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given)), False
+    try:
+        if Path(given).is_file():
+            return dict(json.loads(Path(given).read_text())), True
+        return dict(json.loads(base64.urlsafe_b64decode(given).decode())), False
+    except (ValueError, TypeError, OSError):
+        return None, False  # DeepSpeed says what is wrong with it
+
+
+def _without_config(args: Any) -> Any:
+    if args is None:
+        return None
+    bare = copy.copy(args)
+    for name in ("deepspeed_config", "deepscale_config"):
+        if getattr(bare, name, None) is not None:
+            setattr(bare, name, None)
+    return bare
+
+
+def _facts(
+    session: Session,
+    asked: Mapping[str, Any],
+    users: Mapping[str, Any] | None,
+    *,
+    from_file: bool,
+    own_optimizer: bool,
+) -> dict[str, Any]:
+    """`ModelFacts` as a dict. Recomputing activations is the script's own affair."""
+    if users is None:
+        given = "a config that cannot be read" if asked["config"] or asked["args"] else "no config"
+        raise refusal(
+            f"it gives deepspeed.initialize {given}",
+            mend="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
+        )
+    return {
+        **parameters_of(asked["model"], by="the script gave deepspeed.initialize"),
+        "checkpointing": False,
+        "tokens_per_sample": None,
+        "has_optimizer": own_optimizer,
+        "config": session.own_config(users, from_file=from_file),
+        "config_place": None if from_file else str(caller() or ""),
+    }
+
+
+def _partitioning(session: Session, real: Any) -> Any:
+    """`deepspeed.zero.Init`, which cuts parameters where the trial's stage does, whatever the script's config says."""
+    stage = (session.job.ds_config.get("zero_optimization") or {}).get("stage")
+
+    class Init(real):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(real.__init__).bind(self, *args, **kwargs)
+            given.apply_defaults()
+            asked = dict(given.arguments)
+            asked.pop("self")
+            asked["enabled"] = asked["enabled"] and stage == 3 and not session.looks_only
+            for name in ("config_dict_or_path", "config"):
+                if asked.get(name) is not None:
+                    users, _ = _config_of({"args": None, "config": asked[name], "config_params": None})
+                    asked[name] = session.final(users or {}, own_optimizer=False)
+            super().__init__(**asked)
+
+    return functools.wraps(real, updated=())(Init)

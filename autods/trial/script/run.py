@@ -1,0 +1,128 @@
+"""Run the script as `__main__`, and make a result, or what it died of, of the way it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...workload import WorkloadError
+from ...workload.script import filled
+from ..spec import RankJob
+from . import guard, hooks, machine
+from .session import Enough, Session
+from .users import of_traceback, refusal
+
+
+def run(
+    job: RankJob,
+    slot: int,
+    observer: Any,
+    store: socket.socket | None,
+    leave: Callable[[dict[str, Any] | BaseException], NoReturn],
+) -> dict[str, Any]:
+    """What was seen of the script: its facts (`ModelFacts`) after a survey, else what its steps showed.
+
+    leave: ends this process with such a result, or an error, where the script does not let itself be ended. Raises
+    what ended the script before the trial had enough; WorkloadError where that can be said in words that help.
+    """
+    session = Session(job=job, slot=slot, observer=observer, leave=leave)
+    machine.install(job, slot, store)
+    hooks.install(session)
+    session.batches.watch_loaders()
+    pid = os.getpid()
+    guard.install(session)
+    _prepare(session)
+    observer("build", 0)
+    try:
+        runpy.run_path(job.source.path, run_name="__main__")
+    except Enough:
+        pass
+    except BaseException as error:
+        if os.getpid() != pid:
+            _end_child(session, error)
+        if not session.over and not _left_quietly(error):
+            said = _in_words(error, session)
+            if said is error:
+                raise
+            raise said from error
+    if os.getpid() != pid:
+        os._exit(0)  # a child that it forked and let run on
+    if session.failure is not None:
+        raise _in_words(session.failure, session)
+    if not session.over:
+        _check_ended_well(session)
+        session.ended()
+    observer("done", session.steps)
+    return session.result()
+
+
+def _prepare(session: Session) -> None:
+    """Its working directory, its arguments, its modules, as a launcher would have them."""
+    job = session.job
+    config = Path(job.scratch) / f"ds_config.rank{job.local_ranks[session.slot]}.json"
+    config.write_text(json.dumps(session.file, indent=2))
+    values = {
+        "ds_config": config,
+        "micro_batch_size": job.micro_batch,
+        "gradient_accumulation_steps": job.accumulation,
+        "train_batch_size": job.micro_batch * job.accumulation * job.world_size,
+    }
+    os.chdir(job.source.folder or Path(job.source.path).parent)
+    sys.argv = [job.source.path, *filled(job.source.argv, values)]
+    sys.path.insert(0, str(Path(job.source.path).parent))
+    sys.dont_write_bytecode = True
+
+
+def _left_quietly(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _end_child(session: Session, error: BaseException) -> NoReturn:
+    """In a child that the script forked: what it died of is for the log, and for the parent if it was the training."""
+    if isinstance(error, WorkloadError):
+        Path(session.job.scratch, "forked").touch()
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _check_ended_well(session: Session) -> None:
+    """Raises WorkloadError when the script ended before the trial has seen what it came for."""
+    job = session.job
+    if Path(job.scratch, "forked").exists():
+        raise refusal("it trains in a process that it forked", mend="start no ranks in the script, a trial does")
+    if session.engine is None:
+        raise refusal(
+            "it ended and never called deepspeed.initialize",
+            mend="a trial is a run of the script that trains: is an argument missing after --, or --kind wrong?",
+        )
+    wanted = job.steps.warmup + 1
+    whole = len(session.clock.times)
+    if whole < wanted:
+        raise refusal(
+            f"it ended after {whole} optimizer step{'s' * (whole != 1)} of micro batch {job.micro_batch}, "
+            f"and a trial needs {wanted} at least",
+            mend="give it more data, more epochs or a larger max_steps after --",
+        )
+
+
+def _in_words(error: BaseException, session: Session) -> BaseException:
+    """What ended the script, said in its own terms where the exception alone does not."""
+    place = of_traceback(error)
+    if session.job.device == "cpu" and (said := machine.told_of_cuda(error, place)) is not None:
+        return said
+    if isinstance(error, EOFError) and _waits_for_input(error):
+        mend = "give it the answer as an argument, or in a file"
+        return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
+    return error
+
+
+def _waits_for_input(error: BaseException) -> bool:
+    return "EOF when reading a line" in str(error)

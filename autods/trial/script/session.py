@@ -1,0 +1,259 @@
+"""What a trial wants of a script, and what it has seen of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...ds_config import BATCH_KEYS, merge, rungless, without_monitors
+from ...values import Phase
+from ...workload.script import has_placeholder
+from .. import exam as exams
+from ..act import enough, finite
+from ..longest import Longest
+from ..rendezvous import Ranks, ranks_of
+from ..spec import RankJob
+from .batches import Batches
+from .clock import Clock
+from .users import refusal
+
+_SWALLOWED = 3  # times that the script was told to end and went on
+_GRACE_S = 10.0  # for what it does on its way out
+
+_SAMPLES = "losses were not compared with another config's: a script draws its own samples"
+_ENDED = "the script ended before a step was trained between saving and loading its checkpoint"
+
+
+class Enough(BaseException):
+    """The trial has what it came for. No Exception, so that `except Exception` lets it pass."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One script in one rank. A kind's `install(session)` may change `file` and `merge` before the script starts.
+
+    observer: the rank's, told each phase. leave: ends the rank at once, with a result or with what it died of.
+    file: what `{ds_config}` holds. merge: from the config that the script gives to the engine to the one it gets.
+    """
+
+    job: RankJob
+    slot: int
+    observer: Any
+    leave: Callable[[dict[str, Any] | BaseException], NoReturn]
+    file: dict[str, Any] = field(default_factory=dict)
+    merge: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    clock: Clock = field(default_factory=Clock)
+    batches: Batches = field(default_factory=Batches)
+    steps: int = 0  # optimizer steps so far
+    losses: list[float] = field(default_factory=list)  # of those that count
+    loss: Any = None  # of the last micro batch, a tensor
+    engine: Any = None
+    facts: dict[str, Any] | None = None
+    failure: BaseException | None = None  # what an engine's call raised: whoever catches that trains no more
+    over: bool = False
+    busy: bool = False  # the trial itself works with the engine
+    _whole: bool = True  # all batches of this step
+    _pid: int = field(default_factory=os.getpid)
+    _insisted: int = 0
+    _proof: Generator[int, None, dict[str, Any]] | None = None
+    _examined: dict[str, Any] | None = None
+    _peaks: dict[str, int | None] | None = None
+    _left_out: tuple[str, ...] = (_SAMPLES,)
+    _counted: int | None = None  # the steps before the exam
+
+    def __post_init__(self) -> None:
+        self.file = dict(self.job.ds_config)
+        self.merge = self.merged
+
+    @property
+    def looks_only(self) -> bool:
+        """The script is run up to its engine, and no further."""
+        return self.job.job == "survey" or self.job.only_build
+
+    def merged(self, users: Mapping[str, Any]) -> dict[str, Any]:
+        """The trial's config over the script's own: its keys stay, those of the rung and the batch are ours."""
+        config = merge(rungless(users), self.job.ds_config)
+        return exams.gathering(config) if self.job.exam == "worst_case" else config
+
+    def final(self, users: Mapping[str, Any], *, own_optimizer: bool) -> dict[str, Any]:
+        """The config that the engine gets."""
+        config = without_monitors(self.merge(users))
+        if own_optimizer:
+            config.pop("optimizer", None)
+        return config
+
+    def own_config(self, users: Mapping[str, Any], *, from_file: bool) -> dict[str, Any]:
+        """The script's config without what `{ds_config}` put into its hands, and without batch sizes: those that it
+        makes of its arguments belong to this run. A file of its own says the global batch that it means."""
+        given = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
+        base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
+        config = _without(users, given, base)
+        kept = BATCH_KEYS[0] if from_file and not given else None
+        return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
+
+    # Told by the hooks.
+
+    def insist(self) -> None:
+        """At every call of the engine: a trial that is over ends, whoever swallowed that; so does one that failed."""
+        if os.getpid() != self._pid:
+            raise refusal(
+                "it trains in a process that it started itself",
+                mend="start no ranks in the script: a trial starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
+            )
+        if not self.over and self.failure is None:
+            return
+        self._insisted += 1
+        if self._insisted >= _SWALLOWED:
+            self.leave(self.failure or self.result())
+        raise self.failure or Enough
+
+    def finish(self) -> NoReturn:
+        """End the script; the rank, if the script does not let itself be ended."""
+        self.over, self._peaks = True, self.observer.meter.peaks()  # a thread's stack would count as memory
+        timer = threading.Timer(_GRACE_S, lambda: self.leave(self.result()))
+        timer.daemon = True
+        timer.start()
+        raise Enough
+
+    def looked(self, facts: dict[str, Any]) -> NoReturn:
+        """All that a look is after."""
+        self.facts = facts
+        self.finish()
+
+    def began(self, engine: Any) -> None:
+        """The engine is there."""
+        self.engine = engine
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
+        """A forward begins."""
+        now = time.perf_counter()
+        if training or not self.steps:
+            self.observer("forward", self.steps)
+        if not training:
+            self.other("evaluate")
+            return
+        self.clock.forward(now)
+        self._whole &= self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
+        if self.job.exam == "worst_case":
+            self.batches.keep(args, kwargs)
+
+    def other(self, phase: Phase) -> None:
+        """Something between the steps that is no training."""
+        self.clock.other()
+        self.observer.touch(phase, self.steps)
+
+    def phase(self, phase: Phase) -> None:
+        """A part of a training step begins."""
+        self.observer(phase, self.steps)
+
+    def lost(self, loss: Any) -> None:
+        """The loss of a micro batch, where it was seen."""
+        if loss is not None:
+            self.loss = loss.detach()
+
+    def stepped(self, *, boundary: bool) -> None:
+        """The engine's step has ended. Ends the script when that was the last one that the trial needs."""
+        if boundary:
+            self.observer.meter.synchronize()
+        self.clock.step(time.perf_counter(), boundary=boundary, counts=self._whole)
+        if not boundary:
+            return
+        self.steps += 1
+        if self._proof is not None:
+            if self._prove():
+                self.finish()
+            return
+        if self._whole and self.loss is not None:
+            self.losses.append(finite(self.loss, self.steps - 1))
+        self.loss, self._whole = None, True
+        if self._has_enough():
+            if self.job.exam != "worst_case":
+                self.finish()
+            self._prove()
+
+    def ended(self) -> None:
+        """The script ended by itself: what is left of the exam is done without its steps."""
+        if self.job.exam != "worst_case" or self.over:
+            return
+        import torch
+
+        self._left_out = (_ENDED, *self._left_out)
+        while torch.distributed.is_initialized() and not self._prove():
+            pass
+        self.over = True
+
+    # What it comes to.
+
+    def result(self) -> dict[str, Any]:
+        """Of this rank: its facts after a survey, else what its steps showed."""
+        if self.job.job == "survey":
+            return dict(self.facts or {})
+        times = self.clock.times[: self._counted]
+        return {
+            "step_s": tuple(times[self.job.steps.warmup :]),
+            "steps_s": sum(times),
+            "losses": tuple(self.losses),
+            "examined": self._examined,
+            "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
+            "tokens_per_sample": self.batches.tokens_per_sample,
+        }
+
+    def _has_enough(self) -> bool:
+        """By rank 0's word: ranks may not see the same steps as whole, and have to end together."""
+        steps, times = self.job.steps, self.clock.times[self.job.steps.warmup :]
+        if self.steps < steps.warmup + steps.timed:
+            return False
+        done = len(times) >= steps.timed and (
+            len(times) >= steps.most_timed or enough(times, steps, self.clock.total_s)
+        )
+        agreed = self._ranks().agree(done)
+        self.clock.resume(time.perf_counter())
+        return agreed
+
+    def _ranks(self) -> Ranks:
+        return ranks_of(self.job, self.slot)
+
+    def _exam(self) -> Generator[int, None, dict[str, Any]]:
+        hands = exams.Hands(
+            step=lambda index: None,  # the script's own steps
+            evaluate=lambda: self.batches.evaluate(self.engine),
+            observe=self.observer,
+            synchronize=self.observer.meter.synchronize,
+        )
+        longest = Longest(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
+        folder = Path(self.job.scratch) / "checkpoint"
+        return exams.parts_of(self.engine, hands, self._ranks(), longest=longest, folder=folder, index=self.steps)
+
+    def _prove(self) -> bool:
+        """The next part of the exam, and whether it was the last; between two parts the script trains one step."""
+        if self._proof is None:
+            self._proof, self._counted = self._exam(), len(self.clock.times)
+        self.busy = True
+        try:
+            next(self._proof)
+        except StopIteration as end:
+            self._examined = {**end.value, "left_out": (*end.value["left_out"], *self._left_out)}
+        finally:
+            self.busy = False
+            self.clock.resume(time.perf_counter())
+        return self._examined is not None
+
+
+def _without(config: Mapping[str, Any], given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less what was given, as far as it still says the same; what is in `kept` stays."""
+    left: dict[str, Any] = {}
+    for key, value in config.items():
+        ours = given.get(key)
+        if isinstance(value, Mapping) and isinstance(ours, Mapping):
+            inner = kept.get(key)
+            rest = _without(value, ours, inner if isinstance(inner, Mapping) else {})
+            if rest or not value:
+                left[key] = rest
+        elif key not in given or ours != value or key in kept:
+            left[key] = value
+    return left

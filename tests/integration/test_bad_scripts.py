@@ -1,0 +1,102 @@
+"""A script that cannot be tried ends in one message that says what, where and how to mend it; an odd one is tried."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+from bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
+from conftest import ignore
+from test_scripts import a_trial
+
+from autods.api import settle
+from autods.cli import UseCases, main
+from autods.cluster.runner import RayRunner
+from autods.fit import fit
+from autods.hardware import look
+from autods.settings import resolve
+from autods.values import Fit
+from autods.workload import source_of
+
+ARGS = ("--", "{micro_batch_size}")
+
+
+@pytest.fixture(scope="module")
+def started(ray, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    (folder / "train.py").write_text(GOOD)
+    source = source_of(folder / "train.py", argv=("{micro_batch_size}",))
+    asked = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder / "out"}
+    with RayRunner(resolve(source, hardware=look(), **asked), ignore) as runner:
+        yield runner
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def autods(started, capsys):
+    """The command line on one zygote, which never runs a script and so serves all. Returns what it says of an error."""
+
+    def run_fit(settings, listen, fresh):
+        def start(settings, listen):
+            started.settings, started.listen = settings, listen
+            return contextlib.nullcontext(started)
+
+        limits = replace(settings.profile.limits, stall_s=20.0, init_s=60.0)
+        settings = replace(settings, profile=replace(settings.profile, limits=limits))
+        return fit(settings, listen=listen, fresh=fresh, start=start)
+
+    def autods(path, out):
+        argv = ["fit", str(path), "--gpus", "2", "--gpu-memory", "1GiB", "--device", "cpu", "--config", "quick"]
+        code = main([*argv, "--quiet", "--out", str(out), *ARGS], uses=UseCases(settle, run_fit))
+        assert code == 2
+        return capsys.readouterr().err
+
+    return autods
+
+
+def is_one_message(said, *, where, says):
+    assert "Traceback" not in said
+    assert 1 <= len(said.splitlines()) <= 3
+    assert said.startswith(f"error: {where}"), said
+    assert says in said.splitlines()[0], said
+    return True
+
+
+@pytest.mark.parametrize("fault", IN_THE_SURVEY)
+def test_a_broken_script_is_found_before_any_trial(autods, script, tmp_path, fault):
+    bad = IN_THE_SURVEY[fault]
+    path = script(bad.text)
+    where = f"{path}:{bad.line}: " if bad.line else f"{path}: "
+    assert is_one_message(autods(path, tmp_path / "out"), where=where, says=bad.says)
+    assert not list((tmp_path / "out").glob("logs/0*"))
+
+
+@pytest.mark.parametrize("fault", IN_A_TRIAL)
+def test_a_script_that_fails_in_the_first_trial_ends_the_fit_at_once(autods, script, tmp_path, fault):
+    bad = IN_A_TRIAL[fault]
+    path = script(bad.text)
+    where = f"{path}:{bad.line}: " if bad.line else f"{path}: "
+    assert is_one_message(autods(path, tmp_path / "out"), where=where, says=bad.says)
+    assert [one.name for one in (tmp_path / "out").glob("logs/0*")] == ["001-ddp"]
+
+
+@pytest.mark.parametrize("oddity", FINE)
+def test_an_odd_script_is_tried_all_the_same(started, script, tmp_path, oddity):
+    old, new = FINE[oddity]
+    path = script(GOOD.replace(old, new, 1))
+    source = source_of(path, argv=("{micro_batch_size}",))
+    started.settings = replace(started.settings, source=source, out=tmp_path / "out")
+    started.survey()
+    outcome = started.run(a_trial("zero1", accumulation=1), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+    assert all(log.stat().st_size < 2**26 for log in (tmp_path / "out").glob("logs/001-*/*.log"))

@@ -1,0 +1,174 @@
+"""Training scripts that nobody changed, on real CPU ranks: tried, fitted, and nothing of the user's written."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ignore
+
+from autods.cluster.runner import RayRunner
+from autods.fit import fit
+from autods.hardware import look
+from autods.settings import resolve
+from autods.values import Fit, Knobs, Note, OutOfMemory, Steps, Trial
+from autods.workload import source_of
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+# The three ways in which plain scripts call the engine, each with a command line.
+STYLES = {
+    "args": ("with_args.py", ("--deepspeed_config", "{ds_config}", "--micro-batch", "{micro_batch_size}")),
+    "dict": ("with_dict.py", ("{micro_batch_size}", "{gradient_accumulation_steps}", "0")),
+    "loader": ("with_loader.py", ("own.json",)),
+}
+STEPS = Steps(warmup=1, timed=3, most_timed=3)
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory):
+    """The folder of somebody's scripts; it has to be the same at the end."""
+    folder = tmp_path_factory.mktemp("users") / "project"
+    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    before = digest(folder)
+    yield folder
+    assert digest(folder) == before
+
+
+@pytest.fixture(scope="module")
+def asked(users, tmp_path_factory):
+    """Settings for a script of that folder."""
+
+    def asked(name, argv, out=None, *, certified=False, **said):
+        with contextlib.chdir(users):
+            source = source_of(users / name, argv=argv)
+        out = out or tmp_path_factory.mktemp("out")
+        said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **said}
+        settings = resolve(source, hardware=look(), **said)
+        profile = settings.profile
+        limits = replace(profile.limits, stall_s=20.0, init_s=60.0)
+        certify = profile.certify if certified else replace(profile.certify, most_trials=0)
+        return replace(settings, profile=replace(profile, limits=limits, certify=certify))
+
+    return asked
+
+
+@pytest.fixture(scope="module")
+def runner_of(ray, asked):
+    """A surveyed runner for a style."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+
+        def runner_of(style):
+            if style not in started:
+                started[style] = stack.enter_context(RayRunner(asked(*STYLES[style]), ignore))
+                started[style].survey()
+            return started[style]
+
+        yield runner_of
+
+
+def digest(folder):
+    """Of all names and contents below."""
+    said = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+    return said.hexdigest()
+
+
+def a_trial(rung, *, micro_batch=4, accumulation=2, **said):
+    settings = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
+    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
+    return Trial(rung=rung, knobs=knobs, purpose="walk", native_optimizer=False, **{"steps": STEPS, **said})
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("rung", ["ddp", "zero2", "zero3"])
+def test_a_script_trains_at_every_stage(runner_of, style, rung):
+    outcome = runner_of(style).run(a_trial(rung), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+    assert len(outcome.step_s) == 3
+    assert len(outcome.losses) == 4
+    assert all(0 < loss < 10 for loss in outcome.losses)
+    assert outcome.device_peak_bytes > 0
+
+
+def test_the_survey_sees_the_model_and_the_config_of_the_script(runner_of):
+    facts = runner_of("dict").facts
+    assert facts.parameters == 2 * (16 * 16 + 16)
+    assert facts.has_optimizer
+    assert not facts.checkpointing
+    assert facts.config["gradient_clipping"] == 0.5
+    assert "train_micro_batch_size_per_gpu" not in facts.config
+
+
+def test_the_config_of_a_file_stays_the_base_and_its_batch_is_kept(runner_of):
+    runner = runner_of("loader")
+    config = runner.final_config(a_trial("zero2", micro_batch=4, accumulation=2))
+    assert config["optimizer"]["params"]["lr"] == 0.01
+    assert config["scheduler"]["type"] == "WarmupLR"
+    assert config["zero_optimization"]["stage"] == 2
+    assert runner.settings.global_batch == 16
+
+
+def test_what_the_config_file_held_for_the_script_is_not_taken_for_its_own(runner_of):
+    assert not runner_of("args").facts.config
+
+
+def test_the_script_gets_the_size_of_its_batches(runner_of):
+    runner = runner_of("args")
+    fits = [runner.run(a_trial("ddp", micro_batch=size, accumulation=1), id=2).outcome for size in (2, 8)]
+    assert all(isinstance(one, Fit) for one in fits), fits
+
+
+def test_evaluation_and_saving_between_the_steps_are_not_timed(asked, ray):
+    name, argv = STYLES["dict"]
+    with RayRunner(asked(name, (*argv[:2], "0.5")), ignore) as runner:
+        runner.survey()
+        outcome = runner.run(a_trial("ddp"), id=1).outcome
+    assert isinstance(outcome, Fit)
+    assert max(outcome.step_s) < 0.5  # the script sleeps so long in each evaluation
+
+
+def test_out_of_memory_is_caught_and_a_leaner_rung_fits(asked, ray):
+    argv = (*STYLES["args"][1], "--width", "1600", "--samples", "64")
+    with RayRunner(asked("with_args.py", argv, gpu_memory="184MiB"), ignore) as runner:
+        runner.survey()
+        outcome = runner.run(a_trial("ddp"), id=1).outcome
+        assert isinstance(outcome, OutOfMemory), outcome
+        assert outcome.tier == "device"
+        leaner = runner.run(a_trial("zero2", micro_batch=1, accumulation=1), id=2).outcome
+        assert isinstance(leaner, Fit), leaner
+        assert leaner.device_peak_bytes <= 184 * 2**20
+
+
+def test_a_whole_fit_and_its_resumption(asked, users, ray, tmp_path):
+    said: list[str] = []
+
+    def listen(event):
+        if isinstance(event, Note):
+            said.append(event.text)
+
+    settings = asked(*STYLES["args"], out=tmp_path, certified=True)
+    report = fit(settings, listen=listen)
+    assert (report.status, report.rung) == ("fit", "ddp")
+    assert any("with_args.py is a DeepSpeed script" in one for one in said)
+    assert any("no forecast" in one for one in said)
+    certificate = report.certificate
+    assert certificate["failures"] == ()
+    assert certificate["evaluated"]
+    assert certificate["checkpoint"]["restored"] is True
+    assert any("draws its own samples" in one for one in certificate["not_checked"])
+    assert json.loads((tmp_path / "ds_config.json").read_text()) == report.ds_config
+
+    rows = (tmp_path / "journal.jsonl").read_text()
+    (tmp_path / "report.json").unlink()
+    again = fit(settings, listen=listen)
+    assert any(one.startswith("resuming: ") for one in said)
+    assert again.rung == report.rung
+    assert (tmp_path / "journal.jsonl").read_text() == rows
