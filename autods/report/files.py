@@ -1,4 +1,4 @@
-"""A report as JSON, and its two files: `ds_config.json` and `report.json`."""
+"""A report as JSON, and the files of a fit: `report.json`, and the config in the form of each that trains with it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 from ..errors import InputError
 from ..journal import read_record
+from ..trainer_config import for_trainer
 from ..typed import read_as
 from ..values import TIERS, Knobs, Record, Skipped, TierUse
+from .ecosystems import accelerate_yaml, trainer_arguments
+from .launching import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, commands
 from .result import Report, Throughput
 
 REPORT = "report.json"
-DS_CONFIG = "ds_config.json"
 SO_FAR = "ds_config_so_far.json"
 
 
@@ -29,6 +31,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     row["memory"] = {tier: asdict(use) if (use := report.memory.get(tier)) else None for tier in TIERS}
     row["trials"] = [_trial_row(record) for record in report.trials]
     row["skipped"] = [asdict(item) for item in report.skipped]
+    row["launch"] = _launch(report)
     plain: dict[str, Any] = _plain(row)
     return plain
 
@@ -51,21 +54,22 @@ def from_dict(data: Mapping[str, Any]) -> Report:
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write `report.json` and, when something fits, `ds_config.json`; each is whole or not there at all.
+    """Write `report.json` and, when something fits, the configs; each is whole or not there at all.
 
     Raises InputError naming the file when the folder cannot be written or the disk is full.
     """
-    if report.status == "fit":
-        _replace(folder / DS_CONFIG, report.ds_config)
-    else:
-        _remove(folder / DS_CONFIG)  # one of an earlier fit would pass for this one's
-    _replace(folder / REPORT, to_dict(report))  # last: where it stands, the fit is finished
+    for name, text in _configs(report).items():
+        if text is None:
+            _remove(folder / name)  # one of an earlier fit would pass for this one's
+        else:
+            _replace(folder / name, text)
+    _replace(folder / REPORT, _as_json(to_dict(report)))  # last: where it stands, the fit is finished
     _remove(folder / SO_FAR)
 
 
 def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
     """The best config that is known while the fit goes on: measured, not certified. Raises InputError as `write`."""
-    _replace(folder / SO_FAR, ds_config)
+    _replace(folder / SO_FAR, _as_json(ds_config))
 
 
 def read(folder: Path) -> Report:
@@ -77,6 +81,24 @@ def read(folder: Path) -> Report:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, InputError):
         raise InputError("is not the report of a fit", where=str(path), mend="start over with --fresh") from None
+
+
+def _configs(report: Report) -> dict[str, str | None]:
+    """File → its text; None where nothing fits."""
+    if report.ds_config is None:
+        return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, ACCELERATE))
+    return {
+        DS_CONFIG: _as_json(report.ds_config),
+        DS_CONFIG_HF: _as_json(for_trainer(report.ds_config)),
+        ACCELERATE: accelerate_yaml(report, str(Path(report.out) / DS_CONFIG)),
+    }
+
+
+def _launch(report: Report) -> dict[str, Any] | None:
+    """Command lines, and the Trainer's arguments; None where nothing fits."""
+    if report.ds_config is None or report.knobs is None:
+        return None
+    return {**commands(report), "trainer_arguments": trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))}
 
 
 def _trial_row(record: Record) -> dict[str, Any]:
@@ -118,13 +140,17 @@ def _plain(value: Any) -> Any:
             return str(value)
 
 
-def _replace(path: Path, data: Any) -> None:
+def _as_json(data: Any) -> str:
+    return json.dumps(_plain(data), indent=2) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
     """Write beside, then rename: a reader sees the old file or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "w") as file:
-            file.write(json.dumps(_plain(data), indent=2) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

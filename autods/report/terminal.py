@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from rich.text import Text
 from ..units import show_bytes, show_count
 from . import certificate, words
 from .advice import remedies, shortage
-from .files import DS_CONFIG, REPORT
+from .files import REPORT
 from .ladder_table import ladder_table, reasons_of, untried, variants_of
+from .launching import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, lines
 from .layout import pairs_grid
 from .result import Report
 
@@ -98,15 +98,9 @@ def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
 
 def _next(report: Report) -> Iterator[Text]:
     """What to type now: whole lines, so that they can be copied."""
-    assert report.knobs is not None
-    folder, ranks = Path(report.out), report.question.get("gpus", 1)
-    config = str(folder / DS_CONFIG)
-    if report.knobs.checkpointing:
-        yield _line("model", "model.gradient_checkpointing_enable()  # as it was measured")
-    yield _line("code", f"deepspeed.initialize(model=model, config={config!r})")
-    launch = f"deepspeed --num_gpus {ranks} train.py --deepspeed_config {shlex.quote(config)}"
-    yield _line("or", launch)
-    yield _line("files", f"{DS_CONFIG} and {REPORT} in {folder}")
+    for name, said in lines(report):
+        yield _line(name, said)
+    yield _line("files", f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}")
 
 
 def _line(name: str, said: str) -> Text:

@@ -64,7 +64,8 @@ def test_a_fit_writes_its_config_and_its_report(tmp_path: Path) -> None:
     write(fitting_report(), tmp_path / "new")
     assert json.loads((tmp_path / "new/ds_config.json").read_text())["zero_optimization"] == {"stage": 3}
     assert read(tmp_path / "new") == fitting_report()
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["ds_config.json", "report.json"]
+    names = ["accelerate.yaml", "ds_config.json", "ds_config_hf.json", "report.json"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == names
 
 
 def test_the_best_config_so_far_lies_in_the_folder_until_the_fit_is_finished(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""How to train with the config that a fit found: command lines of each launcher. Values in, text out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .ecosystems import trainer_arguments
+from .result import Report
+
+DS_CONFIG = "ds_config.json"
+DS_CONFIG_HF = "ds_config_hf.json"  # the same with "auto" where the HF Trainer fills in
+ACCELERATE = "accelerate.yaml"
+
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+def commands(report: Report) -> dict[str, str]:
+    """Launcher → the whole command line. `train.py` stands for the user's script where the workload is none.
+
+    A script's own command line comes with its placeholders filled. DS_ACCELERATOR=cpu says that CPU ranks are meant
+    where there are GPUs, too.
+    """
+    script = _script(report)
+    ranks, cpu = int(report.question.get("gpus", 1)), report.question.get("device") == "cpu"
+    plain = () if script.get("takes_local_rank", True) else ("--no_local_rank",)
+    starts = {
+        "torchrun": ("torchrun", "--standalone", "--nproc_per_node", str(ranks)),
+        "deepspeed": ("deepspeed", "--num_accelerators" if cpu else "--num_gpus", str(ranks), *plain),
+        "accelerate": ("accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)),
+    }
+    prefix = "DS_ACCELERATOR=cpu " if cpu else ""
+    return {name: prefix + shlex.join((*start, *_program(report, name))) for name, start in starts.items()}
+
+
+def filled(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
+    """'{micro_batch_size}' → '4'. Other braces, those of JSON say, stay as they are."""
+
+    def value(found: re.Match[str]) -> str:
+        return str(values.get(found[1], found[0]))
+
+    return tuple(_PLACEHOLDER.sub(value, argument) for argument in arguments)
+
+
+def lines(report: Report) -> Iterator[tuple[str, str]]:
+    """What to type now: a name and a whole line each, so that they can be copied."""
+    assert report.knobs is not None
+    folder, said, script = Path(report.out), commands(report), _script(report)
+    code = f"config={str(folder / DS_CONFIG)!r})"
+    if not script:
+        if report.knobs.checkpointing:
+            yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
+        yield "code", f"deepspeed.initialize(model=model, {code}"
+        yield "launch", said["deepspeed"]
+        yield "Trainer", shlex.join(trainer_arguments(report, str(folder / DS_CONFIG_HF)))
+        yield "accelerate", said["accelerate"]
+        return
+    if script["kind"] == "deepspeed" and not any("{ds_config}" in argument for argument in script["argv"]):
+        yield "code", f"deepspeed.initialize(…, {code}"
+    yield "launch", said["torchrun"]
+    yield "or", said["deepspeed"]
+    if script["kind"] in ("accelerate", "hf_trainer"):
+        yield "or", said["accelerate"]
+
+
+def _program(report: Report, launcher: str) -> tuple[str, ...]:
+    """The script and its arguments, filled. accelerate's own file names the config to a script that is not known."""
+    script = _script(report)
+    if script:
+        return (str(script["path"]), *filled(script["argv"], _values(report)))
+    said = ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
+    return ("train.py", *(said if launcher != "accelerate" else ()))
+
+
+def _values(report: Report) -> dict[str, object]:
+    """What the placeholders of a script's command line stand for."""
+    assert report.knobs is not None
+    config = DS_CONFIG_HF if _script(report).get("kind") == "hf_trainer" else DS_CONFIG
+    return {
+        "ds_config": str(Path(report.out) / config),
+        "micro_batch_size": report.knobs.micro_batch,
+        "gradient_accumulation_steps": report.knobs.accumulation,
+    }
+
+
+def _script(report: Report) -> Mapping[str, Any]:
+    """{"path", "argv", "kind", "takes_local_rank"} of a training script; empty for any other workload."""
+    return report.question.get("script") or {}

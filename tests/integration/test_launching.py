@@ -1,0 +1,103 @@
+"""The command lines that a fit prints train as they are, by each launcher, on two CPU ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import HERE
+
+from autods.ds_config import compose, start_settings
+from autods.ladder import all_rungs
+from autods.report import Report, to_dict, write
+from autods.values import Knobs, ModelFacts
+
+SCRIPTS = HERE / "scripts_hf"
+EXAMPLES = HERE.parents[1] / "examples"
+TINY = ("--model", str(HERE / "workloads" / "tiny.py"), "--steps", "4")
+FACTS = ModelFacts(
+    parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
+)
+
+
+def found(out: Path, script: Path, *argv: str, kind: str, own_optimizer: bool = False) -> Report:
+    """As a fit leaves it when ZeRO-2 is the answer, micro batch 4, two accumulation steps."""
+    rung = all_rungs(())["zero2"]
+    base = {"bf16": {"enabled": True}, "gradient_clipping": 0.7}
+    knobs = Knobs(
+        micro_batch=4,
+        accumulation=2,
+        checkpointing=False,
+        settings=start_settings(rung, base=base, device_bytes=2**30, facts=FACTS),
+    )
+    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=own_optimizer, native_optimizer=False)
+    asked = {"path": str(script), "argv": list(argv), "kind": kind, "takes_local_rank": kind != "accelerate"}
+    report = Report(
+        status="fit",
+        rung="zero2",
+        knobs=knobs,
+        ds_config=config,
+        out=str(out),
+        question={"gpus": 2, "device": "cpu", "script": asked},
+    )
+    write(report, out)
+    return report
+
+
+def run(report: Report, launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The printed line in a shell. Only the port differs: other tests may hold the usual one."""
+    line = to_dict(report)["launch"][launcher]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    line = line.replace("deepspeed --num", f"deepspeed --master_port {port} --num")
+    env = {
+        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    folder.mkdir()
+    return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_plain_deepspeed_script_trains(tmp_path, launcher):
+    script = EXAMPLES / "train.py"
+    report = found(tmp_path / "out", script, "--deepspeed_config", "{ds_config}", *TINY, kind="deepspeed")
+    done = run(report, launcher, tmp_path / "work")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "in 4 steps" in done.stdout
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
+def test_a_trainer_script_trains_and_finds_no_mismatch(tmp_path, launcher):
+    argv = (
+        "--deepspeed", "{ds_config}", "--per_device_train_batch_size", "{micro_batch_size}",
+        "--gradient_accumulation_steps", "{gradient_accumulation_steps}", "--bf16", "--use_cpu",
+        "--max_grad_norm", "0.7", "--max_steps", "3", "--report_to", "none", "--output_dir", "saved",
+    )  # fmt: skip
+    report = found(tmp_path / "out", SCRIPTS / "trainer.py", *argv, kind="hf_trainer")
+    done = run(report, launcher, tmp_path / "work")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained 3 steps in batches of 4" in done.stdout
+
+
+def test_the_arguments_for_the_trainer_are_a_command_line_of_its_own(tmp_path):
+    report = found(tmp_path / "out", SCRIPTS / "trainer.py", kind="hf_trainer")
+    said = to_dict(report)["launch"]["trainer_arguments"]
+    asked = {**report.question["script"], "argv": [*said, "--max_steps", "2", "--output_dir", "saved"]}
+    done = run(replace(report, question={**report.question, "script": asked}), "torchrun", tmp_path / "work")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained 2 steps in batches of 4" in done.stdout
+
+
+@pytest.mark.parametrize("own_optimizer", [True, False])
+def test_an_accelerate_script_trains_by_the_file_alone(tmp_path, own_optimizer):
+    argv = ("--batch_size", "{micro_batch_size}", "--steps", "3")
+    report = found(tmp_path / "out", SCRIPTS / "accelerated.py", *argv, kind="accelerate", own_optimizer=own_optimizer)
+    done = run(report, "accelerate", tmp_path / "work")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained 3 steps in batches of 4" in done.stdout
