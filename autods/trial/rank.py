@@ -169,6 +169,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "init_s": observer.init_s,
         "peaks": observer.meter.peaks() | observer.in_steps,
         "examined": acted.examined,
+        "communication": acted.communication,
     }
 
 
