@@ -11,6 +11,7 @@ from .errors import InputError
 from .forecast.values import Ask, RungForecast, Simulated
 from .ladder import Rung
 from .question import Question, Site
+from .search.applies import refusal_of, unforeseeable
 from .search.ask import accumulation_for
 from .values import Knobs, ModelFacts, Scalar, Tier
 
@@ -64,7 +65,12 @@ def checkpointing_of(question: Question, facts: ModelFacts) -> bool:
 
 def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizing: Sizing) -> Ask | RungForecast:
     """The engine of a rung there, or why it does not apply."""
-    reason = site.problem or _why_not(rung, site, question)
+    reason = (
+        site.problem
+        or refusal_of(rung, facts, site.world_size)
+        or _why_not(rung, site, question)
+        or unforeseeable(facts)
+    )
     if reason is not None:
         return RungForecast(rung=rung.name, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
     knobs = Knobs(
@@ -144,8 +150,6 @@ def _accumulation(site: Site) -> int:
 
 
 def _why_not(rung: Rung, site: Site, question: Question) -> str | None:
-    if rung.least_world_size > site.world_size:
-        return "one rank: no sharding to gain" if site.world_size == 1 else f"needs {rung.least_world_size} ranks"
     if rung.needs_nvme_path and site.nvme_path is None:
         return "no NVMe was named (--nvme 2TiB)"
     if question.device == "cpu" and site.precision == "fp16":

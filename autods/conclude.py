@@ -8,6 +8,7 @@ from typing import Any
 from .forecast.values import RungForecast
 from .report import Report, Throughput, words
 from .report.plan_result import rung_to_dict
+from .search.applies import refusal_of
 from .search.certificate import as_json
 from .search.walk import Walked
 from .searching import Found, Nothing
@@ -44,9 +45,9 @@ def result_of(
         importances=found.tuned.importances,
         reasons={
             **_why_left(found.walked),
-            **_not_needed(settings, found.walked),
+            **_not_needed(settings, found.facts, found.walked),
             **found.raced.reasons,
-            "batch": _batch(settings, best.trial.knobs),
+            "batch": _batch(settings, found.facts, best.trial.knobs),
             "grow": found.raced.grown.reason,
             "tune": found.tuned.reason,
             **({} if certified is None else {"certify": certified.reason}),
@@ -77,9 +78,9 @@ def nothing_fits(
     )
 
 
-def _batch(settings: Settings, knobs: Knobs) -> str:
+def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
     """What an optimizer step trains on: who changes it changes the training."""
-    said = words.of_batch(knobs, settings.gpus)
+    said = words.of_batch(knobs, facts.replicas(settings.gpus), "replicas" if facts.pipeline_stages else "ranks")
     if settings.global_batch is not None:
         return f"{said}, as asked"
     return f"{said}, chosen for throughput: give --global-batch to keep yours"
@@ -91,11 +92,12 @@ def _why_left(walked: Walked) -> dict[str, str]:
     return {**tried, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
 
 
-def _not_needed(settings: Settings, walked: Walked) -> dict[str, str]:
+def _not_needed(settings: Settings, facts: ModelFacts, walked: Walked) -> dict[str, str]:
     known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
     raced = settings.profile.race.stop == "fastest"
+    spared = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
     return {
-        rung.name: f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
+        rung.name: refusal_of(rung, facts, settings.gpus) or spared
         for rung in settings.ladder
         if rung.name not in known
     }
@@ -121,6 +123,8 @@ def _common(
             "workload": settings.source.name,
             "parameters": facts.parameters,
             "gpus": settings.gpus,
+            "pipeline_stages": facts.pipeline_stages,
+            "experts": facts.experts,
             "device": settings.device,
             "device_bytes": settings.device_bytes,
             "global_batch": settings.global_batch,

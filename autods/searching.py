@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from .checks import precision_of
 from .ds_config import get
 from .resume import Memory
+from .search.applies import check_ranks, tunable, unforeseeable
 from .search.ask import is_alike, score_of
 from .search.candidates import Candidate, candidates
 from .search.certify import Certified, certify
@@ -23,7 +24,7 @@ from .search.shortfall import Closest, shortfall
 from .search.tune import Tuned, tune
 from .search.walk import Walked, tried, walk
 from .settings import Settings, with_config_of
-from .values import Fit, ModelFacts, Record, Trial
+from .values import Fit, ModelFacts, Note, Record, Trial
 
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
 # batch, buckets and checkpointing: up to 3e-7 in fp32, 5e-3 in bf16. A learning rate that is a tenth higher: 6e-3.
@@ -84,6 +85,9 @@ class Search:
     def found(self) -> Found | Nothing:
         """Everything that runs trials."""
         facts, op_problems = self.runner.survey()
+        check_ranks(facts, self.settings.gpus)
+        if self.settings.forecast and (reason := unforeseeable(facts)) is not None:
+            self.memory.listen(Note(text=f"{reason}; rungs are tried instead"))
         return replace(self, settings=with_config_of(self.settings, facts))._found(facts, op_problems)
 
     def _found(self, facts: ModelFacts, op_problems: Mapping[str, str]) -> Found | Nothing:
@@ -93,11 +97,11 @@ class Search:
             closest = None if walked.stopped else self._closest(walked)
             return Nothing(facts=facts, walked=walked, closest=closest)
         self.so_far(walked.winner)
-        raced = self._raced(walked.winner, walked, rungs)
+        raced = self._raced(walked.winner, walked, rungs, facts)
         self.so_far(raced.best)
-        tuned = self._tuned(raced)
+        tuned = self._tuned(raced, facts)
         self.so_far(tuned.best)
-        certified = self._certified(tuned, raced, walked.winner, rivals_of(rungs, walked))
+        certified = self._certified(tuned, raced, walked.winner, rivals_of(rungs, walked), facts)
         best = tuned.best if certified is None else certified.best
         return Found(
             facts=facts, walked=walked, raced=raced, tuned=tuned, certified=certified,
@@ -133,23 +137,23 @@ class Search:
             can_unlimit=settings.device_bytes_asked,
         )
 
-    def _rules(self) -> Rules:
+    def _rules(self, facts: ModelFacts) -> Rules:
         profile = self.settings.profile
         return Rules(
             run=self.run,
             limits=profile.grow,
             steps=profile.timed,
             usable_bytes=self.usable_bytes,
-            world_size=self.settings.gpus,
+            world_size=facts.replicas(self.settings.gpus),
             global_batch=self.settings.global_batch,
             foresight=self.foresight,
             score=score_of(self.settings.objective),
             grows=self.settings.objective != "memory",
         )
 
-    def _raced(self, first: Record, walked: Walked, rungs: Sequence[Candidate]) -> Raced:
+    def _raced(self, first: Record, walked: Walked, rungs: Sequence[Candidate], facts: ModelFacts) -> Raced:
         """The first rung that fits, grown; and the fastest of all, where that is what is wanted."""
-        rules, limits = self._rules(), self.settings.profile.race
+        rules, limits = self._rules(facts), self.settings.profile.race
         rung = next(one for one in rungs if one.rung.name == first.trial.rung)
         winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
         if limits.stop == "first-fit":
@@ -168,17 +172,17 @@ class Search:
             may_run=self.may_run,
         )
 
-    def _tuned(self, raced: Raced) -> Tuned:
+    def _tuned(self, raced: Raced, facts: ModelFacts) -> Tuned:
         """The winner, and the runner-up as well where it was as fast but for the noise."""
         score = score_of(self.settings.objective)
         noise = self.settings.profile.race.noise / 2
-        tuned = self._tune(raced.best)
+        tuned = self._tune(raced.best, facts)
         timed = [one for one in raced.others if one.trial.purpose != "walk"]
         close = [one for one in timed if score(one) >= (1 - noise) * score(raced.best)][:1]
         tunes = self.settings.profile.tune.trials > 0 and self.settings.objective != "memory"
         if not close or not tunes or not self._may_tune():
             return tuned
-        also = self._tune(close[0])
+        also = self._tune(close[0], facts)
         final = finals(
             [tuned.best, also.best],
             self.run,
@@ -199,9 +203,9 @@ class Search:
         """Whether one more trial leaves enough to confirm what it may find."""
         return self.may_run(1 + 2 * self.settings.profile.tune.turns)
 
-    def _tune(self, start: Record) -> Tuned:
+    def _tune(self, start: Record, facts: ModelFacts) -> Tuned:
         settings, profile = self.settings, self.settings.profile
-        rung = next(rung for rung in settings.ladder if rung.name == start.trial.rung)
+        rung = tunable(next(rung for rung in settings.ladder if rung.name == start.trial.rung), facts)
         config = self.runner.final_config(start.trial)
         return tune(
             start,
@@ -220,7 +224,7 @@ class Search:
         )
 
     def _certified(
-        self, tuned: Tuned, raced: Raced, reference: Record, untried: Sequence[Candidate]
+        self, tuned: Tuned, raced: Raced, reference: Record, untried: Sequence[Candidate], facts: ModelFacts
     ) -> Certified | None:
         settings, limits = self.settings, self.settings.profile.certify
         if limits.most_trials < 1:
@@ -236,7 +240,7 @@ class Search:
             tolerance=max(TOLERANCE[one] for one in (precision_of(settings.base), *settings.precisions)),
             limit_bytes=settings.device_bytes,
             headroom=settings.profile.headroom,
-            world_size=settings.gpus,
+            world_size=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             most_trials=limits.most_trials,
             leaner=self._leaner(untried if settings.profile.race.stop == "first-fit" else ()),

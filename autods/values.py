@@ -120,6 +120,44 @@ class Examined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What one kind of collective did in an optimizer step, on the rank that did most of it.
+
+    bytes: of the whole tensors, all ranks' parts together. sent_bytes: what a rank has to send for that at least, by
+    the ring algorithm. seconds: with nothing beside it and without waiting for slower ranks; None: not measured.
+    """
+
+    calls: int
+    bytes: int
+    sent_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """What DeepSpeed communicated in one optimizer step: all_reduce, all_gather, reduce_scatter, … → what it did.
+
+    step_s: of the step in which the collectives were timed one by one, so that nothing overlapped; None: not timed.
+    """
+
+    ops: Mapping[str, Collective]
+    step_s: float | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all collectives."""
+        return sum(op.sent_bytes for op in self.ops.values())
+
+    @property
+    def share(self) -> float | None:
+        """Of the step in which nothing overlapped; None where a collective was not timed."""
+        seconds = [op.seconds for op in self.ops.values()]
+        if self.step_s is None or None in seconds:
+            return None
+        return sum(one for one in seconds if one is not None) / self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """The trial ran whole optimizer steps within the limit."""
 
@@ -132,6 +170,7 @@ class Fit:
     timing: Timing
     alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
     examined: Examined | None = None
+    communication: Communication | None = None
     kind: Literal["fit"] = "fit"
 
     @property
@@ -232,6 +271,13 @@ class ModelFacts:
     layer_parameters: int = 0  # of one of them
     config: Mapping[str, Any] | None = None
     config_place: str | None = None
+    pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
+    replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
+    experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
+
+    def replicas(self, world_size: int) -> int:
+        """How many train on samples of their own: the data-parallel size, which the batch identity multiplies by."""
+        return world_size // self.replica_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 from ..failures import HostMemory, from_end, outcome_of
 from ..trial.act import spread_of
 from ..trial.spec import RankJob
-from ..values import Examined, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
+from ..values import Collective, Communication, Examined, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
 
 
 def outcome_from(
@@ -30,7 +30,7 @@ def outcome_from(
     # A script's ranks may have seen one more or less that counts.
     counted = min(len(result["step_s"]) for result in results)
     step_s = tuple(max(times) for times in zip(*(result["step_s"][:counted] for result in results), strict=True))
-    samples = job.micro_batch * job.accumulation * job.world_size
+    samples = job.micro_batch * job.accumulation * (job.world_size // job.replica_ranks)
     rate = samples / statistics.median(step_s)
     build_s = max(result["build_s"] for result in results)
     steps_s = max(result["steps_s"] for result in results)
@@ -45,6 +45,7 @@ def outcome_from(
         losses=tuple(first["losses"]),
         alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
         examined=_examined([result["examined"] for result in results]),
+        communication=_communication([said for result in results if (said := result.get("communication"))]),
         timing=Timing(
             wall_s=wall_s,
             build_s=build_s,
@@ -70,6 +71,22 @@ def _examined(said: Sequence[Mapping[str, Any] | None]) -> Examined | None:
         **{name: _over(max, parts, name) for name in ("checkpoint_bytes", "save_s", "load_s")},
         **{name: _over(all, parts, name) for name in ("gathered", "restored")},
     )
+
+
+def _communication(said: Sequence[Mapping[str, Any]]) -> Communication | None:
+    """Of all ranks: the most calls and bytes. The rank that came last to a collective waited for none in it."""
+    if not said:
+        return None
+    names = dict.fromkeys(name for one in said for name in one["ops"])
+    ranks = {name: [one["ops"][name] for one in said if name in one["ops"]] for name in names}
+    ops = {
+        name: Collective(
+            **{key: max(one[key] for one in each) for key in ("calls", "bytes", "sent_bytes")},
+            seconds=_over(min, each, "seconds"),
+        )
+        for name, each in ranks.items()
+    }
+    return Communication(ops=ops, step_s=_over(max, said, "step_s"))
 
 
 def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: str) -> Any:

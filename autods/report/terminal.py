@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ..units import show_bytes, show_count
-from . import certificate, words
+from . import certificate, communication, words
 from .advice import remedies, shortage
 from .files import REPORT
 from .ladder_table import ladder_table, reasons_of, untried, variants_of
@@ -34,6 +34,10 @@ def show(report: Report, console: Console) -> None:
     if variants := list(variants_of(report)):
         console.print(pairs_grid((name, Text(reason)) for name, reason in variants))
         console.print()
+    if spent := list(communication.lines_of(report)):
+        console.print(Text("communication of a rank in an optimizer step", style="bold"))
+        console.print(pairs_grid(spent))
+        console.print()
     if report.status == "nothing_fits":
         console.print(_nothing(report))
         return
@@ -47,6 +51,10 @@ def _question(report: Report) -> str:
     asked = report.question
     size = f", {show_count(asked['parameters'])} parameters," if asked.get("parameters") else ""
     memory = f" × {show_bytes(asked['device_bytes'])}" if asked.get("device_bytes") else ""
+    if asked.get("pipeline_stages"):
+        size = f"{size} a pipeline of {asked['pipeline_stages']} stages,"
+    if asked.get("experts"):
+        size = f"{size} {asked['experts']} experts,"
     return (
         f"{asked.get('workload', 'workload')}{size} on {asked.get('gpus', 1)} {asked.get('device', '')} ranks{memory}"
     )
@@ -101,6 +109,15 @@ def _next(report: Report) -> Iterator[Text]:
     for name, said in lines(report):
         yield _line(name, said)
     yield _line("files", f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}")
+
+
+def _cards(report: Report) -> str:
+    """The launcher's option for the cards of the fit: with a number it takes the first, whatever is visible."""
+    ranks = int(report.question.get("gpus", 1))
+    cards = [card["index"] for card in report.hardware.get("cards", ())][:ranks]
+    if report.question.get("device") != "cuda" or len(cards) < ranks or cards == list(range(ranks)):
+        return f"--num_gpus {ranks}"
+    return f"--include localhost:{','.join(map(str, cards))}"
 
 
 def _line(name: str, said: str) -> Text:

@@ -57,9 +57,9 @@ def of_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def of_batch(knobs: Knobs, ranks: int) -> str:
-    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'."""
-    parts = f"{knobs.micro_batch} micro batch × {knobs.accumulation} accumulation × {ranks} ranks"
+def of_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
+    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'; name: of what holds the model once, with others."""
+    parts = f"{knobs.micro_batch} micro batch × {knobs.accumulation} accumulation × {ranks} {name}"
     return f"{parts} = {knobs.train_batch(ranks)} train batch"
 
 

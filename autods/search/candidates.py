@@ -9,6 +9,7 @@ from ..ds_config import compose, get, ops_of, start_settings
 from ..ladder import Rung
 from ..settings import Settings
 from ..values import Knobs, ModelFacts
+from .applies import refusal_of
 from .ask import accumulation_for
 
 _ADAM_OPS = ("cpu_adam", "fused_adam")  # torch's AdamW can stand in for these
@@ -40,7 +41,8 @@ def candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, 
 def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> Candidate:
     # More accumulation than 2 needs no more memory: the second micro batch is the first that runs beside kept
     # gradients, the others repeat it. Growing solves for the true number.
-    accumulation = min(2, accumulation_for(settings.global_batch, 1, settings.gpus))
+    replicas = facts.replicas(settings.gpus)
+    accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))
     knobs = Knobs(
         micro_batch=1,
         accumulation=accumulation,
@@ -51,7 +53,7 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
         rung,
         knobs,
         base=settings.base,
-        world_size=settings.gpus,
+        world_size=replicas,
         own_optimizer=facts.has_optimizer,
         nvme_path=settings.nvme_path,
     )
@@ -60,17 +62,13 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
         rung=rung,
         knobs=knobs,
         stand_in=any(op in _ADAM_OPS for op in ops),
-        skip=_why_not(rung, settings, ops, op_problems),
+        skip=refusal_of(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
         ops=ops,
         pinned=tuple(key for key in _PINS if get(native, key) is True),
     )
 
 
 def _why_not(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
-    if rung.least_world_size > settings.gpus:
-        if settings.gpus == 1:
-            return "one rank: no sharding to gain"
-        return f"{settings.gpus} ranks: it needs {rung.least_world_size} or more"
     if rung.needs_nvme_path and settings.nvme_path is None:
         return "no --nvme-path was given"
     for op in ops:

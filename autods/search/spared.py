@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..forecast.values import RungForecast
 from ..values import Fit, ModelFacts, OutOfMemory, Record, Trial
+from .applies import unforeseeable
 from .foresight import Foresight
 
 # Parameters, gradients, fp32 copy and two moments of mixed precision; fp32 keeps 16.
@@ -21,8 +22,9 @@ _PEAK_SHARE = 1 / 8  # of the usable memory: a measured peak below it leaves gro
 class Spared:
     """Asks `inner` only where its answer could save a trial that costs more than it does.
 
-    A small model that obviously fits is tried at once, until something ran out of memory at micro batch 1. What is not
-    forecast is tried, so this costs trials, never an answer. facts: None before the model was looked at.
+    A small model that obviously fits is tried at once, until something ran out of memory at micro batch 1; so is a
+    model that nobody can forecast. What is not forecast is tried, so this costs trials, never an answer. facts: None
+    before the model was looked at.
     """
 
     inner: Foresight
@@ -38,7 +40,8 @@ class Spared:
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Of those that will be asked for."""
-        self.inner.prepare([trial for trial in trials if not self._obvious(trial)])
+        if not self._unforeseeable():
+            self.inner.prepare([trial for trial in trials if not self._obvious(trial)])
 
     def settle(self) -> None:
         """As the inner one does."""
@@ -46,13 +49,13 @@ class Spared:
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """None as well where the trial obviously fits."""
-        return None if self._obvious(trial) else self.inner.forecast(trial)
+        return None if self._obvious(trial) or self._unforeseeable() else self.inner.forecast(trial)
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """By the measured peak where that is small: what fits even if all of it grew; growing measures on there."""
         peak = self._peaks.get((trial.rung, trial.knobs.checkpointing))
         if peak is None or peak > usable_bytes * _PEAK_SHARE or not self._small():
-            return self.inner.largest(trial, sizes, usable_bytes)
+            return None if self._unforeseeable() else self.inner.largest(trial, sizes, usable_bytes)
         return max((size for size in sizes if size * peak <= usable_bytes), default=None)
 
     def saw(self, record: Record) -> None:
@@ -64,6 +67,10 @@ class Spared:
             key = (trial.rung, trial.knobs.checkpointing)
             self._peaks[key] = max(self._peaks.get(key, 1), outcome.device_peak_bytes)
         self._ran_out |= isinstance(outcome, OutOfMemory)
+
+    def _unforeseeable(self) -> bool:
+        facts = self.facts()
+        return facts is not None and unforeseeable(facts) is not None
 
     def _small(self) -> bool:
         facts = self.facts()

@@ -16,11 +16,13 @@ from typing import Any
 from ..values import Exam, Phase, Steps
 from ..workload import Workload, WorkloadError
 from . import exam as exams
-from . import parity
+from . import parity, pipeline
 from .batch import check_batch, place
 from .checkpointing import checkpoint
 from .longest import longest_batch
 from .rendezvous import Ranks
+from .seeds import seed_all
+from .traffic import Traffic, backend
 
 Observe = Callable[[Phase, int], None]
 
@@ -29,13 +31,14 @@ Observe = Callable[[Phase, int], None]
 class Acted:
     """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up.
 
-    examined: `Examined` as a dict, of a worst_case exam.
+    examined: `Examined` as a dict, of a worst_case exam. communication: `Communication` of this rank as a dict.
     """
 
     step_s: tuple[float, ...]
     steps_s: float
     losses: tuple[float, ...]
     examined: Mapping[str, Any] | None = None
+    communication: Mapping[str, Any] | None = None
 
 
 def act(
@@ -56,13 +59,20 @@ def act(
 ) -> Acted:
     """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
+    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives.
+
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
     observe("build", 0)
     model = build(workload, checkpointing=checkpointing)
+    replicas = ranks
+    if pipeline.is_pipeline(model):
+        replicas = pipeline.replicas_of(model, ranks)
+        seed_all(seed + replicas.rank)  # its stages draw the same batches
     longest = longest_batch(workload, micro_batch) if exam == "worst_case" else None
     if exam == "parity":
-        batches = parity.share_of(workload, ranks, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
+        batches = parity.share_of(workload, replicas, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
+        parity.check_cut(model)
         parity.without_dropout(model)
         observe = listening = parity.Listening(observe)
     else:
@@ -73,22 +83,29 @@ def act(
     engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
     del model
     batches = [place(batch, engine) for batch in batches]
+    train, loss_of = _moves(workload, engine, batches, accumulation, observe)
+    traffic = Traffic(synchronize)
+    traffic.listen(backend())
 
-    def step(index: int) -> list[Any]:
-        each = accumulation // len(batches)
-        return [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches]
+    def step(index: int, *, alone: bool = False) -> list[Any]:
+        with traffic.step(alone=alone):
+            return train(index)
 
     if exam == "parity":
         parity.forget_steps(engine.basic_optimizer)
         acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
-        parity.check_steady(listening.drew, lambda: evaluate(workload, engine, batches[0], training=True), ranks)
+        parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
         acted = _repeat(step, lambda losses: losses[-1], steps, synchronize, ranks)
     count = len(acted.losses)
+    if exam is None and ranks.agree(traffic.can_be_timed and _has_time_for_one_more(acted, steps)):
+        step(count, alone=True)
+    said = traffic.said()
+    acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
     if longest:
         hands = exams.Hands(
             step=lambda index: [finite(loss, index) for loss in step(index)],
-            evaluate=lambda: evaluate(workload, engine, batches[0]),
+            evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
         )
@@ -97,6 +114,22 @@ def act(
         acted = replace(acted, examined=examined)
     observe("done", count)
     return acted
+
+
+def _moves(
+    workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
+) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
+    """What an engine can do with its batches.
+
+    One optimizer step of that index → the losses of its batches; whether dropout acts → the loss without a gradient.
+    """
+    if pipeline.is_pipeline(engine.module):
+        return pipeline.moves(engine, batches, observe)
+    each = accumulation // len(batches)
+    return (
+        lambda index: [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches],
+        lambda training: evaluate(workload, engine, batches[0], training=training),
+    )
 
 
 def _repeat(
@@ -156,6 +189,17 @@ def spread_of(times: Sequence[float]) -> float:
 def enough(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
     """Whether the median is known well enough, or the time for knowing it better is spent."""
     return spread_of(times) <= steps.spread or elapsed_s >= steps.budget_s
+
+
+def _under_seed(seed: int, forward: Callable[[], float | None]) -> float | None:
+    """Layers of experts choose tokens at random in evaluation, too: the same ones each time."""
+    seed_all(seed)
+    return forward()
+
+
+def _has_time_for_one_more(acted: Acted, steps: Steps) -> bool:
+    """Whether these steps ask how fast, and not only whether it fits, and took less than they may."""
+    return steps.most_timed > 1 and acted.steps_s + 2 * statistics.median(acted.step_s) <= steps.budget_s
 
 
 def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe) -> Any:

@@ -9,11 +9,16 @@ from ..workload import WorkloadError
 
 
 def tensors_of(batch: Any) -> dict[str, Any]:
-    """The batch's tensors by name or position."""
+    """The batch's tensors by name or position; '0.1' is the second of a tuple that stands first."""
     import torch
 
-    items = batch.items() if isinstance(batch, Mapping) else ((str(i), item) for i, item in enumerate(batch))
-    return {str(name): item for name, item in items if isinstance(item, torch.Tensor)}
+    found = {}
+    for name, item in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+        if isinstance(item, torch.Tensor):
+            found[str(name)] = item
+        elif isinstance(item, tuple | list):
+            found.update({f"{name}.{place}": one for place, one in enumerate(item) if isinstance(one, torch.Tensor)})
+    return found
 
 
 def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any:
@@ -48,6 +53,8 @@ def place(batch: Any, engine: Any) -> Any:
     dtype = next((p.dtype for p in engine.module.parameters() if p.is_floating_point()), None)
 
     def move(item: Any) -> Any:
+        if isinstance(item, tuple | list) and any(isinstance(one, torch.Tensor) for one in item):
+            return tuple(move(one) for one in item)
         if not isinstance(item, torch.Tensor):
             return item
         return item.to(engine.device, dtype if item.is_floating_point() else None)

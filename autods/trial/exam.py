@@ -111,6 +111,9 @@ def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> 
 def _load(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, before: float | None) -> _Part:
     """The checkpoint, after a step that moved the weights away from it: the loss has to come back."""
     hands.observe("load", index)
+    if getattr(engine, "num_stages", 1) > 1 and not engine.zero_optimization() and engine.bfloat16_enabled():
+        # BF16_Optimizer.load_state_dict takes the list that ZeRO's checkpoints give it, and stage 0 gives a dict.
+        raise NotImplementedError("a pipeline in bf16 without ZeRO saves its optimizer as nothing reads it; use ZeRO-1")
     found: list[Any] = []
     seconds = _timed(hands, lambda: found.extend(engine.load_checkpoint(str(folder), tag=_TAG)))
     if found[0] is None:
@@ -144,7 +147,7 @@ def _needed_bytes(engine: Any, ranks: Ranks) -> int:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) / ranks.world_size
     parameters = [(getattr(one, "ds_numel", one.numel()), one) for one in engine.module.parameters()]
     each = (count * (one.element_size() + 12 * here * one.requires_grad) for count, one in parameters)
-    return int(_MARGIN * sum(each))
+    return int(_MARGIN * sum(each) * getattr(engine, "num_stages", 1))  # a pipeline's rank has one stage of them
 
 
 def _leads_node() -> bool:

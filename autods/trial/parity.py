@@ -13,6 +13,7 @@ from typing import Any
 from ..values import Phase
 from ..workload import Workload, WorkloadError
 from .batch import check_batch
+from .experts import is_moe
 from .rendezvous import Ranks
 from .seeds import seed_all
 
@@ -88,6 +89,16 @@ def _stacked(name: Any, values: Sequence[Any]) -> Any:
     if not all(_equal(values[0], value) for value in values):
         raise Incomparable(f"samples of build_batch differ in {name!r}, which has no dimension to join them along")
     return values[0]
+
+
+def check_cut(model: Any) -> None:
+    """Raises Incomparable where the loss depends on how the global batch is cut into micro batches."""
+    if any(is_moe(module) for module in model.modules()):
+        raise Incomparable(
+            "an expert takes its share of each micro batch's tokens and drops the rest, so two configs that cut the"
+            " batch differently train on different tokens",
+            mend="nothing is wrong: compare the loss curves of longer runs",
+        )
 
 
 def without_dropout(model: Any) -> None:

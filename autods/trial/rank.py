@@ -190,6 +190,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "steps_s": acted.steps_s,
         "losses": acted.losses,
         "examined": acted.examined,
+        "communication": acted.communication,
         **_beside(observer),
     }
 

@@ -25,6 +25,7 @@ class RankJob:
     scratch: str
     swap: str | None = None  # where this trial's NVMe rung swaps; removed with everything in it afterwards
     world_size: int = 1
+    replica_ranks: int = 1  # see `ModelFacts`
     local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
     master_address: str = "127.0.0.1"
     ds_config: Mapping[str, Any] = field(default_factory=dict)

@@ -7,6 +7,8 @@ from typing import Any
 from ..workload import Workload, WorkloadError
 from .batch import check_batch, tokens_per_sample
 from .checkpointing import can_checkpoint
+from .experts import experts_of
+from .pipeline import whole
 
 
 def survey(workload: Workload) -> dict[str, Any]:
@@ -25,6 +27,9 @@ def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
         "checkpointing": can_checkpoint(model),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
+        "pipeline_stages": getattr(model, "pipeline_stages", 0),
+        "replica_ranks": getattr(model, "replica_ranks", 1),
+        "experts": experts_of(model),
     }
 
 
@@ -45,6 +50,6 @@ def _build(workload: Workload) -> Any:
 
     try:
         with torch.device("meta"):
-            return workload.build_model()
+            return whole(workload.build_model)
     except Exception:  # whatever it is: if it is the user's mistake, the real build says so in the user's terms
-        return workload.build_model()
+        return whole(workload.build_model)

@@ -198,3 +198,14 @@ def test_markup_in_what_the_users_code_says_is_not_interpreted() -> None:
         with Progress(Console(file=out, width=120, force_terminal=terminal)) as listen:
             listen(TrialFinished(record=record(1, "ddp", nasty)))
         assert "[/red] [bold]KeyError" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("visible", "option"),
+    [((0, 1), "deepspeed --num_gpus 2 train.py"), ((2, 5), "deepspeed --include localhost:2,5 train.py")],
+)
+def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...], option: str) -> None:
+    report = fitting_report()
+    cards = [{"index": index, "name": "H100", "total_bytes": 1, "free_bytes": 1} for index in visible]
+    on_cards = replace(report, question={**report.question, "device": "cuda"}, hardware={"cards": cards})
+    assert option in shown(on_cards, 120)

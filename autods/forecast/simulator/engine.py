@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...trial.act import build, initialize, optimizer_step
 from ...trial.batch import check_batch, place
+from ...trial.pipeline import whole
 from ...trial.survey import facts_of
 from ...values import Phase
 from ...workload import Workload
@@ -178,7 +179,7 @@ def look(stage: Stage, workload: Workload) -> dict[str, Any]:
 
     with stage.on():
         batch = check_batch(workload.build_batch(1), 1)
-        model = workload.build_model()
+        model = whole(workload.build_model)
         layers, size = layered.layers_of(model) if isinstance(model, torch.nn.Module) else (0, 0)
         return facts_of(workload, model, batch) | {"layers": layers, "layer_parameters": size}
 

@@ -1,0 +1,177 @@
+"""What is counted of DeepSpeed's collectives, on a backend that moves nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from autods.trial.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Block:
+    """As much of a tensor as is counted."""
+
+    elements: int
+    each: int = 2
+
+    def numel(self) -> int:
+        return self.elements
+
+    def element_size(self) -> int:
+        return self.each
+
+
+@dataclass(frozen=True)
+class Group:
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+@dataclass
+class Work:
+    waited: int = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+@dataclass
+class Backend:
+    """Signatures as those of deepspeed.comm.torch.TorchBackend."""
+
+    world_size: int = 4
+    work: Work = field(default_factory=Work)
+
+    def get_world_size(self) -> int:
+        return self.world_size
+
+    def all_reduce(self, tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Work:
+        return self.work
+
+    def all_gather_into_tensor(self, output_tensor: Any, input_tensor: Any, group: Any = None) -> Work:
+        return self.work
+
+    def all_gather_coalesced(self, output_tensors: Any, input_tensors: Any, group: Any = None) -> Work:
+        return self.work
+
+    def reduce_scatter_tensor(self, output_tensor: Any, input_tensor: Any, op: Any = None, group: Any = None) -> Work:
+        return self.work
+
+    def isend(self, tensor: Any, dst: int) -> Work:
+        return self.work
+
+    def irecv(self, tensor: Any, src: int) -> Work:
+        return self.work
+
+
+def listening(backend: Backend) -> Traffic:
+    traffic = Traffic(lambda: None)
+    traffic.listen(backend)
+    return traffic
+
+
+def counted(traffic: Traffic, name: str) -> tuple[int, int, int]:
+    op = traffic.said()["ops"][name]
+    return op["calls"], op["bytes"], op["sent_bytes"]
+
+
+def test_an_all_reduce_sends_its_tensor_nearly_twice() -> None:
+    backend = Backend(world_size=4)
+    traffic = listening(backend)
+    with traffic.step():
+        backend.all_reduce(Block(100))
+    assert counted(traffic, "all_reduce") == (1, 200, 300)  # 2 × 3/4 of 200
+
+
+def test_gathering_and_scattering_count_the_whole_and_send_all_but_a_rank_s_part() -> None:
+    backend = Backend(world_size=4)
+    traffic = listening(backend)
+    with traffic.step():
+        backend.all_gather_into_tensor(output_tensor=Block(100), input_tensor=Block(25))
+        backend.all_gather_coalesced([Block(40), Block(60)], [Block(10), Block(15)])
+        backend.reduce_scatter_tensor(Block(25), Block(100))
+    assert counted(traffic, "all_gather") == (2, 400, 300)
+    assert counted(traffic, "reduce_scatter") == (1, 200, 150)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_group_of_the_ranks_counts_as_its_own_size(by_name: bool) -> None:
+    backend = Backend(world_size=4)
+    traffic = listening(backend)
+    with traffic.step():
+        if by_name:
+            backend.all_reduce(Block(100), group=Group(2))
+        else:
+            backend.all_reduce(Block(100), None, Group(2), False)
+    assert counted(traffic, "all_reduce") == (1, 200, 200)
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    backend = Backend(world_size=1)
+    traffic = listening(backend)
+    with traffic.step():
+        backend.all_reduce(Block(100))
+    assert counted(traffic, "all_reduce") == (1, 200, 0)
+
+
+def test_what_one_rank_sends_to_another_is_counted_once() -> None:
+    backend = Backend()
+    traffic = listening(backend)
+    with traffic.step():
+        backend.isend(Block(100), 1)
+        backend.irecv(Block(100), 1)
+    assert counted(traffic, "send") == (1, 200, 200)
+    assert counted(traffic, "recv") == (1, 200, 0)
+
+
+def test_only_the_last_step_counts_and_nothing_between_steps() -> None:
+    backend = Backend()
+    traffic = listening(backend)
+    with traffic.step():
+        backend.all_reduce(Block(100))
+    backend.all_reduce(Block(100))
+    with traffic.step():
+        backend.all_reduce(Block(100))
+        backend.all_reduce(Block(100))
+    backend.all_reduce(Block(100))
+    assert counted(traffic, "all_reduce")[0] == 2
+
+
+def test_a_counted_step_waits_for_nothing() -> None:
+    waits = []
+    backend = Backend()
+    traffic = Traffic(lambda: waits.append("device"))
+    traffic.listen(backend)
+    with traffic.step():
+        backend.all_reduce(Block(100), async_op=True)
+    assert (waits, backend.work.waited) == ([], 0)
+    assert traffic.said()["step_s"] is None
+    assert traffic.said()["ops"]["all_reduce"]["seconds"] is None
+
+
+def test_a_step_alone_waits_for_each_collective_and_times_it() -> None:
+    backend = Backend()
+    traffic = listening(backend)
+    with traffic.step(alone=True):
+        backend.all_reduce(Block(100), async_op=True)
+        backend.all_gather_into_tensor(Block(100), Block(25))
+    said = traffic.said()
+    assert backend.work.waited == 2
+    assert 0 < sum(op["seconds"] for op in said["ops"].values()) < said["step_s"]
+
+
+def test_what_needs_a_peer_is_never_waited_for_and_so_not_timed() -> None:
+    backend = Backend()
+    traffic = listening(backend)
+    with traffic.step(alone=True):
+        backend.isend(Block(100), 1)
+    assert backend.work.waited == 0
+    assert traffic.said()["ops"]["send"]["seconds"] is None
