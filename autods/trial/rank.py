@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..values import Phase
-from ..workload import Workload, WorkloadError, load
+from ..workload import Workload, WorkloadError, bound, load
 from .heartbeat import Heartbeats
 from .meter import CpuMeter, CudaMeter, Meter
 from .seeds import seed_all
@@ -123,7 +123,7 @@ def _survey(job: RankJob, slot: int, observer: Observer, store: Any, workload: W
     from .survey import survey
 
     observer("build", 0)
-    facts = survey(workload or load(job.source))
+    facts = survey(_loaded(job, workload))
     return {"facts": facts, "op_problems": {op: text for op in job.ops if (text := problem(op))}}
 
 
@@ -147,7 +147,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
     observer("rendezvous", 0)
     join(job, slot, store)
     acted = act(
-        workload or load(job.source),
+        _loaded(job, workload),
         ds_config=job.ds_config,
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,
@@ -170,6 +170,12 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         "peaks": observer.meter.peaks() | observer.in_steps,
         "examined": acted.examined,
     }
+
+
+def _loaded(job: RankJob, workload: Workload | None) -> Workload:
+    if workload is None:
+        return load(job.source)
+    return bound(workload, job.source) if job.rebind else workload
 
 
 _JOBS: dict[str, Callable[[RankJob, int, Observer, socket.socket | None, Workload | None], Any]] = {
