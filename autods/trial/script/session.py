@@ -67,8 +67,14 @@ class Session:
     _counted: int | None = None  # the steps before the exam
 
     def __post_init__(self) -> None:
-        self.file = dict(self.job.ds_config)
+        self.file = dict(self.config)
         self.merge = self.merged
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The trial's own; a survey has one rank, whatever the fit has."""
+        job = self.job
+        return {**job.ds_config, BATCH_KEYS[0]: job.micro_batch * job.accumulation * job.world_size}
 
     @property
     def looks_only(self) -> bool:
@@ -77,7 +83,7 @@ class Session:
 
     def merged(self, users: Mapping[str, Any]) -> dict[str, Any]:
         """The trial's config over the script's own: its keys stay, those of the rung and the batch are ours."""
-        config = merge(rungless(users), self.job.ds_config)
+        config = merge(rungless(users), self.config)
         return exams.gathering(config) if self.job.exam == "worst_case" else config
 
     def final(self, users: Mapping[str, Any], *, own_optimizer: bool) -> dict[str, Any]:
@@ -98,9 +104,14 @@ class Session:
 
     # Told by the hooks.
 
-    def insist(self) -> None:
-        """At every call of the engine: a trial that is over ends, whoever swallowed that; so does one that failed."""
+    def insist(self, *, trains: bool = True) -> None:
+        """At every call of the engine: a trial that is over ends, whoever swallowed that; so does one that failed.
+
+        trains: False for what a process that the script started may do as well.
+        """
         if os.getpid() != self._pid:
+            if not trains:
+                return
             raise refusal(
                 "it trains in a process that it started itself",
                 mend="start no ranks in the script: a trial starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
