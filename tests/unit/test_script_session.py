@@ -19,8 +19,8 @@ TRIALS = {
 }
 
 
-def session(*argv: str, base: dict | None = None, **said) -> Session:
-    source = WorkloadSource(kind="script", path="/train.py", name="train", digest="", argv=argv, base_config=base)
+def session(*argv: str, **said) -> Session:
+    source = WorkloadSource(kind="script", path="/train.py", name="train", digest="", argv=argv)
     asked = {"ds_config": TRIALS, "micro_batch": 4, "accumulation": 2, "world_size": 2, **said}
     job = RankJob(job="train", source=source, device="cpu", folder="/f", scratch="/s", **asked)
     return Session(job=job, slot=0, observer=None, leave=pytest.fail)
