@@ -96,7 +96,8 @@ class Session:
         """The script's config without what `{ds_config}` put into its hands, and without batch sizes: those that it
         makes of its arguments belong to this run. A file of its own says the global batch that it means."""
         given = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
-        config = _without(users, given)
+        base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
+        config = _without(users, given, base)
         kept = BATCH_KEYS[0] if from_file and not given else None
         return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
 
@@ -242,9 +243,9 @@ class Session:
             self.clock.resume(time.perf_counter())
 
 
-def _without(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less the sections that are as they were given."""
-    left = {key: value for key, value in config.items() if given.get(key, _NOT_GIVEN) != value}
+def _without(config: Mapping[str, Any], given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less the sections that are as they were given; what is in `kept` stays."""
+    left = {key: value for key, value in config.items() if key in kept or given.get(key, _NOT_GIVEN) != value}
     if isinstance(zero := left.get(_ZERO), Mapping) and _ZERO in given:  # of its many keys each counts by itself
-        left[_ZERO] = _without(zero, given[_ZERO])
+        left[_ZERO] = _without(zero, given[_ZERO], kept.get(_ZERO) or {})
     return left
