@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import find_best_config as find_best_config
     from .api import plan as plan
+    from .api import probe as probe
     from .errors import AutodsError as AutodsError
     from .errors import EnvironmentBroken as EnvironmentBroken
     from .errors import InputError as InputError
@@ -25,6 +26,7 @@ _HOMES = {
     "diagnose": "failures",
     "find_best_config": "api",
     "plan": "api",
+    "probe": "api",
     "Report": "report",
     "Workload": "workload",
     "AutodsError": "errors",
@@ -45,6 +47,7 @@ __all__ = [
     "diagnose",
     "find_best_config",
     "plan",
+    "probe",
 ]
 
 

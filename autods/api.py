@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from .values import Listener, WorkloadSource
 
 if TYPE_CHECKING:
     from .forecast.events import ForecastListener
+    from .probing.question import Question as ProbeQuestion
     from .question import Question
     from .report.plan_result import Forecast
+    from .report.probe_result import ProbeReport
     from .workload import Workload
 
 
@@ -139,6 +141,69 @@ def run_plan(question: Question, listen: ForecastListener) -> Forecast:
     from .planning import plan
 
     return plan(question, listen=listen)
+
+
+def probe(
+    workload: str | Path | Workload,
+    *,
+    vary: Sequence[str] | Mapping[str, Iterable[Any]] = (),
+    experiment: str | Path | None = None,
+    gpus: int | str | Sequence[int] | None = None,
+    device: str = "cuda",
+    gpu_memory: str | int | None = None,
+    capacity: bool = False,
+    forecast_only: bool = False,
+    on: str | None = None,
+    host_memory: str | int | None = None,
+    repeats: int | None = None,
+    steps: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "auto",
+    base_config: str | Path | Mapping[str, Any] | None = None,
+    as_written: bool = False,
+    config: str = "default",
+    ladder: str | Sequence[str] = (),
+    strategies: Sequence[str | Path] = (),
+    nvme_path: str | Path | None = None,
+    task: str | None = None,
+    seq_len: int | None = None,
+    target_len: int | None = None,
+    out: str | Path | None = None,
+    forecast: bool = True,
+    seed: int = 0,
+    fresh: bool = False,
+    on_event: Listener | None = None,
+) -> ProbeReport:
+    """A table of real trials, one cell for each combination of what is varied: `autods probe` as a function.
+
+    vary: {'rung': ['zero1', 'zero2'], 'micro_batch': [1, 2, 4]}, or lines as on the command line. experiment: axes of a
+    file in `configs/experiments`, or of one of your own. gpus: several are an axis.
+    capacity: look for the largest micro batch of each cell, by the forecast and then by trials at its boundary.
+    forecast_only: the forecast alone, for the machine `on` of the catalogue, or for `gpu_memory` and `host_memory`.
+    repeats: how often each cell is measured, in turns. steps: timed steps of a trial.
+
+    That no cell fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
+    `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.
+    """
+    asked = {name: value for name, value in locals().items() if name not in ("workload", "fresh", "on_event")}
+    return run_probe(ask_probe(workload, **asked), on_event or _ignore, fresh)
+
+
+def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
+    """Check the workload and what was asked (by `probe`'s names) against this machine. Raises InputError."""
+    from .hardware import look
+    from .probing.settle import settle as settle_probe
+
+    out = asked.get("out")
+    source = _source(workload, asked, folder=Path(out) if out is not None else Path("autods-out"))
+    return settle_probe(workload, source, hardware=look(), **_with_tuples(asked))
+
+
+def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeReport:
+    """Run the probe; imported late, because it brings Ray."""
+    from .probing.probe import probe
+
+    return probe(question, listen=listen, fresh=fresh)
 
 
 def _source(

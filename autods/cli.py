@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import diagnose, fit, plan
+from .commands import diagnose, fit, plan, probe
 from .commands.calls import Call, UseCases
 
 __all__ = ["UseCases", "app", "main"]
@@ -62,9 +62,10 @@ def _root(
 _COMMANDS: dict[str, Callable[..., int]] = {
     "fit": fit.fit_command,
     "plan": plan.plan_command,
+    "probe": probe.probe_command,
     "diagnose": diagnose.diagnose_command,
 }
-_EPILOGS = {"fit": fit.EPILOG, "plan": plan.EPILOG, "diagnose": diagnose.EPILOG}
+_EPILOGS = {"fit": fit.EPILOG, "plan": plan.EPILOG, "probe": probe.EPILOG, "diagnose": diagnose.EPILOG}
 
 for _name, _command in _COMMANDS.items():
     app.command(_name, epilog=_EPILOGS[_name])(_command)

@@ -23,17 +23,21 @@ _ROW_START = b'{"kind": "'
 
 def key_of(trial: Trial) -> str:
     """Equal for trials that ask the same question; what the journal looks answers up by."""
-    return json.dumps(asdict(trial), sort_keys=True)
+    said = asdict(trial)
+    if not trial.conditions:
+        del said["conditions"]  # only a probe has them: keys of fits stay what they were
+    return json.dumps(said, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
     """What a journal says: finished trials by key, how often a trial was started without an end, and what was
-    forecast for finished ones, as it was written."""
+    forecast for finished ones, as it was written. surveys: digest of a workload → what a look at it found."""
 
     records: Mapping[str, Record]
     unfinished: Mapping[str, int]
     forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    surveys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,10 @@ class Journal:
     def foreseen(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
         """What had been forecast for a finished trial, beside what it measured."""
         self.append({"kind": "forecast", "key": key_of(trial), "forecast": forecast})
+
+    def surveyed(self, digest: str, survey: Mapping[str, Any]) -> None:
+        """What a look at a workload found; a probe has several of them."""
+        self.append({"kind": "survey", "key": digest, "survey": survey})
 
     def append(self, row: Mapping[str, Any]) -> None:
         """One line, whole or not at all. Raises InputError when the disk is full or the folder is read-only."""
@@ -129,12 +137,15 @@ class Journal:
         records: dict[str, Record] = {}
         unfinished: dict[str, int] = {}
         forecasts: dict[str, Mapping[str, Any]] = {}
+        surveys: dict[str, Mapping[str, Any]] = {}
         for number, row in enumerate(rows, 2):  # line 1 is the header
             match row:
                 case {"kind": "started", "key": str(key)}:
                     unfinished[key] = unfinished.get(key, 0) + 1
                 case {"kind": "forecast", "key": str(key), "forecast": dict(forecast)}:
                     forecasts[key] = forecast
+                case {"kind": "survey", "key": str(key), "survey": dict(survey)}:
+                    surveys[key] = survey
                 case {"kind": "interrupted", "key": str(key)}:
                     unfinished.pop(key, None)
                 case {"kind": "finished", "key": str(key), "record": record}:
@@ -147,7 +158,7 @@ class Journal:
                         del records[key]  # it may be mended by now: asked again
                 case _:
                     raise self._damaged(number)
-        return Past(records, unfinished, forecasts)
+        return Past(records, unfinished, forecasts, surveys)
 
     def _check_header(self, row: Mapping[str, Any], fingerprint: str) -> None:
         if row.get("kind") != "header":

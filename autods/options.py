@@ -132,3 +132,31 @@ AsWritten = Annotated[
 ]
 Largest = Annotated[bool, Option("--largest/--no-largest", help="Look for the largest micro batch of each rung.")]
 PlanJson = Annotated[bool, Option("--json", metavar="", help="Print JSON instead of a table.")]
+
+# Of `probe`.
+Vary = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME=A,B,…",
+        help="What is varied, may be repeated: rung, micro_batch, pin_memory, precision, gpus, seq_len, checkpointing, "
+        "accumulation, any DeepSpeed key, env.NAME, build_model.NAME, build_batch.NAME.",
+    ),
+]
+Experiment = Annotated[str | None, Option(metavar="NAME|FILE", help="Axes of a file, such as stages or offload.")]
+SeveralGpus = Annotated[
+    str | None, Option("--gpus", metavar="N,M,…", help="Ranks; several are an axis.", show_default="all visible cards")
+]
+Capacity = Annotated[bool, Option("--capacity", metavar="", help="Look for the largest micro batch of each cell.")]
+ForecastOnly = Annotated[
+    bool, Option("--forecast-only", metavar="", help="The same without a trial, for a machine that need not be here.")
+]
+OnOne = Annotated[
+    str | None, Option("--on", metavar="NAME", help="With --forecast-only: a machine of the catalogue, as a100-80gb.")
+]
+Repeats = Annotated[
+    int | None, Option(metavar="N", help="How often each cell is measured, in turns.", show_default="3")
+]
+TimedSteps = Annotated[
+    int | None, Option("--steps", metavar="N", help="Timed steps of a trial.", show_default="the config's")
+]
+Csv = Annotated[str | None, Option("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]

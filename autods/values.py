@@ -20,8 +20,8 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# Why a trial is run: which part of the search asked for it.
-Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify"]
+# Why a trial is run: which part of the search asked for it; "probe": a person did.
+Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify", "probe"]
 
 # What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
 # evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
@@ -69,7 +69,10 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`."""
+    """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`.
+
+    conditions: what a probe varies beside rung and knobs, see `workload.conditions`.
+    """
 
     rung: str
     knobs: Knobs
@@ -79,6 +82,7 @@ class Trial:
     limited: bool = True  # False: without the memory budget, to learn how much would have been enough
     repeat: int = 0  # the same knobs measured again
     exam: Exam | None = None
+    conditions: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,8 +291,9 @@ class WorkloadSource:
 
     task: of an hf_config, always set. seq_len, target_len: tokens of a sample that were asked for; build_batch of a
     file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
-    turned on; None leaves it as build_model made it. Of a script: argv as given, with the placeholders of
-    `workload.script`; script_kind, None where its imports do not tell; folder, where it is run.
+    turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
+    functions are called with; of an hf_config the first is a key of its config. Of a script: argv as given, with the
+    placeholders of `workload.script`; script_kind, None where its imports do not tell; folder, where it is run.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -300,6 +305,7 @@ class WorkloadSource:
     seq_len: int | None = None
     target_len: int | None = None
     recompute: bool | None = None
+    arguments: Mapping[str, Scalar] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     script_kind: ScriptKind | None = None
     folder: str | None = None

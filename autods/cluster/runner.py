@@ -24,13 +24,24 @@ from .ray_session import is_connected, session
 from .result import failure_from, outcome_from
 
 _POLL_S = 0.25
+_NOTHING: Mapping[str, str] = {}
 
 
 class RayRunner:
     """A context manager: Ray and the node's zygote live inside it. `run` answers one trial."""
 
-    def __init__(self, settings: Settings, listen: Callable[[Event], None], *, host_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listen: Callable[[Event], None],
+        *,
+        host_bytes: int | None = None,
+        environment: Mapping[str, str] = _NOTHING,
+    ) -> None:
         self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
+        self.loaded = settings.source
+        self.environment = {**os.environ, **environment}
+        self.surveys: dict[str, tuple[ModelFacts, Mapping[str, str]]] = {}
         self.facts: ModelFacts | None = None
         self.rungs: Mapping[str, Rung] = {rung.name: rung for rung in settings.ladder}
         self.built: set[str] = set()
@@ -49,7 +60,7 @@ class RayRunner:
             # Two threads: `progress` and `abort` must get through while `run` waits for the ranks.
             actor = self.ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=3)(Node)
             self.actor = actor.remote(
-                asdict(self.settings.source), self.settings.device, os.getpid(), log, dict(os.environ), offered
+                asdict(self.settings.source), self.settings.device, os.getpid(), log, self.environment, offered
             )
             stack.callback(self._stop)
             self._check_ready(self._wait(self.actor.start.remote()))
@@ -66,7 +77,7 @@ class RayRunner:
         """
         if self.settings.device != "cpu" or is_connected():
             return None
-        zygote = launch(self.settings.source, self.settings.device, os.getpid(), log, dict(os.environ))
+        zygote = launch(self.settings.source, self.settings.device, os.getpid(), log, self.environment)
         return stack.enter_context(Offer(*zygote)).name
 
     def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
@@ -98,6 +109,18 @@ class RayRunner:
         for said in said_of(self.settings, self.facts):
             self.listen(Note(text=said))
         return self.facts, result["op_problems"]
+
+    def turn_to(self, settings: Settings) -> tuple[ModelFacts, Mapping[str, str]]:
+        """Run trials of these settings from now on: fewer ranks, or other arguments of the workload that is loaded.
+
+        Its survey, which is made once for each of them.
+        """
+        self.settings = settings
+        known = self.surveys.get(settings.source.digest)
+        if known is None:
+            known = self.surveys[settings.source.digest] = self.survey()
+        self.facts = known[0]
+        return known
 
     def run(self, trial: Trial, *, id: int) -> Record:
         """Run the trial for real; building first what it needs."""
@@ -218,6 +241,7 @@ class RayRunner:
         return RankJob(
             job=kind,
             source=self.settings.source,
+            rebind=self.settings.source != self.loaded,
             device=self.settings.device,
             folder=str(folder),
             scratch=str(folder / "scratch"),

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..forecast.events import ForecastListener
+    from ..probing.question import Question as ProbeQuestion
     from ..question import Question
     from ..report import Report
     from ..report.plan_result import Forecast
+    from ..report.probe_result import ProbeReport
     from ..settings import Settings
     from ..values import Listener
 
 
 @dataclass(frozen=True, slots=True)
 class UseCases:
-    """What the commands call: `api.settle` and `api.run_fit`, `api.ask` and `api.run_plan`; tests hand in their own.
+    """What the commands call: `api.settle` and `api.run_fit`, `api.ask` and `api.run_plan`, `api.ask_probe` and
+    `api.run_probe`; tests hand in their own.
 
     Those that are None are the real ones.
     """
@@ -28,6 +31,8 @@ class UseCases:
     run_fit: Callable[[Settings, Listener, bool], Report] | None = None
     ask: Callable[..., Question] | None = None
     run_plan: Callable[[Question, ForecastListener], Forecast] | None = None
+    ask_probe: Callable[..., ProbeQuestion] | None = None
+    run_probe: Callable[[ProbeQuestion, Listener, bool], ProbeReport] | None = None
 
 
 @dataclass(frozen=True, slots=True)

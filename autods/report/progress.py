@@ -55,10 +55,18 @@ class Progress(LiveView):
 
     On a terminal: finished trials as lines and the running one below them, with its phase and seconds. Elsewhere: one
     plain line for each finished trial, skipped rung and note. Events may come from any thread.
+    label: what else is to be said of a trial, beside its rung and batch.
     """
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        label: Callable[[Trial], str] = lambda trial: "",
+    ) -> None:
         super().__init__(console, clock=clock)
+        self._label = label
         self._running: _Running | None = None
         self._doing = Note(text="")
 
@@ -79,7 +87,9 @@ class Progress(LiveView):
                     now.phase, now.step = event.phase, event.step
             case TrialFinished():
                 self._running, self._doing = None, Note(text="")
-                self._print(_finished(event, wide=self._wide), words.of_record(event.record, replayed=event.replayed))
+                label = self._label(event.record.trial)
+                plain = words.of_record(event.record, replayed=event.replayed, label=label)
+                self._print(_finished(event, label, wide=self._wide), plain)
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
         if self._live is not None:
@@ -100,17 +110,22 @@ class Progress(LiveView):
             return self._spinner
         place, elapsed = words.of_phase(now.phase, now.step), words.of_seconds(self._clock() - now.since)
         text = Text.assemble(
-            (now.trial.rung, "bold"), f"  {_asked(now.trial)}  ", (place, "cyan"), (f"  {elapsed}", "dim")
+            (now.trial.rung, "bold"),
+            f"  {_asked(now.trial)}  ",
+            self._label(now.trial),
+            "  ",
+            (place, "cyan"),
+            (f"  {elapsed}", "dim"),
         )
         self._spinner.update(text=text)
         return self._spinner
 
 
-def _finished(event: TrialFinished, *, wide: bool) -> RenderableType:
+def _finished(event: TrialFinished, label: str, *, wide: bool) -> RenderableType:
     record = event.record
     mark, style = mark_of(record.outcome)
     end = "journal" if event.replayed else words.of_seconds(record.seconds)
-    said = words.of_outcome(record.outcome)
+    said = f"{label}{': ' * bool(label)}{words.of_outcome(record.outcome)}"
     return _row(
         mark, style, record.trial.rung, _asked(record.trial), said, end, "dim" if event.replayed else "", wide=wide
     )

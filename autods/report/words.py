@@ -68,12 +68,12 @@ def of_phase(phase: Phase, step: int) -> str:
     return f"{phase}, step {step}" if phase in ("forward", "backward", "step") and step else phase
 
 
-def of_record(record: Record, *, replayed: bool = False) -> str:
-    """A finished trial as one plain line."""
+def of_record(record: Record, *, replayed: bool = False, label: str = "") -> str:
+    """A finished trial as one plain line; label: what else is to be said of it."""
     trial = record.trial
     end = "from the journal" if replayed else of_seconds(record.seconds)
     unlimited = "" if trial.limited else " without limit"
-    asked = f"micro batch {trial.knobs.micro_batch} ({trial.purpose}{unlimited})"
+    asked = f"micro batch {trial.knobs.micro_batch} ({trial.purpose}{unlimited})" + (f", {label}" if label else "")
     return f"trial {record.id}: {trial.rung}, {asked}: {of_outcome(record.outcome)} [{end}]"
 
 

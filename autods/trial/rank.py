@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..values import Phase
-from ..workload import Workload, WorkloadError, load
+from ..workload import Workload, WorkloadError, bound, load
 from .heartbeat import Heartbeats
 from .meter import CpuMeter, CudaMeter, Meter
 from .seeds import seed_all
@@ -141,7 +141,7 @@ def _survey(job: RankJob, slot: int, observer: Observer, store: Any, workload: W
     from .survey import survey
 
     observer("build", 0)
-    facts = survey(workload or load(job.source))
+    facts = survey(_loaded(job, workload))
     return {"facts": facts, "op_problems": _op_problems(job)}
 
 
@@ -171,7 +171,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
     observer("rendezvous", 0)
     join(job, slot, store)
     acted = act(
-        workload or load(job.source),
+        _loaded(job, workload),
         ds_config=job.ds_config,
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,
@@ -233,6 +233,12 @@ def _beside(observer: Observer) -> dict[str, Any]:
         "init_s": observer.init_s,
         "peaks": observer.meter.peaks() | observer.in_steps,
     }
+
+
+def _loaded(job: RankJob, workload: Workload | None) -> Workload:
+    if workload is None:
+        return load(job.source)
+    return bound(workload, job.source) if job.rebind else workload
 
 
 _JOBS: dict[str, Callable[[RankJob, int, Observer, socket.socket | None, Workload | None], Any]] = {

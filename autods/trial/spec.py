@@ -24,6 +24,7 @@ class RankJob:
     folder: str
     scratch: str
     swap: str | None = None  # where this trial's NVMe rung swaps; removed with everything in it afterwards
+    rebind: bool = False  # the zygote has this workload loaded, with other arguments
     world_size: int = 1
     replica_ranks: int = 1  # see `ModelFacts`
     local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node

@@ -1,7 +1,7 @@
 """What is trained: the user's code behind one protocol."""
 
 from .model_py import check_file
-from .source import load, source_of
+from .source import bound, load, source_of
 from .workload import Workload, WorkloadError
 
-__all__ = ["Workload", "WorkloadError", "check_file", "load", "source_of"]
+__all__ = ["Workload", "WorkloadError", "bound", "check_file", "load", "source_of"]

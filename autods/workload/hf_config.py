@@ -71,7 +71,8 @@ def load_config(source: WorkloadSource) -> Workload:
     """The workload of a config. Raises WorkloadError when transformers has no such model for the task."""
     assert source.task is not None
     path = Path(source.path)
-    config = _settled(_config(read_config(path), path), source)
+    said = {name.removeprefix("build_model."): value for name, value in source.arguments.items()}
+    config = _settled(_config({**read_config(path), **said}, path), source)
     auto = _auto_class(config, source.task, path)
     # Imports the model's code (600 modules, 70 MiB) here, once, and not in every rank under its budget.
     auto._model_mapping[type(config)]

@@ -20,6 +20,7 @@ import cloudpickle
 
 from ..errors import InputError
 from ..values import WorkloadSource
+from .arguments import with_arguments
 from .hf_config import TASKS, config_file, load_config, read_config, task_of
 from .model_py import base_config_of, check_file, load_file
 from .script import KINDS, is_script, script_source
@@ -74,11 +75,11 @@ def load(source: WorkloadSource) -> Workload:
     """The workload, ready to be built. What the user's code raises is passed on."""
     match source.kind:
         case "file":
-            workload = _with_seq_len(load_file(Path(source.path)), source)
+            workload = bound(load_file(Path(source.path)), source)
         case "hf_config":
             workload = load_config(source)
         case "pickle":
-            workload = _with_seq_len(_unpickled(source), source)
+            workload = bound(_unpickled(source), source)
         case "script":
             raise WorkloadError(
                 "is a training script: it can be fitted, and nothing less", where=source.path, mend="autods fit …"
@@ -86,6 +87,13 @@ def load(source: WorkloadSource) -> Workload:
     if source.recompute is False:
         workload = replace(workload, build_model=functools.partial(_keeping_activations, workload.build_model))
     return workload
+
+
+def bound(workload: Workload, source: WorkloadSource) -> Workload:
+    """What is loaded already, called with what this source says; a Hugging Face config is read anew."""
+    if source.kind == "hf_config":
+        return load(source)
+    return with_arguments(_with_seq_len(workload, source), source)
 
 
 def _check_no_options(options: Mapping[str, Any], path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`autods probe`: experiments and capacity as tables, from real trials."""

@@ -1,0 +1,207 @@
+"""The cells of a probe: each value of each axis → the trial that measures it, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from ..catalogue import Machine
+from ..checks import precision_of
+from ..ds_config import compose, get, merge, nested, ops_of, start_settings
+from ..errors import InputError
+from ..journal import key_of
+from ..ladder import Rung
+from ..search.ask import accumulation_for
+from ..settings import Settings
+from ..values import Knobs, ModelFacts, Scalar, Trial
+from ..workload.arguments import FUNCTIONS
+from ..workload.conditions import ENV, GPUS, LENGTHS
+from .axes import Value
+from .keys import PINS, unheeded
+from .question import Question
+
+# What the workload is under these conditions, and DeepSpeed op → why it cannot be built here.
+Survey = Callable[[Mapping[str, Scalar]], tuple[ModelFacts, Mapping[str, str]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One combination of values. `number` counts from 1.
+
+    trial: what measures it; None: nothing can, and `refused` says why. unheeded: axes that mean nothing here, and why.
+    same_as: the number of an earlier cell that is the same in effect, and is measured for this one too.
+    """
+
+    number: int
+    values: Mapping[str, Value]
+    trial: Trial | None = None
+    refused: str | None = None
+    unheeded: Mapping[str, str] = field(default_factory=dict)
+    same_as: int | None = None
+
+    @property
+    def rung(self) -> str:
+        """Its name."""
+        return str(self.values["rung"])
+
+
+def cells_of(question: Question, survey: Survey) -> tuple[Cell, ...]:
+    """Every cell of the cross product, in order. Raises InputError when the workload cannot be built in any."""
+    rungs = {rung.name: rung for rung in question.settings.ladder}
+    first: dict[str, int] = {}
+    cells: list[Cell] = []
+    wrong: list[InputError] = []
+    for number, values in enumerate(question.cells(), 1):
+        try:
+            cell = _cell(question, number, values, rungs[str(values["rung"])], survey)
+        except InputError as error:  # the workload cannot be built with these arguments, and may with others
+            wrong.append(error)
+            cell = Cell(number=number, values=values, refused=" ".join(str(error).split()))
+        if cell.trial is not None:
+            known = first.setdefault(key_of(cell.trial), number)
+            cell = replace(cell, same_as=known if known != number else None)
+        cells.append(cell)
+    if wrong and len(wrong) == len(cells):
+        raise wrong[0]
+    return tuple(cells)
+
+
+def conditions_of(values: Mapping[str, Value]) -> dict[str, Scalar]:
+    """Those of the axes that are neither rung nor knob; a variable that shall not be set is left out."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name in (GPUS, *LENGTHS) or name.partition(".")[0] in (ENV[:-1], *FUNCTIONS))
+    }
+
+
+def environments_of(question: Question) -> int:
+    """How many different environments the cells ask for."""
+    return prod(len(axis.values) for axis in question.axes if axis.name.startswith(ENV))
+
+
+def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Rung, survey: Survey) -> Cell:
+    conditions = conditions_of(values)
+    facts, problems = survey(conditions)
+    ranks = ranks_of(question.settings, conditions)
+    reasons = _unheeded(values, rung)
+    settings = _settings(question, values, rung, facts, reasons)
+    try:
+        accumulation = _accumulation(question.settings, values, ranks)
+    except ValueError as error:
+        return Cell(number=number, values=values, refused=str(error), unheeded=reasons)
+    knobs = Knobs(
+        micro_batch=_micro_batch(question.settings, values),
+        accumulation=accumulation,
+        checkpointing=bool(values.get("checkpointing", facts.checkpointing)),
+        settings=settings,
+    )
+    trial = Trial(rung=rung.name, knobs=knobs, purpose="probe", steps=question.steps, conditions=conditions)
+    refused = _why_not(question, trial, rung, facts, problems)
+    return Cell(number=number, values=values, trial=None if refused else trial, refused=refused, unheeded=reasons)
+
+
+def ranks_of(settings: Settings, conditions: Mapping[str, Scalar]) -> int:
+    """Of a trial under these conditions."""
+    ranks = conditions.get(GPUS, settings.gpus)
+    assert isinstance(ranks, int)
+    return ranks
+
+
+def config_of(question: Question, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
+    """The whole DeepSpeed config of a cell's trial."""
+    settings = question.settings
+    return compose(
+        next(rung for rung in settings.ladder if rung.name == trial.rung),
+        trial.knobs,
+        base=settings.base,
+        world_size=ranks_of(settings, trial.conditions),
+        own_optimizer=facts.has_optimizer,
+        nvme_path=settings.nvme_path,
+    )
+
+
+def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:
+    """Axes that mean nothing under this rung → why."""
+    said = {}
+    for name in values:
+        if name == "pin_memory":
+            pins = [unheeded(key, rung) for key in PINS]
+            if all(pins):
+                said[name] = "nothing is offloaded"
+        elif "." in name and name.partition(".")[0] not in (ENV[:-1], *FUNCTIONS) and (why := unheeded(name, rung)):
+            said[name] = why
+    return said
+
+
+def _settings(
+    question: Question, values: Mapping[str, Value], rung: Rung, facts: ModelFacts, unheard: Mapping[str, str]
+) -> dict[str, Scalar]:
+    """DeepSpeed keys of the cell: buckets as a fit would start with, then what is varied."""
+    settings = _sized(question, rung, facts)
+    if (precision := values.get("precision")) is not None:
+        settings |= {f"{half}.enabled": half == precision for half in ("bf16", "fp16")}
+    for name, value in values.items():
+        if value is None or name in unheard or name in _KNOBS or name in conditions_of({name: value}):
+            continue
+        keys = [key for key in PINS if unheeded(key, rung) is None] if name == "pin_memory" else [name]
+        settings |= dict.fromkeys(keys, value)
+    return settings
+
+
+_KNOBS = ("rung", "precision", "micro_batch", "accumulation", "checkpointing")
+
+
+def _sized(question: Question, rung: Rung, facts: ModelFacts) -> dict[str, Scalar]:
+    """As written: only what the rung needs to start at all, where the base config does not say it."""
+    settings = question.settings
+    sized = start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts)
+    if not question.as_written:
+        return sized
+    needed = [key for key, sizing in rung.start.items() if sizing.device_share is None]
+    return {key: sized[key] for key in needed if get(settings.base, key) is None}
+
+
+def _micro_batch(settings: Settings, values: Mapping[str, Value]) -> int:
+    asked = values.get("micro_batch", settings.base.get("train_micro_batch_size_per_gpu"))
+    return asked if isinstance(asked, int) else 1
+
+
+def _accumulation(settings: Settings, values: Mapping[str, Value], ranks: int) -> int:
+    if settings.global_batch is not None and "accumulation" not in values:
+        return accumulation_for(settings.global_batch, _micro_batch(settings, values), ranks)
+    asked = values.get("accumulation", settings.base.get("gradient_accumulation_steps"))
+    return asked if isinstance(asked, int) else 1
+
+
+def _why_not(
+    question: Question, trial: Trial, rung: Rung, facts: ModelFacts, problems: Mapping[str, str]
+) -> str | None:
+    """Why it cannot be run; None: it can."""
+    settings, ranks = question.settings, ranks_of(question.settings, trial.conditions)
+    if rung.least_world_size > ranks:
+        return "one rank: no sharding to gain" if ranks == 1 else f"{ranks} ranks: it needs {rung.least_world_size}"
+    if rung.needs_nvme_path and settings.nvme_path is None:
+        return "no --nvme-path was given"
+    if trial.knobs.checkpointing and not facts.checkpointing:
+        return "the model has no gradient_checkpointing_enable()"
+    base: Mapping[str, Any] = settings.base
+    for key, value in trial.knobs.settings.items():
+        base = merge(base, nested(key, value))
+    precision = precision_of(base)
+    if (why := _no_precision(precision, settings, question.machine)) is not None:
+        return why
+    for op in ops_of(config_of(question, trial, facts)):
+        if op in problems:
+            return f"its op {op} cannot be built: {problems[op]}"
+    return None
+
+
+def _no_precision(precision: str, settings: Settings, machine: Machine | None) -> str | None:
+    if settings.device == "cpu" and precision == "fp16":
+        return "CPU ranks have no fp16: run it on GPUs, or take bf16"
+    if machine is not None and precision == "bf16" and not machine.bf16:
+        return f"{machine.title} has no bf16"
+    return None

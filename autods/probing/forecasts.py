@@ -1,0 +1,164 @@
+"""The largest micro batch of each cell by the simulated device: first of all, and where the machine is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+from ..ds_config import without_monitors
+from ..forecast.fallback import WithFormulas
+from ..forecast.judge import judged
+from ..forecast.largest import MOST_MICRO_BATCH, largest
+from ..forecast.protocol import Simulator, Start
+from ..forecast.remembered import remembered
+from ..forecast.simulator import SimulationFailed
+from ..forecast.values import Ask, RungForecast
+from ..search.ask import micro_batches
+from ..values import Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
+from ..workload.conditions import source_under
+from .cells import Cell, config_of, ranks_of
+from .question import Question
+
+NOT_SIMULATED = "could not be simulated"
+
+_PROCESSES = 2  # engines simulated at a time
+_ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """The largest micro batch that fits by the forecast; None: none does, or it cannot be said, see `reason`."""
+
+    largest: int | None
+    reason: str = ""
+
+
+Facts = Callable[[Mapping[str, Scalar]], ModelFacts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasts:
+    """Forecasts of the cells of one question.
+
+    known: key of a trial → what an earlier run of the probe found; kept: told of each new one.
+    """
+
+    question: Question
+    facts: Facts
+    listen: Listener
+    start: Start | None = None
+
+    def of(
+        self, cells: Sequence[Cell], known: Mapping[int, Foreseen], kept: Callable[[Cell, Foreseen], None]
+    ) -> dict[int, Foreseen]:
+        """Cell → the forecast, of all that are neither refused nor the same as another."""
+        found = dict(known)
+        missing = [one for one in cells if one.trial is not None and one.same_as is None and one.number not in found]
+        sources: dict[str, tuple[WorkloadSource, list[Cell]]] = {}
+        for cell in missing:
+            assert cell.trial is not None
+            source = source_under(self.question.settings.source, cell.trial.conditions)
+            sources.setdefault(source.digest, (source, []))[1].append(cell)
+        for source, ours in sources.values():
+            with (self.start or simulated)(source) as simulator:
+                for cell, foreseen in self._each(simulator, ours):
+                    found[cell.number] = foreseen
+                    kept(cell, foreseen)
+                    said = f"up to micro batch {foreseen.largest}" if foreseen.largest else foreseen.reason
+                    self.listen(Note(text=f"forecast of cell {cell.number}, {cell.rung}: {said}"))
+        return found
+
+    def _each(self, simulator: Simulator, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Foreseen]]:
+        """Some at a time. Leaving the simulator ends its processes, and with them whoever waits for an answer."""
+        pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
+        try:
+            tasks = {pool.submit(self._one, simulator, cell): cell for cell in cells}
+            left = set(tasks)
+            while left:
+                done, left = wait(left, return_when=FIRST_EXCEPTION, timeout=0.2)
+                for task in done:
+                    yield tasks[task], task.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _one(self, simulator: Simulator, cell: Cell) -> Foreseen:
+        assert cell.trial is not None
+        trial = cell.trial
+        ask = self._ask(trial)
+        sizes = sizes_of(self.question, trial)
+        said: dict[int, RungForecast] = {}
+        try:
+            with simulator.engine(ask) as engine:
+
+                def fill(size: int) -> float:
+                    said[size] = judged(ask, engine.measure(size), limits=self._limits(), emulated=self._emulated)
+                    return said[size].fill
+
+                found = largest(fill, sizes)
+        except SimulationFailed as failed:
+            return Foreseen(largest=None, reason=f"{NOT_SIMULATED}: {' '.join(str(failed.what).split())}")
+        reason = "" if found.micro_batch is not None else said[min(said)].reason
+        return Foreseen(largest=found.micro_batch, reason=reason)
+
+    def _ask(self, trial: Trial) -> Ask:
+        settings, machine = self.question.settings, self.question.machine
+        accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
+        trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
+        ranks = ranks_of(settings, trial.conditions)
+        return Ask(
+            rung=trial.rung,
+            ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),
+            world_size=ranks,
+            ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or ranks),
+            device_bytes=settings.device_bytes,
+            device=settings.device,
+            checkpointing=trial.knobs.checkpointing,
+        )
+
+    @property
+    def _emulated(self) -> bool:
+        settings = self.question.settings
+        return settings.device == "cpu" or (settings.device_bytes_asked and self.question.machine is None)
+
+    def _limits(self) -> Mapping[Tier, int]:
+        """Where they are known; budgets of CPU ranks are all that is enforced on them."""
+        settings, machine = self.question.settings, self.question.machine
+        limits: dict[Tier, int] = {"device": settings.device_bytes}
+        if settings.device == "cuda" and machine is not None and machine.host_bytes is not None:
+            limits["host"] = machine.host_bytes
+        if machine is not None and machine.nvme_bytes is not None:
+            limits["nvme"] = machine.nvme_bytes
+        return limits
+
+
+def sizes_of(question: Question, trial: Trial) -> Sequence[int]:
+    """The micro batches of a cell, ascending."""
+    settings = question.settings
+    most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
+    return micro_batches(settings.global_batch, ranks_of(settings, trial.conditions), most)
+
+
+def facts_by_simulation(question: Question, start: Start | None = None) -> Facts:
+    """What the workload is with other arguments, where no rank can look; each is asked once."""
+    known: dict[str, ModelFacts] = {}
+
+    def facts(conditions: Mapping[str, Scalar]) -> ModelFacts:
+        source = source_under(question.settings.source, conditions)
+        if source.digest not in known:
+            with (start or simulated)(source) as simulator:
+                known[source.digest] = simulator.facts(question.settings.device)
+        return known[source.digest]
+
+    return facts
+
+
+@contextmanager
+def simulated(source: WorkloadSource) -> Iterator[Simulator]:
+    """The simulated device; where it cannot be built, the formulas."""
+    from ..forecast import simulator
+
+    real: AbstractContextManager[simulator.Simulator] = simulator.Simulator(source, processes=_PROCESSES)
+    with real as one:
+        yield WithFormulas(remembered(one, source))

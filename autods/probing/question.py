@@ -1,0 +1,233 @@
+"""What a probe is asked: checked once, then trusted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..catalogue import Machine
+from ..checks import Given, base_of, check_ranks, global_batch_of
+from ..errors import InputError
+from ..folders import data_folder
+from ..hardware import Hardware
+from ..ladder import Rung, all_rungs, choose
+from ..profile import read_profile
+from ..settings import Settings, resolve
+from ..values import Steps, WorkloadSource
+from ..workload.arguments import FUNCTIONS
+from ..workload.conditions import LENGTHS
+from .axes import Axis, Value, axes_of
+
+MOST_CELLS = 1000
+REPEATS = 3
+PLAINEST = "ddp"
+
+# The arguments of a function of the workload; None: any, or nobody knows.
+Arguments = Callable[[str], Sequence[str] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One probe. `settings` are those of the most ranks; its ladder holds the rungs that are varied.
+
+    repeats: how often each cell is measured. capacity: look for the largest micro batch of each cell. forecast_only:
+    without a trial, for `machine`. as_written: buckets are the base config's, or DeepSpeed's own, and not sized as a
+    fit would start. machine: what is forecast for; None: this one. assumed: what nobody said, in sentences.
+    """
+
+    settings: Settings
+    axes: tuple[Axis, ...]
+    repeats: int
+    steps: Steps
+    capacity: bool = False
+    forecast_only: bool = False
+    as_written: bool = False
+    machine: Machine | None = None
+    assumed: tuple[str, ...] = ()
+
+    def cells(self) -> Iterable[dict[str, Value]]:
+        """Axis → value of each cell; the last axis changes fastest."""
+        for values in product(*(axis.values for axis in self.axes)):
+            yield dict(zip((axis.name for axis in self.axes), values, strict=True))
+
+    def fingerprint(self) -> str:
+        """Equal for probes whose trials answer each other's; more repeats go on with those that are there."""
+        axes = [asdict(axis) for axis in self.axes]
+        said = [
+            self.settings.fingerprint(),
+            axes,
+            asdict(self.steps),
+            self.capacity,
+            self.as_written,
+            repr(self.machine),
+        ]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def pose(
+    source: WorkloadSource,
+    arguments: Arguments,
+    *,
+    hardware: Hardware,
+    vary: Sequence[str] | Mapping[str, Iterable[Any]] = (),
+    gpus: Sequence[int] = (),
+    repeats: int | None = None,
+    steps: int | None = None,
+    capacity: bool = False,
+    machine: Machine | None = None,
+    as_written: bool = False,
+    base_config: Given = None,
+    config: str = "default",
+    ladder: tuple[str, ...] = (),
+    strategies: tuple[Path, ...] = (),
+    out: str | Path | None = None,
+    **asked: Any,
+) -> Question:
+    """Check what was asked. `asked`: the rest, as `settings.resolve` takes it. Raises InputError.
+
+    arguments: what the workload's functions take. ladder: the rungs, where no axis names them. machine: one that need
+    not be here; it is forecast for, and `hardware` has to be its own.
+    """
+    capacity = capacity or machine is not None
+    folders = (experiment_rungs(), *strategies)
+    rungs = all_rungs(folders)
+    axes = _with_gpus(axes_of(vary, rungs), gpus)
+    axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
+    named = {axis.name: axis.values for axis in axes}
+    _check_twice(named, source, asked, capacity=capacity)
+    for name in named:
+        _check_argument(name, source, arguments)
+    counts = [count for count in named.get("gpus", gpus) if isinstance(count, int)]
+    settings = resolve(
+        source, hardware=hardware, gpus=max(counts, default=None), base_config=base_config, config=config,
+        ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **asked,
+    )  # fmt: skip
+    for count in counts:  # a base config, or a global batch, may suit some and not others
+        base, _ = base_of(source.base_config if base_config is None else base_config, world_size=count)
+        global_batch_of(asked.get("global_batch"), base, count)
+    question = Question(
+        settings=settings,
+        axes=axes,
+        repeats=_at_least_one(repeats, "--repeats", 1 if capacity else REPEATS),
+        steps=_steps(settings, steps, capacity=capacity),
+        capacity=capacity,
+        forecast_only=machine is not None,
+        as_written=as_written,
+        machine=machine,
+        assumed=assumed,
+    )
+    if (count := prod(len(axis.values) for axis in axes)) > MOST_CELLS:
+        raise InputError(
+            f"--vary asks for {count:,} cells", mend=f"give fewer values; {MOST_CELLS:,} cells are the most"
+        )
+    name = f"{source.name}-probe-{question.fingerprint()[:6]}"
+    folder = (Path(out) if out is not None else Path("autods-out") / name).absolute()
+    return replace(question, settings=replace(settings, out=folder))
+
+
+def experiment_rungs() -> Path:
+    """Rungs beside the ladder that experiments compare; any probe may name them."""
+    return data_folder("configs") / "experiments" / "strategies"
+
+
+def _with_gpus(axes: tuple[Axis, ...], gpus: Sequence[int]) -> tuple[Axis, ...]:
+    """Several numbers of ranks are an axis, however they are given."""
+    if any(axis.name == "gpus" for axis in axes):
+        if gpus:
+            raise InputError("--vary gpus=… and --gpus both say the ranks", mend="drop one of the two")
+        return axes
+    for count in gpus:
+        check_ranks(count)
+    return (Axis(name="gpus", values=tuple(dict.fromkeys(gpus))), *axes) if len(set(gpus)) > 1 else axes
+
+
+def _rungs_of(ladder: tuple[str, ...], rungs: Mapping[str, Rung], config: str, *, capacity: bool) -> tuple[str, ...]:
+    """The rungs where no axis names any; of an experiment, where nobody named any, the plainest."""
+    if not ladder and not capacity:
+        return ()
+    return tuple(rung.name for rung in choose(ladder or read_profile(config).ladder, rungs))
+
+
+def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
+    """Every cell has a rung; what was assumed for it."""
+    if any(axis.name == "rung" for axis in axes):
+        return axes, ()
+    assumed = () if names else (f"rung {PLAINEST} (--vary rung=…)",)
+    return (Axis(name="rung", values=names or (PLAINEST,)), *axes), assumed
+
+
+def _check_twice(
+    named: Mapping[str, Sequence[Value]], source: WorkloadSource, asked: Mapping[str, Any], *, capacity: bool
+) -> None:
+    """An axis and an option must not say the same thing differently."""
+    options = {
+        "precision": asked.get("precision", "auto") != "auto",
+        "seq_len": source.seq_len is not None,
+        "target_len": source.target_len is not None,
+        "accumulation": asked.get("global_batch") is not None,
+    }
+    for name, said in options.items():
+        if said and name in named:
+            option = "--global-batch" if name == "accumulation" else f"--{name.replace('_', '-')}"
+            raise InputError(f"--vary {name}=… and {option} contradict each other", mend="drop one of the two")
+    if capacity and "micro_batch" in named:
+        raise InputError(
+            "--capacity looks for the largest micro batch itself", mend="drop --vary micro_batch=…, or --capacity"
+        )
+    if "," in str(asked.get("precision", "")):
+        raise InputError(
+            "--precision names one; several are an axis", mend=f"give --vary precision={asked['precision']}"
+        )
+
+
+def _check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> None:
+    """Raises InputError when the workload has no such argument, and lists those that it has."""
+    function, _, argument = ("build_batch", "", name) if name in LENGTHS else name.partition(".")
+    if function not in FUNCTIONS or (name in LENGTHS and source.kind == "hf_config"):
+        if name in LENGTHS and (wrong := _wrong_length(name, source)) is not None:
+            raise InputError(f"--vary {name}: {wrong}", where=source.path)
+        return
+    if name == "target_len":
+        raise InputError(f"--vary {name}: it is for a Hugging Face config", mend="give --vary build_batch.target_len=…")
+    known = arguments(function)
+    if known is None or argument in known:
+        return
+    where = source.path if source.kind != "pickle" else source.name
+    if source.kind == "hf_config":
+        what = f"the config has no {argument!r}" if function == "build_model" else "a config makes its own batches"
+        mend = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
+    else:
+        what = f"its {function} has no argument {argument!r}"
+        mend = (
+            f"it has {', '.join(known)}"
+            if known
+            else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
+        )
+    raise InputError(f"--vary {name}: {what}", where=where, mend=mend)
+
+
+def _wrong_length(name: str, source: WorkloadSource) -> str | None:
+    if source.task == "image-classification":
+        return "images have no length in tokens"
+    return f"it is for seq2seq, this is {source.task}" if name == "target_len" and source.task != "seq2seq" else None
+
+
+def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
+    """How long a trial is: the config's, or so many timed steps."""
+    steps = settings.profile.walk if capacity else settings.profile.timed
+    if asked is None:
+        return steps
+    count = _at_least_one(asked, "--steps", 1)
+    return replace(steps, timed=count, most_timed=count)
+
+
+def _at_least_one(asked: int | None, option: str, otherwise: int) -> int:
+    if asked is not None and asked < 1:
+        raise InputError(f"{option} {asked}: at least one is needed")
+    return otherwise if asked is None else asked

@@ -1,0 +1,79 @@
+"""Made-up questions and machines for the tests of probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autods.cluster.scripted import Answer, ScriptedRunner
+from autods.hardware import Card, Hardware
+from autods.probing.probe import probe
+from autods.probing.question import Question
+from autods.probing.settle import settle
+from autods.report.probe_result import ProbeReport
+from autods.settings import Settings
+from autods.values import Fit, Listener, ModelFacts, Record, Scalar, Trial, WorkloadSource
+
+MIB = 2**20
+LIMIT = 416 * MIB
+HERE = Hardware(cpu="EPYC", cores=2, host_bytes=2**36, host_free_bytes=2**35, cards=())
+CARD = Card(index=0, name="A100", total_bytes=80 * 2**30, free_bytes=80 * 2**30)
+FACTS = ModelFacts(
+    parameters=10**6, largest_parameter=10**4, checkpointing=True, tokens_per_sample=64, has_optimizer=False
+)
+MODEL = """
+def build_model(n_layer=2): ...
+def build_batch(micro_batch_size, seq_len=64, width=8): ...
+"""
+
+
+def ask(folder: Path, *vary: str, text: str = MODEL, hardware: Hardware = HERE, **asked: Any) -> Question:
+    """A question about a model.py in this folder, on 2 CPU ranks unless something else is said."""
+    path = folder / "model.py"
+    path.write_text(text)
+    source = WorkloadSource(kind="file", path=str(path), name="model", digest="1")
+    said = {"gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "out": folder / "out", **asked}
+    return settle(path, source, hardware=hardware, vary=vary, **said)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Answers by a function, surveys by another; `asked` lists what ran, `killed_at` stops it as Ctrl-C would."""
+
+    answer: Answer
+    facts: Callable[[Mapping[str, Scalar]], ModelFacts] = lambda conditions: FACTS
+    problems: Mapping[str, str] = field(default_factory=dict)
+    killed_at: int | None = None
+    asked: list[Trial] = field(default_factory=list)
+    surveyed: list[Mapping[str, Scalar]] = field(default_factory=list)
+
+    def survey(self, conditions: Mapping[str, Scalar]) -> tuple[ModelFacts, Mapping[str, str]]:
+        self.surveyed.append(conditions)
+        return self.facts(conditions), self.problems
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        if self.killed_at is not None and len(self.asked) + 1 == self.killed_at:
+            raise KeyboardInterrupt
+        self.asked.append(trial)
+        return replace(ScriptedRunner(self.answer).run(trial), id=id)
+
+    def order(self, trials: Sequence[Trial]) -> Sequence[Trial]:
+        return trials
+
+
+def probed(question: Question, bench: Bench, listen: Listener = lambda event: None, **said: Any) -> ProbeReport:
+    """The probe on that bench."""
+
+    @contextmanager
+    def start(settings: Settings, listen: Listener, environments: int) -> Iterator[Bench]:
+        yield bench
+
+    return probe(question, listen=listen, start=start, **said)
+
+
+def rate_of(record: Record) -> float:
+    assert isinstance(record.outcome, Fit)
+    return record.outcome.samples_per_second
