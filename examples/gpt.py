@@ -14,19 +14,19 @@ from transformers import GPT2Config, GPT2LMHeadModel
 SEQUENCE = 64
 
 
-def build_model():
+def build_model(n_layer=10):
     """32.6M parameters: small for a GPU, large enough to fill a CPU rank's budget of some hundred MiB."""
-    config = GPT2Config(n_layer=10, n_embd=512, n_head=8, vocab_size=2048, n_positions=128, use_cache=False)
+    config = GPT2Config(n_layer=n_layer, n_embd=512, n_head=8, vocab_size=2048, n_positions=128, use_cache=False)
     model = GPT2LMHeadModel(config)
     model.gradient_checkpointing_enable()
     return model
 
 
-def build_batch(micro_batch_size):
+def build_batch(micro_batch_size, seq_len=SEQUENCE):
     """Random windows of the text; every byte is a token."""
     data = text()
-    starts = [random.randrange(len(data) - SEQUENCE) for _ in range(micro_batch_size)]
-    tokens = torch.tensor([list(data[start : start + SEQUENCE]) for start in starts])
+    starts = [random.randrange(len(data) - seq_len) for _ in range(micro_batch_size)]
+    tokens = torch.tensor([list(data[start : start + seq_len]) for start in starts])
     return {"input_ids": tokens, "labels": tokens}
 
 

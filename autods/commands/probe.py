@@ -135,6 +135,8 @@ def _said(question: Question) -> Event:
     from ..values import Note
 
     cells = sum(1 for _ in question.cells())
-    how = "by the forecast" if question.forecast_only else f"{question.repeats} times each, in turns"
+    how = f", each {question.repeats} times, in turns"
+    if question.capacity:
+        how = ", by the forecast" if question.forecast_only else ", by the forecast and by trials"
     what = "the largest micro batch of " if question.capacity else ""
-    return Note(text=f"{question.settings.source.name}: {what}{cells} cells, {how} → {question.settings.out}")
+    return Note(text=f"{question.settings.source.name}: {what}{cells} cells{how} → {question.settings.out}")

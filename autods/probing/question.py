@@ -112,7 +112,7 @@ def pose(
         base, _ = base_of(source.base_config if base_config is None else base_config, world_size=count)
         global_batch_of(asked.get("global_batch"), base, count)
     question = Question(
-        settings=settings,
+        settings=_patient(settings) if capacity else settings,
         axes=axes,
         repeats=_at_least_one(repeats, "--repeats", 1 if capacity else REPEATS),
         steps=_steps(settings, steps, capacity=capacity),
@@ -225,6 +225,12 @@ def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
         return steps
     count = _at_least_one(asked, "--steps", 1)
     return replace(steps, timed=count, most_timed=count)
+
+
+def _patient(settings: Settings) -> Settings:
+    """The largest micro batch may take minutes for one phase: that alone is no hang."""
+    limits = settings.profile.limits
+    return replace(settings, profile=replace(settings.profile, limits=replace(limits, stall_s=limits.init_s)))
 
 
 def _at_least_one(asked: int | None, option: str, otherwise: int) -> int:

@@ -14,7 +14,7 @@ from ..units import show_bytes
 from ..values import TIERS, Scalar, Tier
 from . import words
 from .layout import pairs_grid
-from .probe_result import CellResult, ProbeReport, Ratio
+from .probe_result import PROBE_CSV, CellResult, ProbeReport, Ratio
 
 _MARKS = {"fit": ("✓", "green"), "out_of_memory": ("✗", "yellow"), "failed": ("!", "red"), "refused": ("–", "dim")}
 
@@ -31,7 +31,13 @@ class _Column:
 def show(report: ProbeReport, console: Console) -> None:
     """Print the probe; reads nothing but the value."""
     console.print(Text.assemble("\n", (_question(report), "bold")))
-    console.print(_table(report))
+    table, left_out = _table(report, console.width)
+    console.print(table)
+    if left_out:
+        where = f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE"
+        console.print(
+            Text(f"  {', '.join(left_out)}: on a wider terminal, and in {where}\n", style="dim"), soft_wrap=True
+        )
     if lines := list(_reasons(report)):
         console.print(pairs_grid(lines))
         console.print()
@@ -41,16 +47,32 @@ def show(report: ProbeReport, console: Console) -> None:
         console.print(pairs_grid(("·", Text(note, style="dim")) for note in report.notes))
 
 
-def _table(report: ProbeReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
+    """The table as far as the terminal is wide, and the columns that had to be left out."""
     columns = [_Column("", lambda cell: str(cell.number)), *_axes(report), *_measures(report)]
     shown = [column for column in columns if any(str(column.cell(cell)) for cell in report.cells)]
+    left_out = []
+    for name in _LESS:
+        if _width(report, shown) <= width:
+            break
+        left_out += [column.name for column in shown if column.name == name]
+        shown = [column for column in shown if column.name != name]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for column in shown:
-        table.add_column(column.name, justify="right" if column.right else "left", no_wrap=True)
+        table.add_column(column.name, justify="right" if column.right else "left", overflow="fold")
     for cell in report.cells:
         style = "dim" if cell.same_as is not None or cell.status == "refused" else ""
         table.add_row(*(column.cell(cell) for column in shown), style=style)
-    return table
+    return table, left_out
+
+
+_LESS = ("nvme", "host", "pinned", "tokens/s", "forecast", "device")  # what a narrow terminal does without, in order
+
+
+def _width(report: ProbeReport, columns: list[_Column]) -> int:
+    """Of the table: its widest cells, and two spaces before each."""
+    texts = [[*column.name.split("\n"), *(str(column.cell(cell)) for cell in report.cells)] for column in columns]
+    return sum(max(map(len, one)) + 2 for one in texts)
 
 
 def _axes(report: ProbeReport) -> Iterator[_Column]:
@@ -61,9 +83,10 @@ def _axes(report: ProbeReport) -> Iterator[_Column]:
 
 
 def _heading(name: str) -> str:
-    """'zero_optimization.\\nreduce_bucket_size': long names in two lines."""
-    head, _, tail = name.rpartition(".")
-    return f"{head}.\n{tail}" if head and len(name) > 16 else name
+    """'NCCL_P2P_DISABLE', 'reduce_\nbucket_size': the last part of a name, in two lines where it is long."""
+    short = name.rpartition(".")[2]
+    middle = short.find("_", len(short) // 2)
+    return f"{short[: middle + 1]}\n{short[middle + 1 :]}" if len(short) > 12 and middle > 0 else short
 
 
 def _value(cell: CellResult, name: str) -> Text:
@@ -117,7 +140,7 @@ def _number(value: int | None) -> str:
 def _rate(rate: float | None, spread: float | None) -> str:
     if rate is None:
         return ""
-    return words.of_rate(rate) + (f" ±{spread:.1%}" if spread is not None else "")
+    return words.of_rate(rate) + (f" ±{spread:.{0 if spread > 0.1 else 1}%}" if spread is not None else "")
 
 
 def _times(report: ProbeReport) -> Callable[[CellResult], Text]:
@@ -143,7 +166,7 @@ def _memory(tier: Tier) -> Callable[[CellResult], str]:
         use = cell.memory.get(tier)
         if use is None or not use.peak_bytes:
             return ""
-        return words.of_use(use) if tier == "device" else show_bytes(use.peak_bytes)
+        return show_bytes(use.peak_bytes)
 
     return text
 
@@ -218,6 +241,7 @@ def _question(report: ProbeReport) -> str:
         if len(values) == 1
     ]
     precision = [] if "precision" in report.axes else [str(asked.get("precision"))]
-    repeats = f"each cell {asked.get('repeats')} times" if not asked.get("capacity") else ""
+    often = "once" if asked.get("repeats") == 1 else f"{asked.get('repeats')} times"
+    repeats = f"each cell {often}" if not asked.get("capacity") else ""
     said = ", ".join(part for part in (*fixed, *precision, repeats) if part)
     return f"{asked.get('workload')} on {ranks} × {show_bytes(float(str(asked.get('device_bytes') or 0)))}, {said}"

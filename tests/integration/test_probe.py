@@ -1,0 +1,216 @@
+"""Probes on real CPU ranks: every axis reaches them, what runs out is measured, and a killed probe goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import HERE
+
+import autods
+from autods import InputError
+from autods.report.probe_result import ProbeReport, to_dict
+from autods.values import Fit
+
+VARIED, TINY, WIDE = (HERE / "workloads" / f"{name}.py" for name in ("varied", "tiny", "wide"))
+
+
+def probe(workload: Path, out: Path, *vary: str, **asked: object) -> ProbeReport:
+    said = {
+        "gpus": 2,
+        "device": "cpu",
+        "gpu_memory": "1GiB",
+        "config": "quick",
+        "forecast": False,
+        "repeats": 1,
+        **asked,
+    }
+    return autods.probe(workload, vary=vary, out=out, **said)  # type: ignore[arg-type]
+
+
+def losses(report: ProbeReport) -> list[float]:
+    """The first loss of each cell."""
+    found = {record.id: record.outcome for record in report.trials}
+    outcomes = [found[cell.trials[0]] for cell in report.cells]
+    return [outcome.losses[0] for outcome in outcomes if isinstance(outcome, Fit)]
+
+
+def test_environment_arguments_lengths_batches_and_ranks_reach_the_ranks(ray: object, tmp_path: Path) -> None:
+    report = probe(
+        VARIED, tmp_path, "rung=zero1", "env.PROBED=1,null", "build_model.depth=1,2", "seq_len=4,8",
+        "micro_batch=1,3", precision="fp32",
+    )  # fmt: skip
+    expected = [
+        10_000 * micro + 100 * length + 10 * depth + env
+        for env in (1, 7)
+        for depth in (1, 2)
+        for length in (4, 8)
+        for micro in (1, 3)
+    ]
+    assert losses(report) == expected
+    tokens = [cell.tokens_per_second for cell in report.cells[:4:2]]
+    samples = [cell.samples_per_second for cell in report.cells[:4:2]]
+    assert [token / sample for token, sample in zip(tokens, samples, strict=True)] == pytest.approx([4, 8])  # type: ignore[operator]
+    assert report.compared == (1, "tokens")
+
+
+def test_ranks_are_an_axis_and_one_zygote_serves_them(ray: object, tmp_path: Path) -> None:
+    report = probe(TINY, tmp_path, "rung=ddp,zero1", "micro_batch=2", gpus="1,2,3")
+    assert [cell.status for cell in report.cells] == ["fit", "refused", "fit", "fit", "fit", "fit"]
+    assert "no sharding to gain" in report.cells[1].reason
+    sizes = {
+        len(list(folder.glob("rank*.log"))) for folder in (tmp_path / "logs").iterdir() if folder.name[0].isdigit()
+    }
+    assert sizes == {1, 2, 3}
+
+
+def test_one_value_that_the_model_refuses_costs_its_own_cell_only(ray: object, tmp_path: Path) -> None:
+    report = probe(VARIED, tmp_path / "some", "build_model.depth=1,9")
+    assert [cell.status for cell in report.cells] == ["fit", "refused"]
+    assert "9 layers are too many" in report.cells[1].reason
+    with pytest.raises(InputError, match="9 layers are too many"):
+        probe(VARIED, tmp_path / "none", "build_model.depth=9")
+
+
+def test_what_runs_out_of_memory_is_said_with_the_tier_and_the_bytes(ray: object, tmp_path: Path) -> None:
+    report = probe(WIDE, tmp_path, "rung=ddp,zero1", gpu_memory="200MiB")
+    ddp, zero1 = report.cells
+    assert (ddp.status, ddp.tier) == ("out_of_memory", "device")
+    assert ddp.missing_bytes
+    assert zero1.status == "fit"
+    assert 0 < zero1.memory["device"].peak_bytes < 200 * 2**20
+    assert report.compared == (2, "samples")
+
+
+def test_capacity_is_proven_at_the_boundary_by_trials(ray: object, tmp_path: Path) -> None:
+    wide = tmp_path / "wide_batch.py"
+    wide.write_text(
+        "import torch\n\n\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = torch.nn.Linear(8, 8)\n\n"
+        "    def forward(self, x):\n        return (x * self.layer.weight.sum()).exp().square().mean()\n\n\n"
+        "def build_model():\n    return Net()\n\n\n"
+        "def build_batch(micro_batch_size):\n    return {'x': torch.zeros(micro_batch_size, 2**19)}\n"
+    )
+    report = probe(wide, tmp_path / "out", "rung=ddp", capacity=True, gpu_memory="192MiB", gpus=1, precision="fp32")
+    capacity = report.cells[0].capacity
+    assert capacity is not None
+    assert capacity.verified is not None
+    assert capacity.refused == capacity.verified + 1
+    assert capacity.exact
+    tried = {record.trial.knobs.micro_batch: record.outcome for record in report.trials}
+    assert isinstance(tried[capacity.verified], Fit)
+    assert tried[capacity.refused].kind == "out_of_memory"
+
+
+def test_a_hugging_face_config_is_probed_by_its_own_keys(ray: object, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 99, "n_positions": 48}
+    (folder / "config.json").write_text(json.dumps(small))
+    report = probe(folder, tmp_path / "out", "build_model.n_embd=32,64", "seq_len=16,32", task="causal-lm")
+    assert [cell.status for cell in report.cells] == ["fit"] * 4
+    assert [cell.tokens_per_second / cell.samples_per_second for cell in report.cells] == pytest.approx(
+        [16, 32, 16, 32]
+    )  # type: ignore[operator]
+
+
+def test_the_same_probe_again_runs_nothing_and_says_the_same(ray: object, tmp_path: Path) -> None:
+    first = probe(TINY, tmp_path, "rung=ddp,zero1", "pin_memory=on,off", repeats=2)
+    again = probe(TINY, tmp_path, "rung=ddp,zero1", "pin_memory=on,off", repeats=2)
+    told, anew = to_dict(first), to_dict(again)
+    assert told["cells"] == anew["cells"]
+    assert told["trials"] == anew["trials"]
+    assert len(told["trials"]) == 4
+    rows = list(csv.DictReader((tmp_path / "probe.csv").open()))
+    assert [row["same_as"] for row in rows] == ["", "1", "", "3"]
+    assert json.loads((tmp_path / "probe.json").read_text())["cells"] == told["cells"]
+
+
+SLOW = """
+import time
+from tiny import Tiny, build_batch
+
+
+class Slow(Tiny):
+    def forward(self, x, y):
+        time.sleep(0.3)
+        return super().forward(x, y)
+
+
+def build_model():
+    return Slow()
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "slow.py").write_text(SLOW)
+    asked = (
+        "--gpus 2 --device cpu --gpu-memory 1GiB --config quick --vary rung=ddp,zero1 --vary env.PROBED=1,2 --repeats 2"
+    )
+    return [
+        sys.executable,
+        "-m",
+        "autods",
+        "probe",
+        str(tmp_path / "slow.py"),
+        *asked.split(),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+
+
+def started(command: list[str]) -> subprocess.Popen[str]:
+    paths = [str(HERE / "workloads"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finished(out: Path) -> list[str]:
+    path = out / "journal.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row["key"] for row in rows if row["kind"] == "finished"]
+
+
+def wait_for(out: Path, trials: int, running: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while len(finished(out)) < trials:
+        assert running.poll() is None, running.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_a_probe_that_is_killed_or_interrupted_goes_on_by_the_same_command(
+    command: list[str], tmp_path: Path, stop: signal.Signals, code: int
+) -> None:
+    out = tmp_path / "out"
+    first = started(command)
+    wait_for(out, 3, first)
+    first.send_signal(stop)
+    _, told = first.communicate(timeout=60)
+    assert first.returncode == code
+    if stop is signal.SIGINT:
+        assert "go on with:" in told
+    known = finished(out)
+    assert not (out / "probe.json").exists()
+    again = started([*command, "--json"])
+    shown, told = again.communicate(timeout=200)
+    assert again.returncode == 0, told
+    assert f"resuming: {len(known)} finished trials are not run again" in told
+    keys = finished(out)
+    assert keys[: len(known)] == known
+    assert len(keys) == len(set(keys)) == 8
+    report = json.loads(shown)
+    assert [cell["repeats"] for cell in report["cells"]] == [2] * 4
