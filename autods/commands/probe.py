@@ -90,18 +90,20 @@ def _probe(
     """Run the probe and show how it ended, whatever that is."""
     from .. import api
     from ..report import endings
+    from ..report.probe_files import check_writable, write_csv
 
     out = Path(asked["out"]) if asked["out"] else None
+    table = None if csv in (None, "-") else Path(str(csv))
     try:
+        if table is not None:
+            check_writable(table)
         question = (call.uses.ask_probe or api.ask_probe)(workload, **asked)
         out = question.settings.out
         with _progress(question, quiet) as listen:
             listen(_said(question))
             report = (call.uses.run_probe or api.run_probe)(question, listen, fresh)
-        if csv is not None and csv != "-":
-            from ..report.probe_files import write_csv
-
-            write_csv(report, Path(csv))
+        if table is not None:
+            write_csv(report, table)
         endings.printed(lambda: _show(report, as_json=as_json, as_csv=csv == "-"))
         return 0 if report.status == "done" else 1
     except (Exception, KeyboardInterrupt) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,5 +25,20 @@ def write_csv(report: ProbeReport, path: Path) -> None:
         beside.write_text(to_csv(report), newline="")
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path), mend="give another file") from None
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise _unwritable(path, error.strerror) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises InputError now, and not after an hour of trials."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise _unwritable(path, "is a folder" if path.is_dir() else "its folder is read-only")
+
+
+def _unwritable(path: Path, why: str | None) -> InputError:
+    return InputError(f"cannot be written: {why}", where=str(path), mend="give another file")
