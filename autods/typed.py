@@ -55,7 +55,9 @@ def _expect(right: bool, data: Any, name: str, wanted: str) -> Any:
 
 
 def _read_union(options: tuple[Any, ...], data: Any, name: str) -> Any:
-    if data is not None and NoneType in options and len(options) == 2:
+    if data is None and NoneType in options:
+        return None
+    if NoneType in options and len(options) == 2:
         return _read(next(option for option in options if option is not NoneType), data, name)
     if all(is_dataclass(option) for option in options):
         by_kind = {get_args(_fields(option)["kind"])[0]: option for option in options}

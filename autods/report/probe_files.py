@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from ..errors import InputError
-from .files import _replace
+from .files import _as_json, _replace
 from .probe_result import PROBE, PROBE_CSV, ProbeReport, to_csv, to_dict
 
 
 def write(report: ProbeReport, folder: Path) -> None:
     """Write both. Raises InputError naming the file when the folder cannot be written or the disk is full."""
     write_csv(report, folder / PROBE_CSV)
-    _replace(folder / PROBE, to_dict(report))
+    _replace(folder / PROBE, _as_json(to_dict(report)))
 
 
 def write_csv(report: ProbeReport, path: Path) -> None:
