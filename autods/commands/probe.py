@@ -141,7 +141,7 @@ def _said(question: Question) -> Event:
     from ..values import Note
 
     cells = sum(1 for _ in question.cells())
-    how = f", each {question.repeats} times, in turns"
+    how = f", each {question.repeats} times, in turns" if question.repeats > 1 else ", each once"
     if question.capacity:
         how = ", by the forecast" if question.forecast_only else ", by the forecast and by trials"
     what = "the largest micro batch of " if question.capacity else ""
