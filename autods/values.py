@@ -305,10 +305,10 @@ class WorkloadSource:
     seq_len: int | None = None
     target_len: int | None = None
     recompute: bool | None = None
-    arguments: Mapping[str, Scalar] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     script_kind: ScriptKind | None = None
     folder: str | None = None
+    arguments: Mapping[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", tuple(self.argv))  # JSON, by which it travels, makes a list of it

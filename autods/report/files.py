@@ -62,14 +62,14 @@ def write(report: Report, folder: Path) -> None:
         if text is None:
             _remove(folder / name)  # one of an earlier fit would pass for this one's
         else:
-            _replace(folder / name, text)
-    _replace(folder / REPORT, _as_json(to_dict(report)))  # last: where it stands, the fit is finished
+            write_whole(folder / name, text)
+    write_whole(folder / REPORT, as_json(to_dict(report)))  # last: where it stands, the fit is finished
     _remove(folder / SO_FAR)
 
 
 def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
     """The best config that is known while the fit goes on: measured, not certified. Raises InputError as `write`."""
-    _replace(folder / SO_FAR, _as_json(ds_config))
+    write_whole(folder / SO_FAR, as_json(ds_config))
 
 
 def read(folder: Path) -> Report:
@@ -88,8 +88,8 @@ def _configs(report: Report) -> dict[str, str | None]:
     if report.ds_config is None:
         return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, ACCELERATE))
     return {
-        DS_CONFIG: _as_json(report.ds_config),
-        DS_CONFIG_HF: _as_json(for_trainer(report.ds_config)),
+        DS_CONFIG: as_json(report.ds_config),
+        DS_CONFIG_HF: as_json(for_trainer(report.ds_config)),
         ACCELERATE: accelerate_yaml(report, str(Path(report.out) / DS_CONFIG)),
     }
 
@@ -140,12 +140,12 @@ def _plain(value: Any) -> Any:
             return str(value)
 
 
-def _as_json(data: Any) -> str:
+def as_json(data: Any) -> str:
     return json.dumps(_plain(data), indent=2) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write beside, then rename: a reader sees the old file or the new one."""
+def write_whole(path: Path, text: str) -> None:
+    """Write beside, then rename: a reader sees the old file or the new one. Raises InputError naming the file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

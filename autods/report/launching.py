@@ -31,11 +31,19 @@ def commands(report: Report) -> dict[str, str]:
     plain = () if script.get("takes_local_rank", True) else ("--no_local_rank",)
     starts = {
         "torchrun": ("torchrun", "--standalone", "--nproc_per_node", str(ranks)),
-        "deepspeed": ("deepspeed", "--num_accelerators" if cpu else "--num_gpus", str(ranks), *plain),
+        "deepspeed": ("deepspeed", *(("--num_accelerators", str(ranks)) if cpu else _cards(report, ranks)), *plain),
         "accelerate": ("accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)),
     }
     prefix = "DS_ACCELERATOR=cpu " if cpu else ""
     return {name: prefix + shlex.join((*start, *_program(report, name))) for name, start in starts.items()}
+
+
+def _cards(report: Report, ranks: int) -> tuple[str, str]:
+    """deepspeed's option for the cards of the fit: with a number it takes the first, whatever is visible."""
+    cards = [card["index"] for card in report.hardware.get("cards", ())][:ranks]
+    if len(cards) < ranks or cards == list(range(ranks)):
+        return "--num_gpus", str(ranks)
+    return "--include", f"localhost:{','.join(map(str, cards))}"
 
 
 def filled(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:

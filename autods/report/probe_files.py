@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
 from ..errors import InputError
-from .files import _as_json, _replace
+from .files import as_json, write_whole
 from .probe_result import PROBE, PROBE_CSV, ProbeReport, to_csv, to_dict
 
 
 def write(report: ProbeReport, folder: Path) -> None:
     """Write both. Raises InputError naming the file when the folder cannot be written or the disk is full."""
     write_csv(report, folder / PROBE_CSV)
-    _replace(folder / PROBE, _as_json(to_dict(report)))
+    write_whole(folder / PROBE, as_json(to_dict(report)))
 
 
 def write_csv(report: ProbeReport, path: Path) -> None:
-    """The table, whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(to_csv(report), newline="")
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise _unwritable(path, error.strerror) from None
+    """The table, whole or not at all. Raises InputError as `write`."""
+    write_whole(path, to_csv(report))
 
 
 def check_writable(path: Path) -> None:

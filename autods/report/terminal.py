@@ -111,15 +111,6 @@ def _next(report: Report) -> Iterator[Text]:
     yield _line("files", f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}")
 
 
-def _cards(report: Report) -> str:
-    """The launcher's option for the cards of the fit: with a number it takes the first, whatever is visible."""
-    ranks = int(report.question.get("gpus", 1))
-    cards = [card["index"] for card in report.hardware.get("cards", ())][:ranks]
-    if report.question.get("device") != "cuda" or len(cards) < ranks or cards == list(range(ranks)):
-        return f"--num_gpus {ranks}"
-    return f"--include localhost:{','.join(map(str, cards))}"
-
-
 def _line(name: str, said: str) -> Text:
     return Text.assemble((f"  {name:<10}  ", "cyan"), said)
 
