@@ -23,6 +23,7 @@ def install(session: Session) -> None:
     from accelerate.utils import DeepSpeedPlugin, memory
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    session.file = filling.trials_config(session)
     session.merge, session.own = filling.as_filled(session), filling.own_of(session)
     DeepSpeedPlugin.__post_init__ = _with_our_config(session, DeepSpeedPlugin.__post_init__)
     prepare = accelerate.Accelerator._prepare_deepspeed

@@ -14,16 +14,18 @@ from .users import refusal
 _PRECISIONS = ("bf16", "fp16")
 
 
-def in_place_of(session: Session, users: Mapping[str, Any]) -> dict[str, Any]:
-    """The trial's config over the one that the script gives its library. Remembers the script's own.
+def trials_config(session: Session) -> dict[str, Any]:
+    """What the trial asks for. In a survey nobody knows yet whether the script brings an optimizer: none of ours."""
+    config = dict(session.job.ds_config)
+    if session.looks_only and is_ours(config.get("optimizer")):
+        del config["optimizer"]
+    return config
 
-    In a survey nobody knows yet whether the script brings an optimizer: it gets none of ours.
-    """
+
+def in_place_of(session: Session, users: Mapping[str, Any]) -> dict[str, Any]:
+    """The trial's config over the one that the script gives its library. Remembers the script's own."""
     session.given = users
-    trial = dict(session.job.ds_config)
-    if session.looks_only and is_ours(trial.get("optimizer")):
-        trial.pop("optimizer", None)
-    return merge(rungless(users), trial)
+    return merge(rungless(users), trials_config(session))
 
 
 def as_filled(session: Session) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

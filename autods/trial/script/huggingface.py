@@ -17,7 +17,7 @@ def install(session: Session) -> None:
     from transformers import Trainer, TrainingArguments
     from transformers.integrations import deepspeed as theirs
 
-    session.file = for_trainer(session.file)
+    session.file = for_trainer(filling.trials_config(session))
     session.merge, session.own = filling.as_filled(session), filling.own_of(session)
     ours = _with_our_config(session, theirs.HfTrainerDeepSpeedConfig.__init__)
     theirs.HfTrainerDeepSpeedConfig.__init__ = ours

@@ -21,7 +21,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def install(session: Session) -> None:
     """For the rest of this process."""
     os.environ["TORCHELASTIC_RUN_ID"] = "autods"  # ranks are there already: it must start none
-    session.file = _without_batch(session.file)
+    session.file = _without_batch(filling.trials_config(session))
     session.merge, session.own = _counted(session), filling.own_of(session)
     for package in _PACKAGES:
         with contextlib.suppress(ImportError):  # only one of the two may be installed
