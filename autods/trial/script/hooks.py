@@ -122,7 +122,7 @@ def _facts(
         "tokens_per_sample": None,
         "has_optimizer": own_optimizer,
         "config": session.own_config(users, from_file=from_file),
-        "config_place": None if from_file else str(caller() or ""),
+        "config_place": None if from_file or session.given is not None else str(caller() or ""),
     }
 
 

@@ -10,7 +10,7 @@ import os
 import types
 from typing import Any
 
-from ...ds_config import BATCH_KEYS
+from ...trainer_config import for_lightning
 from . import filling
 from .session import Session
 from .users import refusal
@@ -21,7 +21,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def install(session: Session) -> None:
     """For the rest of this process."""
     os.environ["TORCHELASTIC_RUN_ID"] = "autods"  # ranks are there already: it must start none
-    session.file = _without_batch(filling.trials_config(session))
+    session.file = for_lightning(filling.trials_config(session))
     session.merge, session.own = _counted(session), filling.own_of(session)
     for package in _PACKAGES:
         with contextlib.suppress(ImportError):  # only one of the two may be installed
@@ -43,15 +43,10 @@ def _with_our_config(session: Session, real: Any) -> Any:
     @functools.wraps(real)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        self.config = _without_batch(filling.in_place_of(session, dict(self.config or {})))
+        self.config = for_lightning(filling.in_place_of(session, dict(self.config or {})))
         self.config["train_micro_batch_size_per_gpu"] = session.job.micro_batch
 
     return init
-
-
-def _without_batch(config: dict[str, Any]) -> dict[str, Any]:
-    """The strategy refuses a config with accumulation steps."""
-    return {key: value for key, value in config.items() if key not in BATCH_KEYS[::2]}
 
 
 def _counted(session: Session) -> Any:
@@ -82,7 +77,7 @@ def _without_sanity_check(real: Any) -> Any:
 
 def _stand_in(package: str, strategy: Any) -> None:
     """CPU ranks where the strategy takes GPUs alone."""
-    module = importlib.import_module(strategy.__module__)
+    module: Any = importlib.import_module(strategy.__module__)
     accelerators = importlib.import_module(f"{package}.accelerators")
     accelerators.CPUAccelerator.auto_device_count = staticmethod(lambda: int(os.environ["WORLD_SIZE"]))
     module.CUDAAccelerator = (module.CUDAAccelerator, accelerators.CPUAccelerator)
