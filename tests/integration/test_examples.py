@@ -49,7 +49,7 @@ def falling(done: Done, *, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2)])
 def test_qwen2_tells_how_many_elements_the_optimizer_of_each_rank_updates(tmp_path, stage, shared):
     config = EXAMPLES / "qwen2" / f"ds_zero{stage}.json"
     done = run("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
@@ -66,10 +66,9 @@ def test_the_conv_net_learns_the_digits(tmp_path):
     assert float(re.findall(r"^epoch 2: (\S+)% right$", done.stdout, re.MULTILINE)[0]) > 60
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_the_mixture_of_experts_learns_with_the_experts_on_each_rank_or_shared(tmp_path, ep_size):
+def test_a_mixture_of_experts_learns_whose_experts_are_shared_among_the_ranks(tmp_path):
     config = EXAMPLES / "cifar" / "ds_config.json"
-    options = ("--deepspeed_config", config, "--ep-size", ep_size, "--max-steps", 20)
+    options = ("--deepspeed_config", config, "--ep-size", 2, "--max-steps", 20)
     falling(run("cifar/cifar_moe.py", *options, folder=tmp_path), steps=20)
 
 
