@@ -18,7 +18,8 @@ from torch.nn import functional
 class MoENet(Net):
     def __init__(self, experts, ep_size, top_k):
         super().__init__()
-        self.moe = MoE(84, nn.Linear(84, 84), num_experts=experts, ep_size=ep_size, k=top_k)
+        # DeepSpeed asks for more images a batch than min_capacity, which is 4 unless we say so.
+        self.moe = MoE(84, nn.Linear(84, 84), num_experts=experts, ep_size=ep_size, k=top_k, min_capacity=0)
 
     def forward(self, pictures):
         hidden = self.hidden(self.convolutions(pictures).flatten(1))
