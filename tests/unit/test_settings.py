@@ -311,7 +311,7 @@ def test_a_script_s_precision_is_its_own_affair_unless_one_is_asked_for() -> Non
 def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
     assert of_script({"train_batch_size": 64}).global_batch == 64
     assert of_script({"train_batch_size": 64}, global_batch=32).global_batch == 32
-    with pytest.raises(InputError, match="cannot be split over 2 ranks"):
+    with pytest.raises(InputError, match="train_batch_size 7 ≠"):
         of_script({"train_batch_size": 7})
 
 
