@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 from .base_config import check_base_config
 from .checks import Given, base_of, check_ranks, global_batch_of, precisions_of, size_of, with_precision
 from .checks import Precision as Precision
-from .ds_config import get, merge
+from .ds_config import get, half_precision, merge
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -113,7 +113,7 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=base if source.kind == "script" and first == "auto" else with_precision(base, first, where),
+        base=_over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
@@ -124,6 +124,14 @@ def resolve(
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
+
+
+def _over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
+    """What goes over a script's own config: its precision is its own affair unless one is asked for."""
+    if precision == "auto":
+        return dict(base)
+    asked = with_precision(base, precision, where)
+    return asked if half_precision(asked) else {**asked, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
 
 
 def with_config_of(settings: Settings, facts: ModelFacts) -> Settings:

@@ -125,5 +125,6 @@ FINE = {
         "        engine.step()\n",
         "        try:\n            engine.step()\n        except BaseException:\n            sys.exit(5)\n",
     ),
+    "its loader has workers": ("batch_size=size", "batch_size=size, num_workers=2, persistent_workers=True"),
     "it prints gigabytes": ("        engine.step()\n", "        engine.step()\n        print('x' * 2**25)\n"),
 }
