@@ -81,7 +81,9 @@ def nothing_fits(
 
 def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
     """What an optimizer step trains on: who changes it changes the training."""
-    said = words.of_batch(knobs, facts.replicas(settings.gpus), "replicas" if facts.pipeline_stages else "ranks")
+    replicas = facts.replicas(settings.gpus)
+    holders = "ranks" if not facts.pipeline_stages else "replica" if replicas == 1 else "replicas"
+    said = words.of_batch(knobs, replicas, holders)
     if settings.global_batch is not None:
         return f"{said}, as asked"
     return f"{said}, chosen for throughput: give --global-batch to keep yours"

@@ -67,6 +67,16 @@ def unforeseeable(facts: ModelFacts) -> str | None:
     return None
 
 
+def idle(facts: ModelFacts, global_batch: int | None) -> str | None:
+    """What a pipeline loses without a global batch: a step then has one micro batch, which its stages wait for."""
+    if facts.pipeline_stages < 2 or global_batch is not None:
+        return None
+    return (
+        "a pipeline's micro batches are its accumulation, and without --global-batch that is 1:"
+        f" {facts.pipeline_stages} stages then wait for each other; give the global batch that you train with"
+    )
+
+
 def check_ranks(facts: ModelFacts, world_size: int) -> None:
     """Raises InputError where the ranks cannot be split into replicas of the model."""
     each = facts.replica_ranks

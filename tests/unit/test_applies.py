@@ -11,7 +11,7 @@ from test_walk import FACTS, SETTINGS
 
 from autods.errors import InputError
 from autods.report.plan_advice import sentences
-from autods.search.applies import check_ranks, tunable, unforeseeable
+from autods.search.applies import check_ranks, idle, tunable, unforeseeable
 from autods.search.candidates import Candidate, candidates
 from autods.values import ModelFacts
 
@@ -82,3 +82,9 @@ def test_what_experts_fix_is_not_tuned() -> None:
     assert key in tunable(zero2, FACTS).tune
     assert key not in tunable(zero2, EXPERTS).tune
     assert "zero_optimization.reduce_bucket_size" in tunable(zero2, EXPERTS).tune
+
+
+def test_a_pipeline_without_a_global_batch_is_told_that_its_stages_wait() -> None:
+    assert "2 stages then wait" in str(idle(PIPELINE, None))
+    assert idle(PIPELINE, 8) is None
+    assert idle(FACTS, None) is None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...values import ScriptKind
+from .. import pipeline
 from ..survey import parameters_of
 from .engine import watch
 from .session import Session
@@ -30,6 +31,8 @@ def install(session: Session) -> None:
     """For the rest of this process."""
     import deepspeed
 
+    if session.job.job == "survey":
+        pipeline.lay_out()
     real = deepspeed.initialize
     everywhere(real, "initialize", functools.wraps(real)(functools.partial(_initialize, session, real)))
     everywhere(deepspeed.zero.Init, "Init", _partitioning(session, deepspeed.zero.Init))

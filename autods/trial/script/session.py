@@ -16,6 +16,7 @@ from .. import exam as exams
 from ..act import enough, finite
 from ..rendezvous import Ranks, ranks_of
 from ..spec import RankJob
+from ..traffic import Traffic, backend
 from .batches import Batches
 from .clock import Clock
 from .proof import Proof
@@ -53,6 +54,7 @@ class Session:
     given: Mapping[str, Any] | None = None
     clock: Clock = field(default_factory=Clock)
     batches: Batches = field(default_factory=Batches)
+    traffic: Traffic = field(default_factory=lambda: Traffic(lambda: None))  # calls and bytes: no step of its own
     steps: int = 0  # optimizer steps so far
     losses: list[float] = field(default_factory=list)  # of those that count
     loss: Any = None  # of the last micro batch, a tensor
@@ -141,6 +143,7 @@ class Session:
     def began(self, engine: Any) -> None:
         """The engine is there."""
         self.engine = engine
+        self.traffic.listen(backend())
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A forward begins."""
@@ -151,6 +154,7 @@ class Session:
             self.other("evaluate")
             return
         self.clock.forward(now)
+        self.traffic.begin()
         self._whole &= self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
         if self.job.exam == "worst_case":
             self.batches.keep(args, kwargs)
@@ -173,6 +177,7 @@ class Session:
         """The engine's step has ended. Ends the script when that was the last one that the trial needs."""
         if boundary:
             self.observer.meter.synchronize()
+            self.traffic.end()
         self.clock.step(time.perf_counter(), boundary=boundary, counts=self._whole)
         if not boundary:
             return
@@ -213,6 +218,7 @@ class Session:
             "steps_s": sum(times),
             "losses": tuple(self.losses),
             "examined": None if self._proof is None else self._proof.examined,
+            "communication": self.traffic.said(),
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
             "tokens_per_sample": self.batches.tokens_per_sample,
         }
