@@ -110,8 +110,10 @@ class Forecasts:
         accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
         trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
         ranks = settings_under(settings, trial.conditions).gpus
+        stage = next(rung.stage for rung in settings.ladder if rung.name == trial.rung)
         return Ask(
             rung=trial.rung,
+            zero_init=settings.source.zero_init and stage == 3,
             ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),
             world_size=ranks,
             ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or ranks),
