@@ -109,8 +109,10 @@ IN_A_TRIAL = {
 FINE = {
     "as it is": ("# HERE", ""),
     "it catches everything": (
-        "        loss = torch.nn.functional.mse_loss(engine(x), y)\n        engine.backward(loss)\n        engine.step()\n",
-        "        try:\n            engine.backward(torch.nn.functional.mse_loss(engine(x), y))\n            engine.step()\n"
+        "        loss = torch.nn.functional.mse_loss(engine(x), y)\n        engine.backward(loss)\n"
+        "        engine.step()\n",
+        "        try:\n            engine.backward(torch.nn.functional.mse_loss(engine(x), y))\n"
+        "            engine.step()\n"
         "        except:\n            pass\n",
     ),
     "it never ends once it is told to": (

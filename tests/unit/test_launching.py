@@ -125,5 +125,19 @@ def test_the_files_are_those_that_the_commands_name(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_a_lightning_script_gets_a_config_without_accumulation_steps(tmp_path: Path):
+    report = replace(scripted("--config", "{ds_config}", kind="lightning"), out=str(tmp_path))
+    write(report, tmp_path)
+    config = json.loads((tmp_path / "ds_config_lightning.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert not {"gradient_accumulation_steps", "train_batch_size"} & config.keys()
+    assert commands(report)["torchrun"].endswith("ds_config_lightning.json")
+
+
+def test_an_accelerate_script_that_takes_no_config_is_launched_by_accelerate():
+    assert [name for name, _ in lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
+    assert dict(lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
+
+
 def test_where_nothing_fits_there_is_nothing_to_launch():
     assert to_dict(hopeless_report())["launch"] is None
