@@ -36,6 +36,7 @@ def find_best_config(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    zero_init: bool = False,
     kind: str | None = None,
     script_args: Sequence[str] = (),
     out: str | Path | None = None,
@@ -54,6 +55,7 @@ def find_best_config(
     a training script, whose arguments are `script_args`, with placeholders such as '{ds_config}'.
     kind: 'model', 'script' or a kind of script, where what the file shows is not to decide.
     task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
+    zero_init: under stage 3 the model of a Hugging Face config is split while it is built, as `HfDeepSpeedConfig` does.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
     forecast: False tries every rung, even those that cannot fit by the forecast.
     objective: 'samples', 'tokens' (the most a second) or 'memory' (the least of the device).
@@ -75,7 +77,8 @@ def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
     from .hardware import look
 
     out = asked.get("out")
-    source = _source(workload, asked, folder=Path(out) if out is not None else Path("autods-out"))
+    folder = Path(out) if out is not None else Path("autods-out")
+    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
     return resolve(source, hardware=look(), **_with_tuples(asked))
 
 
@@ -168,6 +171,7 @@ def probe(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    zero_init: bool = False,
     kind: str | None = None,
     script_args: Sequence[str] = (),
     out: str | Path | None = None,
@@ -198,7 +202,8 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     from .probing.settle import settle as settle_probe
 
     out = asked.get("out")
-    source = _source(workload, asked, folder=Path(out) if out is not None else Path("autods-out"))
+    folder = Path(out) if out is not None else Path("autods-out")
+    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
     return settle_probe(workload, source, hardware=look(), **_with_tuples(asked))
 
 
@@ -210,16 +215,20 @@ def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeRe
 
 
 def _source(
-    workload: str | Path | Workload, asked: dict[str, Any], *, folder: Path, recompute: bool | None = None
+    workload: str | Path | Workload,
+    asked: dict[str, Any],
+    *,
+    folder: Path,
+    recompute: bool | None = None,
+    zero_init: bool = False,
 ) -> WorkloadSource:
-    """The workload, with those of `asked` that are about it; they are taken out."""
+    """The workload, with those of `asked` that are about it; they are taken out. zero_init: a plan has its own."""
     from .workload import source_of
 
     own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len", "kind")}
     argv = tuple(asked.pop("script_args", ()))
-    return source_of(
-        Path(workload) if isinstance(workload, str) else workload, folder=folder, recompute=recompute, argv=argv, **own
-    )
+    given = Path(workload) if isinstance(workload, str) else workload
+    return source_of(given, folder=folder, recompute=recompute, zero_init=zero_init, argv=argv, **own)
 
 
 def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def probe_command(
     task: options.Task = None,
     seq_len: options.SeqLen = None,
     target_len: options.TargetLen = None,
+    zero_init: options.ZeroInit = False,
     kind: options.Kind = None,
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
@@ -82,7 +83,7 @@ def probe_command(
         "repeats": repeats, "steps": steps, "global_batch": global_batch, "precision": precision,
         "base_config": base_config, "as_written": as_written, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "nvme_path": nvme_path,
-        "task": task, "seq_len": seq_len, "target_len": target_len, "kind": kind,
+        "task": task, "seq_len": seq_len, "target_len": target_len, "zero_init": zero_init, "kind": kind,
         "script_args": tuple(script_args or ()), "out": out, "forecast": not no_forecast, "seed": seed,
     }  # fmt: skip
     return _probe(context.obj, workload, asked, fresh=fresh, csv=csv, as_json=as_json, quiet=quiet)

@@ -148,3 +148,16 @@ def test_a_name_that_is_no_folder_says_that_nothing_is_downloaded(
         assert "nothing is downloaded" in told
         assert told.startswith(f"{said}: ")
     assert "has no config.json" in refusal(Path("hf:empty"))
+
+
+def test_zero_init_is_of_a_config_and_makes_another_workload(tmp_path: Path) -> None:
+    folder = config(tmp_path)
+    assert source_of(folder, zero_init=True).zero_init
+    assert (
+        source_of(folder, zero_init=True).digest
+        != source_of(folder).digest
+        == source_of(folder, zero_init=False).digest
+    )
+    model = tmp_path / "model.py"
+    model.write_text("def build_model(): ...\ndef build_batch(n): ...\n")
+    assert "--zero-init is for a Hugging Face config" in refusal(model, zero_init=True)

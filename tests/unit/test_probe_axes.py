@@ -216,3 +216,11 @@ def test_a_real_card_is_asked_for_trials(tmp_path: Path) -> None:
     assert question.settings.device_bytes == CARD.total_bytes
     with pytest.raises(InputError, match="this machine shows 2 GPUs"):
         ask(tmp_path, hardware=here, device="cuda", gpu_memory=None, gpus="2,4")
+
+
+def test_nvme_of_a_machine_that_is_not_here_need_not_be_a_folder_here(tmp_path: Path) -> None:
+    said = {"device": "cuda", "gpu_memory": "80GiB", "forecast_only": True, "gpus": 8}
+    assert ask(tmp_path, **said).settings.nvme_path is None
+    assert ask(tmp_path, nvme_path="/no/such/nvme", **said).settings.nvme_path == Path("/no/such/nvme")
+    with pytest.raises(InputError, match="not a folder"):
+        ask(tmp_path, nvme_path="/no/such/nvme")
