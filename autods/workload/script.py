@@ -102,7 +102,7 @@ def launched(source: WorkloadSource) -> dict[str, object]:
     """How a script is started, for the report. takes_local_rank: the `deepspeed` launcher gives it to every script, and
     a parser that does not know it ends there."""
     text = Path(source.path).read_text() if Path(source.path).is_file() else ""
-    knows = source.script_kind == "hf_trainer" or re.search(r"local[-_]rank\b|add_config_arguments", text) is not None
+    knows = source.script_kind == "hf_trainer" or re.search(r"[\"']--local[-_]rank\b", text) is not None
     kind = source.script_kind or "deepspeed"
     return {"path": source.path, "argv": list(source.argv), "kind": kind, "takes_local_rank": knows}
 

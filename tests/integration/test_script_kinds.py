@@ -14,7 +14,9 @@ from conftest import ignore
 
 from autods.cluster.runner import RayRunner
 from autods.errors import InputError
+from autods.fit import fit
 from autods.hardware import look
+from autods.report import to_dict
 from autods.settings import resolve
 from autods.values import Failed, Fit, Knobs, OutOfMemory, Steps, Trial
 from autods.workload import source_of
@@ -70,6 +72,23 @@ def started(ray, users, tmp_path_factory):
             return known[key]
 
         yield started
+
+
+def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path):
+    with contextlib.chdir(users):
+        source = source_of(users / "trainer.py", argv=HF)
+    said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "max_trials": 2, "ladder": ("zero2",)}
+    settings = resolve(source, hardware=look(), out=tmp_path, **said)
+    report = fit(settings, listen=ignore)
+    assert (report.status, report.rung) == ("fit", "zero2")
+    written = json.loads((tmp_path / "ds_config_hf.json").read_text())
+    assert (written["bf16"]["enabled"], written["train_micro_batch_size_per_gpu"]) == ("auto", "auto")
+    assert f"--deepspeed {tmp_path}/ds_config_hf.json" in to_dict(report)["launch"]["torchrun"]
+
+    rows = (tmp_path / "journal.jsonl").read_text()
+    (tmp_path / "report.json").unlink()
+    assert fit(settings, listen=ignore).rung == "zero2"
+    assert (tmp_path / "journal.jsonl").read_text() == rows
 
 
 def digest(folder):
