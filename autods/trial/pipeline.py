@@ -116,6 +116,22 @@ def whole(build_model: Callable[[], Any]) -> Any:
         PipelineModule.__init__ = own
 
 
+def hold_all_layers() -> None:
+    """From here on a PipelineModule of this process is all of its layers, as of `whole`: for a look with one rank."""
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    def hold(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            _lay(self, *args, **kwargs)
+        except _Laid as laid:
+            torch.nn.Module.__init__(self)
+            self.held = _joined(laid)
+            self.pipeline_stages, self.replica_ranks = laid.stages, laid.ranks
+
+    PipelineModule.__init__ = hold
+
+
 def _lay(self: Any, layers: Any, num_stages: int | None = None, topology: Any = None, **_: Any) -> None:
     if topology is not None:
         ranks = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}

@@ -27,6 +27,13 @@ def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
         "checkpointing": can_checkpoint(model),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
+        **parts_of(model),
+    }
+
+
+def parts_of(model: Any) -> dict[str, int]:
+    """Of a pipeline and of layers of experts: what decides which rungs there are for the model."""
+    return {
         "pipeline_stages": getattr(model, "pipeline_stages", 0),
         "replica_ranks": getattr(model, "replica_ranks", 1),
         "experts": experts_of(model),

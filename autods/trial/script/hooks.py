@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...values import ScriptKind
-from ..survey import parameters_of
+from ..pipeline import hold_all_layers
+from ..survey import parameters_of, parts_of
 from .engine import watch
 from .session import Session
 from .users import caller, everywhere, refusal
@@ -33,6 +34,8 @@ def install(session: Session) -> None:
     real = deepspeed.initialize
     everywhere(real, "initialize", functools.wraps(real)(functools.partial(_initialize, session, real)))
     everywhere(deepspeed.zero.Init, "Init", _partitioning(session, deepspeed.zero.Init))
+    if session.job.job == "survey":
+        hold_all_layers()  # it has one rank, and a PipelineModule asks for all
     kind = session.job.source.script_kind
     if kind is not None and kind in KINDS:
         importlib.import_module(f".{KINDS[kind]}", __package__).install(session)
@@ -112,6 +115,7 @@ def _facts(
         )
     return {
         **parameters_of(asked["model"], by="the script gave deepspeed.initialize"),
+        **parts_of(asked["model"]),
         "checkpointing": False,
         "tokens_per_sample": None,
         "has_optimizer": own_optimizer,
