@@ -168,6 +168,8 @@ def probe(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    kind: str | None = None,
+    script_args: Sequence[str] = (),
     out: str | Path | None = None,
     forecast: bool = True,
     seed: int = 0,
@@ -181,6 +183,7 @@ def probe(
     capacity: look for the largest micro batch of each cell, by the forecast and then by trials at its boundary.
     forecast_only: the forecast alone, for the machine `on` of the catalogue, or for `gpu_memory` and `host_memory`.
     repeats: how often each cell is measured, in turns. steps: timed steps of a trial.
+    script_args: of a training script; `args.NAME` is what stands for {NAME} in them.
 
     That no cell fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
     `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.

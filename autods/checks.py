@@ -16,11 +16,11 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Given = str | Path | Mapping[str, Any] | None
 
 
-def base_of(given: Given, *, world_size: int) -> tuple[dict[str, Any], str]:
-    """The base config, from a file or as an object, and the name that errors give it."""
+def base_of(given: Given, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
+    """The base config, from a file or as an object, and the name that errors give it. See `check_base_config`."""
     where = str(given) if isinstance(given, (str, Path)) else "base config"
     base = read_base_config(Path(given)) if isinstance(given, (str, Path)) else _plain(given, where)
-    check_base_config(base, world_size=world_size, where=where)
+    check_base_config(base, world_size=world_size, where=where, filled_in=filled_in)
     return base, where
 
 

@@ -14,6 +14,7 @@ from .search.walk import Walked
 from .searching import Found, Nothing
 from .settings import Settings
 from .values import Fit, Knobs, ModelFacts, Record
+from .workload.script import launched
 
 Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions
 
@@ -132,5 +133,6 @@ def _common(
             "objective": settings.objective,
             "stop": settings.profile.race.stop,
             "ladder": [rung.name for rung in settings.ladder],
+            "script": launched(settings.source) if settings.source.kind == "script" else None,
         },
     }

@@ -11,7 +11,7 @@ Workload = Annotated[
     str,
     Argument(
         metavar="WORKLOAD",
-        help="A model.py with build_model and build_batch, a Hugging Face config.json, or a training script.",
+        help="A model.py with build_model and build_batch, a Hugging Face config (hf:./FOLDER), or a training script.",
     ),
 ]
 ScriptArgs = Annotated[
@@ -88,7 +88,11 @@ ExitCode = Annotated[
 
 # Of `plan`: it may be asked about machines that are not here.
 AnyWorkload = Annotated[
-    str, Argument(metavar="WORKLOAD", help="A model.py, or a Hugging Face config.json or its folder (random weights).")
+    str,
+    Argument(
+        metavar="WORKLOAD",
+        help="A model.py, or a Hugging Face config.json or its folder (hf:./FOLDER), with random weights.",
+    ),
 ]
 ForecastGpus = Annotated[
     int | None, Option("--gpus", metavar="N", help="Ranks, of all nodes together.", show_default="a node's")

@@ -26,7 +26,8 @@ autods plan t5-3b --task seq2seq --gpus 1 --gpu-memory 16GiB --host-memory 64GiB
 
 autods plan model.py --gpus 8 --on all      which machine do I need?
 
-Exit codes: 0 something fits, or may (tight), 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted.
+Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, 3 broken environment,
+130 interrupted.
 """
 
 

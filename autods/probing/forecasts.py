@@ -15,10 +15,11 @@ from ..forecast.protocol import Simulator, Start
 from ..forecast.remembered import remembered
 from ..forecast.simulator import SimulationFailed
 from ..forecast.values import Ask, RungForecast
+from ..search.applies import unforeseeable
 from ..search.ask import micro_batches
 from ..values import Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
-from ..workload.conditions import source_under
-from .cells import Cell, config_of, ranks_of
+from ..workload.conditions import settings_under, source_under
+from .cells import Cell, config_of, settings_of
 from .question import Question
 
 NOT_SIMULATED = "could not be simulated"
@@ -86,8 +87,10 @@ class Forecasts:
     def _one(self, simulator: Simulator, cell: Cell) -> Foreseen:
         assert cell.trial is not None
         trial = cell.trial
+        if (reason := unforeseeable(self.facts(trial.conditions))) is not None:
+            return Foreseen(largest=None, reason=f"{NOT_SIMULATED}: {reason}")
         ask = self._ask(trial)
-        sizes = sizes_of(self.question, trial)
+        sizes = sizes_of(self.question, trial, self.facts(trial.conditions))
         said: dict[int, RungForecast] = {}
         try:
             with simulator.engine(ask) as engine:
@@ -106,7 +109,7 @@ class Forecasts:
         settings, machine = self.question.settings, self.question.machine
         accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
         trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
-        ranks = ranks_of(settings, trial.conditions)
+        ranks = settings_under(settings, trial.conditions).gpus
         return Ask(
             rung=trial.rung,
             ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),
@@ -133,11 +136,11 @@ class Forecasts:
         return limits
 
 
-def sizes_of(question: Question, trial: Trial) -> Sequence[int]:
+def sizes_of(question: Question, trial: Trial, facts: ModelFacts) -> Sequence[int]:
     """The micro batches of a cell, ascending."""
-    settings = question.settings
+    settings = settings_of(question, trial.conditions, facts)
     most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
-    return micro_batches(settings.global_batch, ranks_of(settings, trial.conditions), most)
+    return micro_batches(settings.global_batch, facts.replicas(settings.gpus), most)
 
 
 def facts_by_simulation(question: Question, start: Start | None = None) -> Facts:

@@ -23,7 +23,7 @@ from ..typed import read_as
 from ..values import Failed, Fit, Listener, ModelFacts, Note, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import source_under
 from .capacity import Boundary, capacity_result, forecast_result
-from .cells import Cell, cells_of, environments_of, ranks_of
+from .cells import Cell, cells_of, environments_of, settings_of
 from .forecasts import Forecasts, Foreseen, facts_by_simulation, sizes_of
 from .measure import compared, in_turns, result_of, shared
 from .notes import notes_of
@@ -172,12 +172,13 @@ class _Work:
         assert cell.trial is not None
         if self.bench is None:
             return forecast_result(cell, foreseen)
-        settings = self.question.settings
+        facts = self.survey(cell.trial.conditions)[0]
+        settings = settings_of(self.question, cell.trial.conditions, facts)
         boundary = Boundary(
             trial=cell.trial,
-            sizes=sizes_of(self.question, cell.trial),
+            sizes=sizes_of(self.question, cell.trial, facts),
             run=self._run,
-            ranks=ranks_of(settings, cell.trial.conditions),
+            ranks=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             usable_bytes=settings.device_bytes,
         )
@@ -222,7 +223,7 @@ def _report(
             "device": settings.device,
             "device_bytes": settings.device_bytes,
             "global_batch": settings.global_batch,
-            "precision": precision_of(settings.base),
+            "precision": "its own precision" if settings.source.kind == "script" else precision_of(settings.base),
             "repeats": question.repeats,
             "steps": asdict(question.steps),
             "capacity": question.capacity,

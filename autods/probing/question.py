@@ -21,7 +21,8 @@ from ..profile import read_profile
 from ..settings import Settings, resolve
 from ..values import Steps, WorkloadSource
 from ..workload.arguments import FUNCTIONS
-from ..workload.conditions import LENGTHS
+from ..workload.conditions import ARGS, LENGTHS
+from ..workload.script import has_placeholder
 from .axes import Axis, Value, axes_of
 
 MOST_CELLS = 1000
@@ -188,6 +189,9 @@ def _check_twice(
 
 def _check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> None:
     """Raises InputError when the workload has no such argument, and lists those that it has."""
+    if source.kind == "script" or name.startswith(ARGS):
+        _check_script(name, source)
+        return
     function, _, argument = ("build_batch", "", name) if name in LENGTHS else name.partition(".")
     if function not in FUNCTIONS or (name in LENGTHS and source.kind == "hf_config"):
         if name in LENGTHS and (wrong := _wrong_length(name, source)) is not None:
@@ -210,6 +214,24 @@ def _check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> 
             else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
         )
     raise InputError(f"--vary {name}: {what}", where=where, mend=mend)
+
+
+def _check_script(name: str, source: WorkloadSource) -> None:
+    """A script is called by its command line, and `args.NAME` stands for {NAME} there."""
+    if source.kind != "script":
+        raise InputError(f"--vary {name}: it is for a training script's arguments", where=source.path)
+    if name in LENGTHS or name.partition(".")[0] in FUNCTIONS or name == "checkpointing":
+        raise InputError(
+            f"--vary {name}: a training script decides that itself",
+            where=source.path,
+            mend="vary an argument of it: --vary args.length=128,256 -- --max_length {length}",
+        )
+    if name.startswith(ARGS) and not has_placeholder(source.argv, name.removeprefix(ARGS)):
+        raise InputError(
+            f"--vary {name}: its arguments hold no {{{name.removeprefix(ARGS)}}}",
+            where=source.path,
+            mend=f"write it where the value belongs: -- --option {{{name.removeprefix(ARGS)}}}",
+        )
 
 
 def _wrong_length(name: str, source: WorkloadSource) -> str | None:

@@ -23,8 +23,8 @@ _REFUSALS = (
     _Refusal(
         has=lambda facts: facts.pipeline_stages,
         stages=(2, 3),
-        reason="a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because its micro batches would each have to reduce"
-        " gradients that ZeRO-{stage} does not keep whole",
+        reason="a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
+        " after all micro batches, and ZeRO-{stage} splits them after each",
     ),
     _Refusal(
         has=lambda facts: facts.experts,

@@ -35,6 +35,29 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
 )
 
 
+_PREFIX = "hf:"
+
+
+def local_path(path: Path) -> Path:
+    """What 'hf:./folder' names: a folder with a config.json, or such a file; any other path is passed on.
+
+    Raises InputError where it is neither: a model's name on the Hub is not looked up, and nothing is downloaded.
+    """
+    said = str(path)
+    if not said.startswith(_PREFIX):
+        return path
+    found = Path(said.removeprefix(_PREFIX)).expanduser()
+    config = config_file(found)
+    if config is not None and config.is_file():
+        return found
+    what = "the folder has no config.json" if found.is_dir() else "there is no such folder or config.json here"
+    raise InputError(
+        f"{what}, and nothing is downloaded",
+        where=said,
+        mend="give hf:./FOLDER with the model's config.json in it; weights are not needed",
+    )
+
+
 def config_file(path: Path) -> Path | None:
     """The `config.json` that a path means: a .json file, or a folder that has one; None when it is neither."""
     if path.suffix == ".json":

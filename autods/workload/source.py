@@ -21,7 +21,7 @@ import cloudpickle
 from ..errors import InputError
 from ..values import WorkloadSource
 from .arguments import with_arguments
-from .hf_config import TASKS, config_file, load_config, read_config, task_of
+from .hf_config import TASKS, config_file, load_config, local_path, read_config, task_of
 from .model_py import base_config_of, check_file, load_file
 from .script import KINDS, is_script, script_source
 from .workload import Batch, Workload, WorkloadError
@@ -51,6 +51,7 @@ def source_of(
         if length is not None and length < 1:
             raise InputError(f"{option} {length}: at least one token is needed")
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
+    workload = local_path(workload) if isinstance(workload, Path) else workload
     path = workload.expanduser().absolute() if isinstance(workload, Path) else None
     config = config_file(path) if path is not None else None
     if path is not None and config is None and (kind not in (None, "model") or (not kind and is_script(path, argv))):

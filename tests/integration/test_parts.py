@@ -10,6 +10,9 @@ from conftest import question
 
 from autods.cluster.runner import RayRunner
 from autods.fit import fit
+from autods.forecast.judge import judged
+from autods.forecast.simulator import Simulator
+from autods.forecast.values import Ask
 from autods.values import Communication, Exam, Examined, Fit, Knobs, Note, Scalar, Steps, Trial
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each
@@ -136,6 +139,22 @@ def test_experts_train_evaluate_save_and_load(runners, rung):
     found = ran(runner, rung, exam="worst_case", accumulation=2)
     assert (found.examined.evaluated, found.examined.restored) == (True, True)
     assert found.communication.ops["all_to_all"].calls == 2 * 4  # there and back, in forward and in backward
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero2"])
+def test_experts_are_forecast_with_the_groups_that_they_make(runners, rung):
+    runner = runners("experts.py")
+    asked = Knobs(checkpointing=False, micro_batch=8, settings=BUCKETS)
+    trial = Trial(rung=rung, knobs=asked, purpose="race", native_optimizer=False)
+    ask = Ask(
+        rung=rung, ds_config=runner.final_config(trial), world_size=2, ranks_per_node=2, device_bytes=2**30,
+        device="cpu", checkpointing=False,
+    )  # fmt: skip
+    with Simulator(runner.settings.source, processes=1) as simulator:
+        simulated = simulator.simulate(ask, [8])[0]
+    assert simulated.expert_groups == 2
+    said = judged(ask, simulated, limits={"device": 2**30}, emulated=True).memory["device"]
+    assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 
 
 def test_a_fit_of_a_pipeline_tries_what_applies_and_says_what_does_not(ray, tmp_path):

@@ -10,6 +10,7 @@ from test_planning import Planned, question
 from test_walk import FACTS, SETTINGS
 
 from autods.errors import InputError
+from autods.report.plan_advice import sentences
 from autods.search.applies import check_ranks, tunable, unforeseeable
 from autods.search.candidates import Candidate, candidates
 from autods.values import ModelFacts
@@ -68,6 +69,11 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
     assert "DeepSpeed refuses" in said["zero2"]
     assert said["ddp"] == unforeseeable(facts)
     assert not planned.simulator.measured
+    assert planned.forecast.status == "not_forecast"
+    assert planned.forecast.sites[0].to_try == ("ddp", "zero1")
+    assert list(sentences(planned.forecast, planned.forecast.sites[0])) == [
+        "ddp and zero1 may fit: autods fit tries them"
+    ]
 
 
 def test_what_experts_fix_is_not_tuned() -> None:

@@ -171,6 +171,24 @@ def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path
             settle(config, source, vary=[wrong], **said)
 
 
+def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
+    from autods.probing.settle import settle
+    from autods.workload.conditions import source_under
+
+    argv = ("--lr", "{lr}", "--config", "{ds_config}")
+    source = WorkloadSource(kind="script", path=str(tmp_path / "train.py"), name="train", digest="1", argv=argv)
+    said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
+    question = settle(tmp_path / "train.py", source, vary=["args.lr=1e-3,2e-3"], **said)
+    assert [source_under(source, {"args.lr": value}).argv[1] for value in question.axes[1].values] == ["0.001", "0.002"]
+    for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
+        with pytest.raises(InputError, match=r"train\.py"):
+            settle(tmp_path / "train.py", source, vary=[wrong], **said)
+    with pytest.raises(InputError, match="drop --forecast-only"):
+        settle(tmp_path / "train.py", source, forecast_only=True, **said)
+    with pytest.raises(InputError, match="a training script's arguments"):
+        ask(tmp_path, "args.lr=1")
+
+
 def test_the_experiments_that_ship_are_axes_and_vary_replaces_one_of_them(tmp_path: Path) -> None:
     question = ask(tmp_path, "rung=zero3-offload,zero3-nvme", experiment="offload")
     assert {axis.name: axis.values for axis in question.axes} == {

@@ -40,6 +40,7 @@ class Session:
 
     observer: the rank's, told each phase. leave: ends the rank at once, with a result or with what it died of.
     file: what `{ds_config}` holds. merge: from the config that the script gives to the engine to the one it gets.
+    own: from that to what of it is the script's. given: its config, where a library takes it before the engine.
     """
 
     job: RankJob
@@ -48,6 +49,8 @@ class Session:
     leave: Callable[[dict[str, Any] | BaseException], NoReturn]
     file: dict[str, Any] = field(default_factory=dict)
     merge: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    own: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    given: Mapping[str, Any] | None = None
     clock: Clock = field(default_factory=Clock)
     batches: Batches = field(default_factory=Batches)
     steps: int = 0  # optimizer steps so far
@@ -97,7 +100,7 @@ class Session:
         makes of its arguments belong to this run. A file of its own says the global batch that it means."""
         given = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
         base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
-        config = _without(users, given, base)
+        config = _without(self.own(users), given, base)
         kept = BATCH_KEYS[0] if from_file and not given else None
         return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
 
