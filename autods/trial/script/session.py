@@ -78,7 +78,7 @@ class Session:
     def config(self) -> dict[str, Any]:
         """The trial's own; a survey has one rank, whatever the fit has."""
         job = self.job
-        return {**job.ds_config, BATCH_KEYS[0]: job.micro_batch * job.accumulation * job.world_size}
+        return {**job.ds_config, BATCH_KEYS[0]: job.train_batch}
 
     @property
     def looks_only(self) -> bool:
