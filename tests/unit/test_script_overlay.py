@@ -137,3 +137,13 @@ def test_a_copy_and_a_temporary_file_work(play):
             file.write("x")
         assert Path(file.name).read_text() == "x"
     """)
+
+
+def test_what_another_rank_wrote_is_there_as_well(play):
+    play("""
+        if not os.fork():
+            Path("prepared.bin").write_bytes(b"data")
+            os._exit(0)
+        os.wait()
+        assert os.path.exists("prepared.bin") and Path("prepared.bin").read_bytes() == b"data"
+    """)

@@ -88,7 +88,7 @@ def _of_engine(session: Session, real: Any) -> Any:
     def save(*args: Any, **kwargs: Any) -> Any:
         if session.busy:
             return real(*args, **kwargs)
-        session.insist()
+        session.insist(trains=False)
         session.other("save")
         return True
 
@@ -101,7 +101,7 @@ def _to_a_file(session: Session, real: Any, place: int) -> Any:
         target = args[place] if len(args) > place else kwargs.get("f", kwargs.get("filename"))
         if session.busy or not _is_file(target):
             return real(*args, **kwargs)
-        session.insist()
+        session.insist(trains=False)
         session.other("save")
         return None
 

@@ -7,10 +7,12 @@ working directory, so that all it reads is found where it is.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import io
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +32,8 @@ class Overlay:
     def __init__(self, root: Path, free: tuple[str, ...]) -> None:
         self.root = str(root)
         self.free = tuple(os.path.abspath(one) for one in (self.root, *free))
-        self.wrote: list[str] = []  # where the script would have written, each once
+        self.wrote: list[str] = []  # where this process would have written, each once
+        self._used = False
         self._real = {name: getattr(os, name) for name in (*_CHANGES, *_LOOKS, "open", "mkdir", "listdir", "scandir")}
         self._moves = {name: getattr(os, name) for name in ("rename", "replace", "link", "symlink", "truncate")}
         self._open = builtins.open
@@ -63,13 +66,18 @@ class Overlay:
 
     def has(self, copy: str | None) -> bool:
         """Whether the script has written there."""
-        if copy is None or not self.wrote:
+        if copy is None or not self.is_used():
             return False
         try:
             self._real["lstat"](copy)
         except OSError:
             return False
         return True
+
+    def is_used(self) -> bool:
+        """Whether anything was written, by this rank or another: rank 0 often prepares the data of all."""
+        self._used = self._used or self._is_folder(self.root)
+        return self._used
 
     def target(self, path: Any, *, keep: bool, dir_fd: int | None = None) -> Any:
         """The path to write to in place of `path`. keep: with what stands in the file now."""
@@ -89,7 +97,7 @@ class Overlay:
 
     def seen(self, path: Any, dir_fd: int | None = None) -> Any:
         """The path to read in place of `path`."""
-        if not self.wrote:
+        if not self.is_used():
             return path
         copy = self.copy_of(path, dir_fd)
         return copy if self.has(copy) else path
@@ -129,7 +137,7 @@ class Overlay:
 
     def listdir(self, path: Any = None) -> Any:
         """`os.listdir`: of both folders."""
-        copy = self.copy_of(path if path is not None else ".") if self.wrote else None
+        copy = self.copy_of(path if path is not None else ".") if self.is_used() else None
         if not self.has(copy):
             return self._real["listdir"](path)
         assert copy is not None
@@ -143,7 +151,7 @@ class Overlay:
 
     def scandir(self, path: Any = None) -> Any:
         """`os.scandir`: of both folders."""
-        copy = self.copy_of(path if path is not None else ".") if self.wrote else None
+        copy = self.copy_of(path if path is not None else ".") if self.is_used() else None
         if not self.has(copy):
             return self._real["scandir"](path)
         assert copy is not None
@@ -203,8 +211,6 @@ class Overlay:
             self.wrote.append(text)
 
     def _is_folder(self, path: str) -> bool:
-        import stat
-
         try:
             return stat.S_ISDIR(self._real["stat"](path).st_mode)
         except OSError:
@@ -213,7 +219,8 @@ class Overlay:
     def _make(self, folder: str) -> None:
         if not self._is_folder(folder):
             self._make(os.path.dirname(folder))
-            self._real["mkdir"](folder)
+            with contextlib.suppress(FileExistsError):  # another rank made it meanwhile
+                self._real["mkdir"](folder)
 
 
 class _Both:

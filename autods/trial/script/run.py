@@ -19,6 +19,8 @@ from . import guard, hooks, machine
 from .session import Enough, Session
 from .users import of_traceback, refusal
 
+_TOLD = 20  # files
+
 
 def run(
     job: RankJob,
@@ -37,7 +39,7 @@ def run(
     hooks.install(session)
     session.batches.watch_loaders()
     pid = os.getpid()
-    guard.install(session)
+    overlay = guard.install(session)
     _prepare(session)
     observer("build", 0)
     try:
@@ -54,6 +56,8 @@ def run(
             raise said from error
     if os.getpid() != pid:
         os._exit(0)  # a child that it forked and let run on
+    if overlay.wrote:
+        print(f"autods: kept out of your folders: {', '.join(overlay.wrote[:_TOLD])}", flush=True)
     if session.failure is not None:
         raise _in_words(session.failure, session)
     if not session.over:

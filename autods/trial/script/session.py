@@ -5,28 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ...ds_config import BATCH_KEYS, merge, rungless, without_monitors
 from ...values import Phase
 from ...workload.script import has_placeholder
 from .. import exam as exams
 from ..act import enough, finite
-from ..longest import Longest
 from ..rendezvous import Ranks, ranks_of
 from ..spec import RankJob
 from .batches import Batches
 from .clock import Clock
+from .proof import Proof
 from .users import refusal
 
 _SWALLOWED = 3  # times that the script was told to end and went on
 _GRACE_S = 10.0  # for what it does on its way out
 
-_SAMPLES = "losses were not compared with another config's: a script draws its own samples"
-_ENDED = "the script ended before a step was trained between saving and loading its checkpoint"
+_ZERO = "zero_optimization"
+_NOT_GIVEN = object()
+
+_Done = TypeVar("_Done")
 
 
 class Enough(BaseException):
@@ -60,15 +61,19 @@ class Session:
     _whole: bool = True  # all batches of this step
     _pid: int = field(default_factory=os.getpid)
     _insisted: int = 0
-    _proof: Generator[int, None, dict[str, Any]] | None = None
-    _examined: dict[str, Any] | None = None
+    _proof: Proof | None = None
     _peaks: dict[str, int | None] | None = None
-    _left_out: tuple[str, ...] = (_SAMPLES,)
     _counted: int | None = None  # the steps before the exam
 
     def __post_init__(self) -> None:
-        self.file = dict(self.job.ds_config)
+        self.file = dict(self.config)
         self.merge = self.merged
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The trial's own; a survey has one rank, whatever the fit has."""
+        job = self.job
+        return {**job.ds_config, BATCH_KEYS[0]: job.micro_batch * job.accumulation * job.world_size}
 
     @property
     def looks_only(self) -> bool:
@@ -77,7 +82,7 @@ class Session:
 
     def merged(self, users: Mapping[str, Any]) -> dict[str, Any]:
         """The trial's config over the script's own: its keys stay, those of the rung and the batch are ours."""
-        config = merge(rungless(users), self.job.ds_config)
+        config = merge(rungless(users), self.config)
         return exams.gathering(config) if self.job.exam == "worst_case" else config
 
     def final(self, users: Mapping[str, Any], *, own_optimizer: bool) -> dict[str, Any]:
@@ -91,16 +96,20 @@ class Session:
         """The script's config without what `{ds_config}` put into its hands, and without batch sizes: those that it
         makes of its arguments belong to this run. A file of its own says the global batch that it means."""
         given = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
-        base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
-        config = _without(users, given, base)
+        config = _without(users, given)
         kept = BATCH_KEYS[0] if from_file and not given else None
         return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
 
     # Told by the hooks.
 
-    def insist(self) -> None:
-        """At every call of the engine: a trial that is over ends, whoever swallowed that; so does one that failed."""
+    def insist(self, *, trains: bool = True) -> None:
+        """At every call of the engine: a trial that is over ends, whoever swallowed that; so does one that failed.
+
+        trains: False for what a process that the script started may do as well.
+        """
         if os.getpid() != self._pid:
+            if not trains:
+                return
             raise refusal(
                 "it trains in a process that it started itself",
                 mend="start no ranks in the script: a trial starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
@@ -165,27 +174,28 @@ class Session:
             return
         self.steps += 1
         if self._proof is not None:
-            if self._prove():
-                self.finish()
+            self._prove()
             return
         if self._whole and self.loss is not None:
             self.losses.append(finite(self.loss, self.steps - 1))
         self.loss, self._whole = None, True
         if self._has_enough():
-            if self.job.exam != "worst_case":
-                self.finish()
             self._prove()
+
+    def _prove(self) -> None:
+        """The exam, where there is one: a part of it after each further step."""
+        if self.job.exam == "worst_case":
+            self._proof = self._proof or self._begun()
+            if self._at_work(self._proof.goes_on):
+                return
+        self.finish()
 
     def ended(self) -> None:
         """The script ended by itself: what is left of the exam is done without its steps."""
-        if self.job.exam != "worst_case" or self.over:
-            return
-        import torch
-
-        self._left_out = (_ENDED, *self._left_out)
-        while torch.distributed.is_initialized() and not self._prove():
-            pass
-        self.over = True
+        if self.job.exam == "worst_case" and not self.over:
+            proof = self._proof = self._proof or self._begun()
+            self._at_work(proof.ends_without_steps)
+            self.over = True
 
     # What it comes to.
 
@@ -198,7 +208,7 @@ class Session:
             "step_s": tuple(times[self.job.steps.warmup :]),
             "steps_s": sum(times),
             "losses": tuple(self.losses),
-            "examined": self._examined,
+            "examined": None if self._proof is None else self._proof.examined,
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
             "tokens_per_sample": self.batches.tokens_per_sample,
         }
@@ -218,42 +228,23 @@ class Session:
     def _ranks(self) -> Ranks:
         return ranks_of(self.job, self.slot)
 
-    def _exam(self) -> Generator[int, None, dict[str, Any]]:
-        hands = exams.Hands(
-            step=lambda index: None,  # the script's own steps
-            evaluate=lambda: self.batches.evaluate(self.engine),
-            observe=self.observer,
-            synchronize=self.observer.meter.synchronize,
-        )
-        longest = Longest(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
-        folder = Path(self.job.scratch) / "checkpoint"
-        return exams.parts_of(self.engine, hands, self._ranks(), longest=longest, folder=folder, index=self.steps)
+    def _begun(self) -> Proof:
+        self._counted = len(self.clock.times)
+        return Proof(self.job, self.engine, self.batches, self.observer, self._ranks(), self.steps)
 
-    def _prove(self) -> bool:
-        """The next part of the exam, and whether it was the last; between two parts the script trains one step."""
-        if self._proof is None:
-            self._proof, self._counted = self._exam(), len(self.clock.times)
+    def _at_work(self, work: Callable[[], _Done]) -> _Done:
+        """With the engine in the trial's own hands, off the clock."""
         self.busy = True
         try:
-            next(self._proof)
-        except StopIteration as end:
-            self._examined = {**end.value, "left_out": (*end.value["left_out"], *self._left_out)}
+            return work()
         finally:
             self.busy = False
             self.clock.resume(time.perf_counter())
-        return self._examined is not None
 
 
-def _without(config: Mapping[str, Any], given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less what was given, as far as it still says the same; what is in `kept` stays."""
-    left: dict[str, Any] = {}
-    for key, value in config.items():
-        ours = given.get(key)
-        if isinstance(value, Mapping) and isinstance(ours, Mapping):
-            inner = kept.get(key)
-            rest = _without(value, ours, inner if isinstance(inner, Mapping) else {})
-            if rest or not value:
-                left[key] = rest
-        elif key not in given or ours != value or key in kept:
-            left[key] = value
+def _without(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less the sections that are as they were given."""
+    left = {key: value for key, value in config.items() if given.get(key, _NOT_GIVEN) != value}
+    if isinstance(zero := left.get(_ZERO), Mapping) and _ZERO in given:  # of its many keys each counts by itself
+        left[_ZERO] = _without(zero, given[_ZERO])
     return left

@@ -1,0 +1,63 @@
+"""The exam of a script: its parts in the trial's hands, and between them steps that the script trains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import exam as exams
+from ..longest import Longest
+from ..rendezvous import Ranks
+from ..spec import RankJob
+from .batches import Batches
+
+_SAMPLES = "losses were not compared with another config's: a script draws its own samples"
+_ENDED = "the script ended before a step was trained between saving and loading its checkpoint"
+
+
+@dataclass(slots=True)
+class Proof:
+    """`goes_on` after each step of the script until it says no. examined: then `Examined` of this rank as a dict.
+
+    steps: of the script before the first part.
+    """
+
+    job: RankJob
+    engine: Any
+    batches: Batches
+    observer: Any
+    ranks: Ranks
+    steps: int
+    examined: dict[str, Any] | None = None
+    _left_out: tuple[str, ...] = (_SAMPLES,)
+    _parts: Generator[int, None, dict[str, Any]] | None = field(default=None)
+
+    def goes_on(self) -> bool:
+        """The next part; False after the last."""
+        self._parts = self._parts or self._begun()
+        try:
+            next(self._parts)
+        except StopIteration as end:
+            self.examined = {**end.value, "left_out": (*end.value["left_out"], *self._left_out)}
+        return self.examined is None
+
+    def ends_without_steps(self) -> None:
+        """The script has ended by itself: what is left, as far as the ranks can still talk."""
+        import torch
+
+        self._left_out = (_ENDED, *self._left_out)
+        while self.examined is None and torch.distributed.is_initialized():
+            self.goes_on()
+
+    def _begun(self) -> Generator[int, None, dict[str, Any]]:
+        hands = exams.Hands(
+            step=lambda index: None,  # the script's own
+            evaluate=lambda: self.batches.evaluate(self.engine),
+            observe=self.observer,
+            synchronize=self.observer.meter.synchronize,
+        )
+        longest = Longest(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
+        folder = Path(self.job.scratch) / "checkpoint"
+        return exams.parts_of(self.engine, hands, self.ranks, longest=longest, folder=folder, index=self.steps)
