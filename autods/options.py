@@ -88,7 +88,11 @@ ExitCode = Annotated[
 
 # Of `plan`: it may be asked about machines that are not here.
 AnyWorkload = Annotated[
-    str, Argument(metavar="WORKLOAD", help="A model.py, or a Hugging Face config.json or its folder (random weights).")
+    str,
+    Argument(
+        metavar="WORKLOAD",
+        help="A model.py, a Hugging Face config.json or its folder (random weights), or a training script.",
+    ),
 ]
 ForecastGpus = Annotated[
     int | None, Option("--gpus", metavar="N", help="Ranks, of all nodes together.", show_default="a node's")
