@@ -35,7 +35,7 @@ def install(ledger: Ledger) -> None:
     if not ledger.one_memory:
         for name in _OF_MEMORY:
             setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
-        torch.cuda.memory_summary = torch.cuda.memory.memory_summary = lambda *args, **kwargs: ""  # type: ignore[assignment]
+        torch.cuda.memory_summary = torch.cuda.memory.memory_summary = lambda *args, **kwargs: ""
 
 
 def _answer_values(ledger: Ledger) -> None:
@@ -56,8 +56,8 @@ def _answer_values(ledger: Ledger) -> None:
         return format(tensor.item(), spec) if spec and not tensor.dim() else object.__format__(tensor, "")
 
     FakeTensor.numpy = as_array  # type: ignore[method-assign, assignment]
-    FakeTensor.tolist = as_list  # type: ignore[method-assign]
-    FakeTensor.__format__ = as_text  # type: ignore[method-assign, assignment]
+    FakeTensor.tolist = as_list  # type: ignore[method-assign, assignment]
+    FakeTensor.__format__ = as_text  # type: ignore[method-assign]
 
 
 def _load_in_this_process(ledger: Ledger) -> None:
@@ -74,7 +74,7 @@ def _load_in_this_process(ledger: Ledger) -> None:
         given.arguments.update({name: value for name, value in _WORKERS.items() if name in given.arguments})
         real(*given.args, **given.kwargs)
 
-    loader.__init__ = made  # type: ignore[method-assign, assignment]
+    loader.__init__ = made  # type: ignore[method-assign]
 
 
 def _draw_real_samples() -> None:
