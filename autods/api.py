@@ -35,6 +35,7 @@ def find_best_config(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    zero_init: bool = False,
     kind: str | None = None,
     script_args: Sequence[str] = (),
     out: str | Path | None = None,
@@ -53,6 +54,7 @@ def find_best_config(
     a training script, whose arguments are `script_args`, with placeholders such as '{ds_config}'.
     kind: 'model', 'script' or a kind of script, where what the file shows is not to decide.
     task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
+    zero_init: under stage 3 the model of a Hugging Face config is split while it is built, as `HfDeepSpeedConfig` does.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
     forecast: False tries every rung, even those that cannot fit by the forecast.
     objective: 'samples', 'tokens' (the most a second) or 'memory' (the least of the device).
@@ -74,7 +76,8 @@ def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
     from .hardware import look
 
     out = asked.get("out")
-    source = _source(workload, asked, folder=Path(out) if out is not None else Path("autods-out"))
+    folder = Path(out) if out is not None else Path("autods-out")
+    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
     return resolve(source, hardware=look(), **_with_tuples(asked))
 
 
@@ -164,6 +167,9 @@ def probe(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    zero_init: bool = False,
+    kind: str | None = None,
+    script_args: Sequence[str] = (),
     out: str | Path | None = None,
     forecast: bool = True,
     seed: int = 0,
@@ -177,6 +183,7 @@ def probe(
     capacity: look for the largest micro batch of each cell, by the forecast and then by trials at its boundary.
     forecast_only: the forecast alone, for the machine `on` of the catalogue, or for `gpu_memory` and `host_memory`.
     repeats: how often each cell is measured, in turns. steps: timed steps of a trial.
+    script_args: of a training script; `args.NAME` is what stands for {NAME} in them.
 
     That no cell fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
     `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.
@@ -191,7 +198,8 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     from .probing.settle import settle as settle_probe
 
     out = asked.get("out")
-    source = _source(workload, asked, folder=Path(out) if out is not None else Path("autods-out"))
+    folder = Path(out) if out is not None else Path("autods-out")
+    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
     return settle_probe(workload, source, hardware=look(), **_with_tuples(asked))
 
 
@@ -203,16 +211,20 @@ def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeRe
 
 
 def _source(
-    workload: str | Path | Workload, asked: dict[str, Any], *, folder: Path, recompute: bool | None = None
+    workload: str | Path | Workload,
+    asked: dict[str, Any],
+    *,
+    folder: Path,
+    recompute: bool | None = None,
+    zero_init: bool = False,
 ) -> WorkloadSource:
-    """The workload, with those of `asked` that are about it; they are taken out."""
+    """The workload, with those of `asked` that are about it; they are taken out. zero_init: a plan has its own."""
     from .workload import source_of
 
     own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len", "kind")}
     argv = tuple(asked.pop("script_args", ()))
-    return source_of(
-        Path(workload) if isinstance(workload, str) else workload, folder=folder, recompute=recompute, argv=argv, **own
-    )
+    given = Path(workload) if isinstance(workload, str) else workload
+    return source_of(given, folder=folder, recompute=recompute, zero_init=zero_init, argv=argv, **own)
 
 
 def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:

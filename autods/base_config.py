@@ -33,8 +33,11 @@ def read_base_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_base_config(config: Mapping[str, Any], *, world_size: int, where: str = "base config") -> None:
-    """Raises InputError for settings that exclude each other, with the reason."""
+def check_base_config(
+    config: Mapping[str, Any], *, world_size: int, where: str = "base config", filled_in: bool = False
+) -> None:
+    """Raises InputError for settings that exclude each other, with the reason. filled_in: by a library, which takes
+    "auto" for what its own arguments say."""
     for key in ("fp16", "bf16", "amp", "zero_optimization"):
         if key in config and not isinstance(config[key], Mapping):
             raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
@@ -61,7 +64,8 @@ def check_base_config(config: Mapping[str, Any], *, world_size: int, where: str 
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
         raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
     _check_batch(config, world_size, where)
-    _check_auto(config, where)
+    if not filled_in:
+        _check_auto(config, where)
 
 
 def _check_auto(config: Mapping[str, Any], where: str) -> None:

@@ -14,6 +14,7 @@ from .search.walk import Walked
 from .searching import Found, Nothing
 from .settings import Settings
 from .values import Fit, Knobs, ModelFacts, Record
+from .workload.script import launched
 
 Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions
 
@@ -80,7 +81,9 @@ def nothing_fits(
 
 def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
     """What an optimizer step trains on: who changes it changes the training."""
-    said = words.of_batch(knobs, facts.replicas(settings.gpus), "replicas" if facts.pipeline_stages else "ranks")
+    replicas = facts.replicas(settings.gpus)
+    holders = "ranks" if not facts.pipeline_stages else "replica" if replicas == 1 else "replicas"
+    said = words.of_batch(knobs, replicas, holders)
     if settings.global_batch is not None:
         return f"{said}, as asked"
     return f"{said}, chosen for throughput: give --global-batch to keep yours"
@@ -132,5 +135,6 @@ def _common(
             "objective": settings.objective,
             "stop": settings.profile.race.stop,
             "ladder": [rung.name for rung in settings.ladder],
+            "script": launched(settings.source) if settings.source.kind == "script" else None,
         },
     }

@@ -40,6 +40,8 @@ def foreseeing(
         yield BLIND
         return
 
+    stages = {rung.name: rung.stage for rung in settings.ladder}
+
     def ask_of(trial: Trial) -> Ask:
         return Ask(
             rung=trial.rung,
@@ -49,6 +51,7 @@ def foreseeing(
             device_bytes=settings.device_bytes,
             device=settings.device,
             checkpointing=trial.knobs.checkpointing,
+            zero_init=settings.source.zero_init and stages[trial.rung] == 3,
         )
 
     with (start or _simulator)(settings.source) as simulator:

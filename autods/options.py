@@ -11,7 +11,7 @@ Workload = Annotated[
     str,
     Argument(
         metavar="WORKLOAD",
-        help="A model.py with build_model and build_batch, a Hugging Face config.json, or a training script.",
+        help="A model.py with build_model and build_batch, a Hugging Face config (hf:./FOLDER), or a training script.",
     ),
 ]
 ScriptArgs = Annotated[
@@ -91,7 +91,7 @@ AnyWorkload = Annotated[
     str,
     Argument(
         metavar="WORKLOAD",
-        help="A model.py, a Hugging Face config.json or its folder (random weights), or a training script.",
+        help="A model.py, a Hugging Face config.json or its folder (hf:./FOLDER), with random weights, or a script.",
     ),
 ]
 ForecastGpus = Annotated[

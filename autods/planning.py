@@ -21,6 +21,7 @@ from .hardware import versions
 from .ladder import Rung
 from .question import NVME_PLACE, Question, Site, with_config_of
 from .report.plan_result import Forecast, SiteForecast
+from .search.applies import unforeseeable
 from .values import Knobs, Note, WorkloadSource
 
 _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
@@ -137,7 +138,10 @@ def _shared(question: Question) -> tuple[str, ...]:
 
 def _of_site(work: Work, site: Site) -> SiteForecast:
     said = (work.found.get((site.machine.name, rung.name)) for rung in work.question.ladder)
-    return SiteForecast(site=site, rungs=tuple(forecast for forecast in said if forecast is not None))
+    rungs = tuple(forecast for forecast in said if forecast is not None)
+    reason = unforeseeable(work.facts)
+    to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
+    return SiteForecast(site=site, rungs=rungs, to_try=to_try)
 
 
 def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:

@@ -81,6 +81,18 @@ def unlink_shared_memory(pids: Iterable[int]) -> None:
                     os.unlink(f"/dev/shm/{name}")
 
 
+def temporary_of(pid: int) -> Path:
+    """The name of a rank's own folder for temporary files, a link that `unlink_temporary` removes."""
+    return Path("/tmp") / f"autods-{pid}"
+
+
+def unlink_temporary(pids: Iterable[int]) -> None:
+    """Of ranks that are gone."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            temporary_of(pid).unlink()
+
+
 def folder_bytes(folder: Path) -> int:
     """Bytes on disk of all files below, as the file system counts them."""
     total = 0

@@ -60,8 +60,8 @@ def check_room(out: Path) -> None:
 
 
 def _clear(out: Path) -> None:
-    results = ("report.json", "report.html", "ds_config.json", "ds_config_so_far.json", "probe.json", "probe.csv")
-    for name in (JOURNAL, STUDY, *results):
+    files = (JOURNAL, STUDY, "report.json", "report.html", "ds_config.json", "ds_config_so_far.json")
+    for name in (*files, "probe.json", "probe.csv"):
         (out / name).unlink(missing_ok=True)
     for path in out.glob(f"{STUDY}*"):
         path.unlink()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from .checks import precision_of
 from .ds_config import get
 from .resume import Memory
-from .search.applies import check_ranks, tunable, unforeseeable
+from .search.applies import check_ranks, idle, tunable, unforeseeable
 from .search.ask import is_alike, score_of
 from .search.candidates import Candidate, candidates
 from .search.certify import Certified, certify
@@ -88,6 +88,8 @@ class Search:
         check_ranks(facts, self.settings.gpus)
         if self.settings.forecast and (reason := unforeseeable(facts)) is not None:
             self.memory.listen(Note(text=f"{reason}; rungs are tried instead"))
+        if (waiting := idle(facts, self.settings.global_batch)) is not None:
+            self.memory.listen(Note(text=waiting))
         return replace(self, settings=with_config_of(self.settings, facts))._found(facts, op_problems)
 
     def _found(self, facts: ModelFacts, op_problems: Mapping[str, str]) -> Found | Nothing:

@@ -10,10 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .base_config import check_base_config
-from .checks import Given, base_of, check_ranks, global_batch_of, precisions_of, size_of, with_precision
+from .checks import (
+    Given,
+    base_of,
+    base_of_script,
+    check_ranks,
+    fills_in,
+    global_batch_of,
+    over_script,
+    precisions_of,
+    size_of,
+    with_precision,
+)  # fmt: skip
 from .checks import Precision as Precision
-from .ds_config import merge
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -98,7 +107,9 @@ def resolve(
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
-    base, where = base_of(source.base_config if base_config is None else base_config, world_size=ranks)
+    base, where = base_of(
+        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=fills_in(source)
+    )
     total = global_batch_of(global_batch, base, ranks)
     asked = size_of(gpu_memory, "--gpu-memory")
     first, *others = precisions_of(precision)
@@ -111,7 +122,7 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=base if source.kind == "script" and first == "auto" else with_precision(base, first, where),
+        base=over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
@@ -132,9 +143,7 @@ def with_config_of(settings: Settings, facts: ModelFacts) -> Settings:
     """
     if facts.config is None:
         return settings
-    where = f"the DeepSpeed config of {settings.source.path}"
-    base = merge(facts.config, settings.base)
-    check_base_config(base, world_size=settings.gpus, where=where)
+    base = base_of_script(settings.source, facts.config, settings.base, world_size=settings.gpus)
     total = global_batch_of(settings.global_batch, base, settings.gpus)
     return replace(settings, base=base, global_batch=total)
 

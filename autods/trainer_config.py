@@ -1,11 +1,11 @@
-"""The DeepSpeed config as the Hugging Face Trainer wants it: "auto" wherever its own arguments say the value."""
+"""The DeepSpeed config as trainers want it that know some of it themselves: the Hugging Face Trainer, Lightning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from .ds_config import get, merge, nested
+from .ds_config import BATCH_KEYS, get, merge, nested
 
 # Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in
 # integrations/deepspeed.py). warmup_min_lr and total_num_steps have no argument: it computes them.
@@ -42,3 +42,8 @@ def for_trainer(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         if get(config, key) is not None and not key.startswith(_ALSO_OURS):
             config = merge(config, nested(key, "auto"))
     return config
+
+
+def for_lightning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without accumulation steps: the strategy takes them from `accumulate_grad_batches`, and refuses the key."""
+    return {key: value for key, value in ds_config.items() if key not in BATCH_KEYS[::2]}

@@ -292,8 +292,9 @@ class WorkloadSource:
     task: of an hf_config, always set. seq_len, target_len: tokens of a sample that were asked for; build_batch of a
     file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
     turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
-    functions are called with; of an hf_config the first is a key of its config. Of a script: argv as given, with the
-    placeholders of `workload.script`; script_kind, None where its imports do not tell; folder, where it is run.
+    functions are called with; of an hf_config the first is a key of its config. zero_init: stage 3 builds an hf_config
+    under `deepspeed.zero.Init`, already split. Of a script: argv as given, with the placeholders of `workload.script`;
+    script_kind, None where its imports do not tell; folder, where it is run.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -309,6 +310,7 @@ class WorkloadSource:
     script_kind: ScriptKind | None = None
     folder: str | None = None
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
+    zero_init: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", tuple(self.argv))  # JSON, by which it travels, makes a list of it

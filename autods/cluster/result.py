@@ -30,7 +30,7 @@ def outcome_from(
     # A script's ranks may have seen one more or less that counts.
     counted = min(len(result["step_s"]) for result in results)
     step_s = tuple(max(times) for times in zip(*(result["step_s"][:counted] for result in results), strict=True))
-    samples = job.micro_batch * job.accumulation * (job.world_size // job.replica_ranks)
+    samples = job.train_batch
     rate = samples / statistics.median(step_s)
     build_s = max(result["build_s"] for result in results)
     steps_s = max(result["steps_s"] for result in results)

@@ -119,7 +119,7 @@ class RayRunner:
         known = self.surveys.get(settings.source.digest)
         if known is None:
             known = self.surveys[settings.source.digest] = self.survey()
-        self.facts = known[0]
+        self.facts, self.settings = known[0], with_config_of(settings, known[0])
         return known
 
     def run(self, trial: Trial, *, id: int) -> Record:

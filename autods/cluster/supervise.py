@@ -48,6 +48,7 @@ def supervise(
     gone = time.monotonic()
     watch.board.close()
     procs.unlink_shared_memory(pids)
+    procs.unlink_temporary(pids)
     swapped = procs.folder_bytes(Path(job.swap)) if job.swap else None
     remove_folders(job)
     return {

@@ -49,6 +49,7 @@ def fit_command(
     task: options.Task = None,
     seq_len: options.SeqLen = None,
     target_len: options.TargetLen = None,
+    zero_init: options.ZeroInit = False,
     kind: options.Kind = None,
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
@@ -71,7 +72,7 @@ def fit_command(
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
         "nvme_path": nvme_path, "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "seed": seed,
         "forecast": not no_forecast, "objective": objective, "stop": stop, "max_trials": max_trials,
-        "max_time": max_time, "kind": kind, "script_args": tuple(script_args or ()),
+        "max_time": max_time, "zero_init": zero_init, "kind": kind, "script_args": tuple(script_args or ()),
     }  # fmt: skip
     return _fit(context.obj, workload, asked, fresh=fresh, as_json=as_json, quiet=quiet)
 

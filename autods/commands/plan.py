@@ -28,7 +28,8 @@ autods plan train.py --gpus 8 --on a100-80gb -- --deepspeed_config {ds_config} -
 
 autods plan model.py --gpus 8 --on all      which machine do I need?
 
-Exit codes: 0 something fits, or may (tight), 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted.
+Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, 3 broken environment,
+130 interrupted.
 """
 
 

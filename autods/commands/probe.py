@@ -28,6 +28,8 @@ autods probe model.py --gpus 1,2,4,8 --vary seq_len=1024,2048 --capacity      th
 
 autods probe model.py --gpus 8 --on a100-80gb --forecast-only      the same for a machine that is not here
 
+autods probe train.py --gpus 8 --vary args.length=128,256 -- --deepspeed {ds_config} --max_length {length}
+
 autods probe model.py --gpus 2 --device cpu --gpu-memory 1GiB --experiment stages      see configs/experiments
 
 Exit codes: 0 done, 1 no cell fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
@@ -36,7 +38,8 @@ Exit codes: 0 done, 1 no cell fits, 2 wrong input, 3 broken environment, 130 int
 
 def probe_command(
     context: typer.Context,
-    workload: options.AnyWorkload,
+    workload: options.Workload,
+    script_args: options.ScriptArgs = None,
     vary: options.Vary = None,
     experiment: options.Experiment = None,
     gpus: options.SeveralGpus = None,
@@ -59,6 +62,8 @@ def probe_command(
     task: options.Task = None,
     seq_len: options.SeqLen = None,
     target_len: options.TargetLen = None,
+    zero_init: options.ZeroInit = False,
+    kind: options.Kind = None,
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
     fresh: options.Fresh = False,
@@ -78,8 +83,8 @@ def probe_command(
         "repeats": repeats, "steps": steps, "global_batch": global_batch, "precision": precision,
         "base_config": base_config, "as_written": as_written, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "nvme_path": nvme_path,
-        "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "forecast": not no_forecast,
-        "seed": seed,
+        "task": task, "seq_len": seq_len, "target_len": target_len, "zero_init": zero_init, "kind": kind,
+        "script_args": tuple(script_args or ()), "out": out, "forecast": not no_forecast, "seed": seed,
     }  # fmt: skip
     return _probe(context.obj, workload, asked, fresh=fresh, csv=csv, as_json=as_json, quiet=quiet)
 
@@ -137,7 +142,7 @@ def _said(question: Question) -> Event:
     from ..values import Note
 
     cells = sum(1 for _ in question.cells())
-    how = f", each {question.repeats} times, in turns"
+    how = f", each {question.repeats} times, in turns" if question.repeats > 1 else ", each once"
     if question.capacity:
         how = ", by the forecast" if question.forecast_only else ", by the forecast and by trials"
     what = "the largest micro batch of " if question.capacity else ""

@@ -33,6 +33,7 @@ class Constant:
     needs: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
+    each: Literal["rank", "expert_group"] = "rank"  # what the bytes are of
     share: tuple[float, ...] = ()
 
     def counts(self, ask: Ask) -> bool:
@@ -44,9 +45,10 @@ class Constant:
         return self.device == ask.device and large and needed
 
     def interval(self, of: Mapping[str, int]) -> Interval:
-        """Bytes; `of`: what shares are taken of, bytes. Raises ValueError for bytes that are none."""
+        """Bytes; `of`: what shares are taken of, bytes, and the number of groups. Raises ValueError for no bytes."""
         if self.bytes:
-            low, peak, high = (0 if text == "0" else parse_bytes(text) for text in self.bytes)
+            times = 1 if self.each == "rank" else of.get("expert_groups", 0)
+            low, peak, high = (0 if text == "0" else times * parse_bytes(text) for text in self.bytes)
         else:
             low, peak, high = (int(share * of.get(self.share_of, 0)) for share in self.share)
         return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high)

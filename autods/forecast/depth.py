@@ -102,6 +102,7 @@ def deepened(ask: Ask, shallow: Simulated, deeper: Simulated, depths: Depths) ->
         live_bytes=live,
         traces={},
         nvme_bytes=depths.line(shallow.nvme_bytes, deeper.nvme_bytes),
+        expert_groups=deeper.expert_groups,
         optimizer_elements=depths.line(shallow.optimizer_elements, deeper.optimizer_elements),
         summed_peak_bytes=_lines(depths, shallow.summed_peak_bytes, deeper.summed_peak_bytes),
         breakdown=_lines(depths, shallow.breakdown, deeper.breakdown),

@@ -46,6 +46,7 @@ def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable:
         "tensors": live,
         "activations": simulated.breakdown.get("activations", 0),
         "reduce_bucket": _bucket_bytes(ask),
+        "expert_groups": simulated.expert_groups,
     }
     own = constants.of(ask, "device", "inside", shares)
     pinned = _pinned(simulated)

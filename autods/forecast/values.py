@@ -61,7 +61,8 @@ class Simulated:
     traces: of the device and of pinned memory, for the allocators' replay. nvme_bytes: of this rank's swap files.
     breakdown: bytes on the device at the moment of the peak, by what they are: parameters, gradients, optimizer,
     activations, buckets, other. summed_peak_bytes: phase → peak of all tiers together, which is what one process holds
-    when all tensors lie in its memory. optimizer_elements: elements that this rank's optimizer updates.
+    when all tensors lie in its memory. optimizer_elements: elements that this rank's optimizer updates. expert_groups:
+    process groups of this rank that layers of experts made, each with a communicator of its own.
     assumed: what the simulation had to assume or could not count, in sentences for the user.
     """
 
@@ -70,6 +71,7 @@ class Simulated:
     traces: Mapping[Tier, Trace]
     nvme_bytes: int = 0
     optimizer_elements: int = 0
+    expert_groups: int = 0
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()

@@ -104,9 +104,9 @@ def _reader(name: str, said: str, rungs: Mapping[str, Rung]) -> Callable[[Any], 
         if rest in _OURS:
             raise InputError(f"{said}: autods sets {rest} itself", mend="vary another variable, such as env.NCCL_ALGO")
         return lambda value: _environment(value, said)
-    if first in FUNCTIONS and rest:
+    if first in ("args", *FUNCTIONS) and rest:
         return lambda value: _plain(value, said)
-    if first in ("env", *FUNCTIONS):
+    if first in ("env", "args", *FUNCTIONS):
         raise unknown(said, name)
     check_key(name, said)
     return lambda value: _plain(value, said)

@@ -13,11 +13,11 @@ from ..ds_config import compose, get, merge, nested, ops_of, start_settings
 from ..errors import InputError
 from ..journal import key_of
 from ..ladder import Rung
+from ..search.applies import check_ranks, refusal_of
 from ..search.ask import accumulation_for
-from ..settings import Settings
+from ..settings import Settings, with_config_of
 from ..values import Knobs, ModelFacts, Scalar, Trial
-from ..workload.arguments import FUNCTIONS
-from ..workload.conditions import ENV, GPUS, LENGTHS
+from ..workload.conditions import ENV, is_condition, settings_under
 from .axes import Value
 from .keys import PINS, unheeded
 from .question import Question
@@ -70,11 +70,7 @@ def cells_of(question: Question, survey: Survey) -> tuple[Cell, ...]:
 
 def conditions_of(values: Mapping[str, Value]) -> dict[str, Scalar]:
     """Those of the axes that are neither rung nor knob; a variable that shall not be set is left out."""
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and (name in (GPUS, *LENGTHS) or name.partition(".")[0] in (ENV[:-1], *FUNCTIONS))
-    }
+    return {name: value for name, value in values.items() if value is not None and is_condition(name)}
 
 
 def environments_of(question: Question) -> int:
@@ -85,11 +81,12 @@ def environments_of(question: Question) -> int:
 def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Rung, survey: Survey) -> Cell:
     conditions = conditions_of(values)
     facts, problems = survey(conditions)
-    ranks = ranks_of(question.settings, conditions)
+    question = replace(question, settings=settings_of(question, conditions, facts))
+    check_ranks(facts, question.settings.gpus)
     reasons = _unheeded(values, rung)
     settings = _settings(question, values, rung, facts, reasons)
     try:
-        accumulation = _accumulation(question.settings, values, ranks)
+        accumulation = _accumulation(question.settings, values, facts)
     except ValueError as error:
         return Cell(number=number, values=values, refused=str(error), unheeded=reasons)
     knobs = Knobs(
@@ -103,21 +100,19 @@ def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Ru
     return Cell(number=number, values=values, trial=None if refused else trial, refused=refused, unheeded=reasons)
 
 
-def ranks_of(settings: Settings, conditions: Mapping[str, Scalar]) -> int:
-    """Of a trial under these conditions."""
-    ranks = conditions.get(GPUS, settings.gpus)
-    assert isinstance(ranks, int)
-    return ranks
+def settings_of(question: Question, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
+    """The settings under these conditions, with the config that a script brings."""
+    return with_config_of(settings_under(question.settings, conditions), facts)
 
 
 def config_of(question: Question, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
     """The whole DeepSpeed config of a cell's trial."""
-    settings = question.settings
+    settings = settings_of(question, trial.conditions, facts)
     return compose(
         next(rung for rung in settings.ladder if rung.name == trial.rung),
         trial.knobs,
         base=settings.base,
-        world_size=ranks_of(settings, trial.conditions),
+        world_size=facts.replicas(settings.gpus),
         own_optimizer=facts.has_optimizer,
         nvme_path=settings.nvme_path,
     )
@@ -131,7 +126,7 @@ def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:
             pins = [unheeded(key, rung) for key in PINS]
             if all(pins):
                 said[name] = "nothing is offloaded"
-        elif "." in name and name.partition(".")[0] not in (ENV[:-1], *FUNCTIONS) and (why := unheeded(name, rung)):
+        elif "." in name and not is_condition(name) and (why := unheeded(name, rung)):
             said[name] = why
     return said
 
@@ -144,7 +139,7 @@ def _settings(
     if (precision := values.get("precision")) is not None:
         settings |= {f"{half}.enabled": half == precision for half in ("bf16", "fp16")}
     for name, value in values.items():
-        if value is None or name in unheard or name in _KNOBS or name in conditions_of({name: value}):
+        if value is None or name in unheard or name in _KNOBS or is_condition(name):
             continue
         keys = [key for key in PINS if unheeded(key, rung) is None] if name == "pin_memory" else [name]
         settings |= dict.fromkeys(keys, value)
@@ -169,9 +164,10 @@ def _micro_batch(settings: Settings, values: Mapping[str, Value]) -> int:
     return asked if isinstance(asked, int) else 1
 
 
-def _accumulation(settings: Settings, values: Mapping[str, Value], ranks: int) -> int:
+def _accumulation(settings: Settings, values: Mapping[str, Value], facts: ModelFacts) -> int:
     if settings.global_batch is not None and "accumulation" not in values:
-        return accumulation_for(settings.global_batch, _micro_batch(settings, values), ranks)
+        replicas = facts.replicas(settings.gpus)
+        return accumulation_for(settings.global_batch, _micro_batch(settings, values), replicas)
     asked = values.get("accumulation", settings.base.get("gradient_accumulation_steps"))
     return asked if isinstance(asked, int) else 1
 
@@ -180,9 +176,9 @@ def _why_not(
     question: Question, trial: Trial, rung: Rung, facts: ModelFacts, problems: Mapping[str, str]
 ) -> str | None:
     """Why it cannot be run; None: it can."""
-    settings, ranks = question.settings, ranks_of(question.settings, trial.conditions)
-    if rung.least_world_size > ranks:
-        return "one rank: no sharding to gain" if ranks == 1 else f"{ranks} ranks: it needs {rung.least_world_size}"
+    settings = question.settings
+    if (reason := refusal_of(rung, facts, settings.gpus)) is not None:
+        return reason
     if rung.needs_nvme_path and settings.nvme_path is None:
         return "no --nvme-path was given"
     if trial.knobs.checkpointing and not facts.checkpointing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from ..ds_config import without_monitors
@@ -15,15 +15,17 @@ from ..forecast.protocol import Simulator, Start
 from ..forecast.remembered import remembered
 from ..forecast.simulator import SimulationFailed
 from ..forecast.values import Ask, RungForecast
+from ..search.applies import unforeseeable
 from ..search.ask import micro_batches
-from ..values import Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
-from ..workload.conditions import source_under
-from .cells import Cell, config_of, ranks_of
+from ..values import Device, Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
+from ..workload.conditions import settings_under, source_under
+from .cells import Cell, config_of, settings_of
 from .question import Question
 
 NOT_SIMULATED = "could not be simulated"
 
 _PROCESSES = 2  # engines simulated at a time
+_MOST_OPEN = 3  # simulators at a time
 _ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
 
 
@@ -33,6 +35,35 @@ class Foreseen:
 
     largest: int | None
     reason: str = ""
+
+
+class Simulators:
+    """One for each kind of workload, started when it is needed; a few stay, for the next that is asked of it."""
+
+    def __init__(self, device: Device, start: Start | None = None) -> None:
+        self._device, self._start = device, start
+        self._open: dict[str, tuple[Simulator, ExitStack]] = {}
+        self._facts: dict[str, ModelFacts] = {}
+
+    def of(self, source: WorkloadSource) -> Simulator:
+        """The simulator of this workload."""
+        if source.digest not in self._open:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open)))[1].close()
+            stack = ExitStack()
+            self._open[source.digest] = stack.enter_context((self._start or simulated)(source)), stack
+        return self._open[source.digest][0]
+
+    def facts(self, source: WorkloadSource) -> ModelFacts:
+        """What the workload is, where no rank can look; asked once."""
+        if source.digest not in self._facts:
+            self._facts[source.digest] = self.of(source).facts(self._device)
+        return self._facts[source.digest]
+
+    def close(self) -> None:
+        """End them all: nothing of them may run beside trials."""
+        while self._open:
+            self._open.popitem()[1][1].close()
 
 
 Facts = Callable[[Mapping[str, Scalar]], ModelFacts]
@@ -48,7 +79,7 @@ class Forecasts:
     question: Question
     facts: Facts
     listen: Listener
-    start: Start | None = None
+    simulators: Simulators
 
     def of(
         self, cells: Sequence[Cell], known: Mapping[int, Foreseen], kept: Callable[[Cell, Foreseen], None]
@@ -62,12 +93,12 @@ class Forecasts:
             source = source_under(self.question.settings.source, cell.trial.conditions)
             sources.setdefault(source.digest, (source, []))[1].append(cell)
         for source, ours in sources.values():
-            with (self.start or simulated)(source) as simulator:
-                for cell, foreseen in self._each(simulator, ours):
-                    found[cell.number] = foreseen
-                    kept(cell, foreseen)
-                    said = f"up to micro batch {foreseen.largest}" if foreseen.largest else foreseen.reason
-                    self.listen(Note(text=f"forecast of cell {cell.number}, {cell.rung}: {said}"))
+            for cell, foreseen in self._each(self.simulators.of(source), ours):
+                found[cell.number] = foreseen
+                kept(cell, foreseen)
+                said = f"up to micro batch {foreseen.largest}" if foreseen.largest else foreseen.reason
+                self.listen(Note(text=f"forecast of cell {cell.number}, {cell.rung}: {said}"))
+        self.simulators.close()
         return found
 
     def _each(self, simulator: Simulator, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Foreseen]]:
@@ -86,8 +117,10 @@ class Forecasts:
     def _one(self, simulator: Simulator, cell: Cell) -> Foreseen:
         assert cell.trial is not None
         trial = cell.trial
+        if (reason := unforeseeable(self.facts(trial.conditions))) is not None:
+            return Foreseen(largest=None, reason=f"{NOT_SIMULATED}: {reason}")
         ask = self._ask(trial)
-        sizes = sizes_of(self.question, trial)
+        sizes = sizes_of(self.question, trial, self.facts(trial.conditions))
         said: dict[int, RungForecast] = {}
         try:
             with simulator.engine(ask) as engine:
@@ -106,9 +139,11 @@ class Forecasts:
         settings, machine = self.question.settings, self.question.machine
         accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
         trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
-        ranks = ranks_of(settings, trial.conditions)
+        ranks = settings_under(settings, trial.conditions).gpus
+        stage = next(rung.stage for rung in settings.ladder if rung.name == trial.rung)
         return Ask(
             rung=trial.rung,
+            zero_init=settings.source.zero_init and stage == 3,
             ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),
             world_size=ranks,
             ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or ranks),
@@ -133,25 +168,11 @@ class Forecasts:
         return limits
 
 
-def sizes_of(question: Question, trial: Trial) -> Sequence[int]:
+def sizes_of(question: Question, trial: Trial, facts: ModelFacts) -> Sequence[int]:
     """The micro batches of a cell, ascending."""
-    settings = question.settings
+    settings = settings_of(question, trial.conditions, facts)
     most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
-    return micro_batches(settings.global_batch, ranks_of(settings, trial.conditions), most)
-
-
-def facts_by_simulation(question: Question, start: Start | None = None) -> Facts:
-    """What the workload is with other arguments, where no rank can look; each is asked once."""
-    known: dict[str, ModelFacts] = {}
-
-    def facts(conditions: Mapping[str, Scalar]) -> ModelFacts:
-        source = source_under(question.settings.source, conditions)
-        if source.digest not in known:
-            with (start or simulated)(source) as simulator:
-                known[source.digest] = simulator.facts(question.settings.device)
-        return known[source.digest]
-
-    return facts
+    return micro_batches(settings.global_batch, facts.replicas(settings.gpus), most)
 
 
 @contextmanager

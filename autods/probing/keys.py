@@ -97,5 +97,5 @@ def unknown(axis: str, name: str) -> InputError:
 # Names that are no key of a DeepSpeed config.
 AXES = (
     "rung", "precision", "micro_batch", "accumulation", "checkpointing", "pin_memory", "gpus", "seq_len", "target_len",
-    "build_model.NAME", "build_batch.NAME", "env.NAME",
+    "build_model.NAME", "build_batch.NAME", "args.NAME", "env.NAME",
 )  # fmt: skip

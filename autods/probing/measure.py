@@ -93,6 +93,7 @@ def result_of(cell: Cell, records: Sequence[Record]) -> CellResult:
         spread=spread_of(rates),
         repeats=len(fits),
         step_s=median([median(fit.step_s) for fit in fits]) if fits else None,
+        sent_bytes=max((fit.communication.sent_bytes for fit in fits if fit.communication is not None), default=None),
         memory=_memory(fits),
         tier=last.tier if isinstance(last, OutOfMemory) else None,
         missing_bytes=last.missing_bytes if isinstance(last, OutOfMemory) else None,

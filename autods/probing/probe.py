@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from ..typed import read_as
 from ..values import Failed, Fit, Listener, ModelFacts, Note, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import source_under
 from .capacity import Boundary, capacity_result, forecast_result
-from .cells import Cell, cells_of, environments_of, ranks_of
-from .forecasts import Forecasts, Foreseen, facts_by_simulation, sizes_of
+from .cells import Cell, cells_of, environments_of, settings_of
+from .forecasts import Forecasts, Foreseen, Simulators, sizes_of
 from .measure import compared, in_turns, result_of, shared
 from .notes import notes_of
 from .question import Question
@@ -71,7 +71,8 @@ def probe(
         try:
             with machines as bench:
                 work = _Work(question, journal, past, listen, bench, simulate)
-                cells, reference = work.done()
+                with closing(work.simulators):
+                    cells, reference = work.done()
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except SimulationFailed as failed:
@@ -98,9 +99,8 @@ class _Work:
         simulate: StartSimulator | None,
     ) -> None:
         self.question, self.journal, self.past, self.listen, self.bench = question, journal, past, listen, bench
-        self.simulate = simulate
         self.surveys: dict[str, Surveyed] = {}
-        self.simulated = facts_by_simulation(question, simulate)
+        self.simulators = Simulators(question.settings.device, simulate)
         self.memory = Memory(journal, past, self._execute, listen)
 
     def done(self) -> tuple[tuple[CellResult, ...], int | None]:
@@ -124,7 +124,9 @@ class _Work:
         return self.surveys[digest]
 
     def _survey(self, conditions: Mapping[str, Scalar]) -> Surveyed:
-        return self.bench.survey(conditions) if self.bench is not None else (self.simulated(conditions), {})
+        if self.bench is not None:
+            return self.bench.survey(conditions)
+        return self.simulators.facts(source_under(self.question.settings.source, conditions)), {}
 
     def _execute(self, trial: Trial, id: int) -> Record:
         assert self.bench is not None
@@ -157,7 +159,10 @@ class _Work:
         }
         if self.question.settings.forecast:
             forecasts = Forecasts(
-                question=self.question, facts=lambda said: self.survey(said)[0], listen=self.listen, start=self.simulate
+                question=self.question,
+                facts=lambda said: self.survey(said)[0],
+                listen=self.listen,
+                simulators=self.simulators,
             )
             known = forecasts.of(own, known, self._keep)
         nothing = Foreseen(largest=None)
@@ -172,12 +177,13 @@ class _Work:
         assert cell.trial is not None
         if self.bench is None:
             return forecast_result(cell, foreseen)
-        settings = self.question.settings
+        facts = self.survey(cell.trial.conditions)[0]
+        settings = settings_of(self.question, cell.trial.conditions, facts)
         boundary = Boundary(
             trial=cell.trial,
-            sizes=sizes_of(self.question, cell.trial),
+            sizes=sizes_of(self.question, cell.trial, facts),
             run=self._run,
-            ranks=ranks_of(settings, cell.trial.conditions),
+            ranks=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             usable_bytes=settings.device_bytes,
         )
@@ -222,7 +228,7 @@ def _report(
             "device": settings.device,
             "device_bytes": settings.device_bytes,
             "global_batch": settings.global_batch,
-            "precision": precision_of(settings.base),
+            "precision": "its own precision" if settings.source.kind == "script" else precision_of(settings.base),
             "repeats": question.repeats,
             "steps": asdict(question.steps),
             "capacity": question.capacity,

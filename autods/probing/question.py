@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import prod
@@ -18,18 +18,15 @@ from ..folders import data_folder
 from ..hardware import Hardware
 from ..ladder import Rung, all_rungs, choose
 from ..profile import read_profile
+from ..question import NVME_PLACE
 from ..settings import Settings, resolve
 from ..values import Steps, WorkloadSource
-from ..workload.arguments import FUNCTIONS
-from ..workload.conditions import LENGTHS
 from .axes import Axis, Value, axes_of
+from .checks import Arguments, check_argument, check_twice
 
 MOST_CELLS = 1000
 REPEATS = 3
 PLAINEST = "ddp"
-
-# The arguments of a function of the workload; None: any, or nobody knows.
-Arguments = Callable[[str], Sequence[str] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +97,11 @@ def pose(
     axes = _with_gpus(axes_of(vary, rungs), gpus)
     axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
     named = {axis.name: axis.values for axis in axes}
-    _check_twice(named, source, asked, capacity=capacity)
+    check_twice(named, source, asked, capacity=capacity)
     for name in named:
-        _check_argument(name, source, arguments)
+        check_argument(name, source, arguments)
     counts = [count for count in named.get("gpus", gpus) if isinstance(count, int)]
+    nvme_path = asked.pop("nvme_path", None) if machine is not None else None  # it need not be here
     settings = resolve(
         source, hardware=hardware, gpus=max(counts, default=None), base_config=base_config, config=config,
         ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **asked,
@@ -111,6 +109,8 @@ def pose(
     for count in counts:  # a base config, or a global batch, may suit some and not others
         base, _ = base_of(source.base_config if base_config is None else base_config, world_size=count)
         global_batch_of(asked.get("global_batch"), base, count)
+    if machine is not None:
+        settings = replace(settings, nvme_path=_nvme_of(machine, nvme_path))
     question = Question(
         settings=_patient(settings) if capacity else settings,
         axes=axes,
@@ -162,62 +162,6 @@ def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Ax
     return (Axis(name="rung", values=names or (PLAINEST,)), *axes), assumed
 
 
-def _check_twice(
-    named: Mapping[str, Sequence[Value]], source: WorkloadSource, asked: Mapping[str, Any], *, capacity: bool
-) -> None:
-    """An axis and an option must not say the same thing differently."""
-    options = {
-        "precision": asked.get("precision", "auto") != "auto",
-        "seq_len": source.seq_len is not None,
-        "target_len": source.target_len is not None,
-        "accumulation": asked.get("global_batch") is not None,
-    }
-    for name, said in options.items():
-        if said and name in named:
-            option = "--global-batch" if name == "accumulation" else f"--{name.replace('_', '-')}"
-            raise InputError(f"--vary {name}=… and {option} contradict each other", mend="drop one of the two")
-    if capacity and "micro_batch" in named:
-        raise InputError(
-            "--capacity looks for the largest micro batch itself", mend="drop --vary micro_batch=…, or --capacity"
-        )
-    if "," in str(asked.get("precision", "")):
-        raise InputError(
-            "--precision names one; several are an axis", mend=f"give --vary precision={asked['precision']}"
-        )
-
-
-def _check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> None:
-    """Raises InputError when the workload has no such argument, and lists those that it has."""
-    function, _, argument = ("build_batch", "", name) if name in LENGTHS else name.partition(".")
-    if function not in FUNCTIONS or (name in LENGTHS and source.kind == "hf_config"):
-        if name in LENGTHS and (wrong := _wrong_length(name, source)) is not None:
-            raise InputError(f"--vary {name}: {wrong}", where=source.path)
-        return
-    if name == "target_len":
-        raise InputError(f"--vary {name}: it is for a Hugging Face config", mend="give --vary build_batch.target_len=…")
-    known = arguments(function)
-    if known is None or argument in known:
-        return
-    where = source.path if source.kind != "pickle" else source.name
-    if source.kind == "hf_config":
-        what = f"the config has no {argument!r}" if function == "build_model" else "a config makes its own batches"
-        mend = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
-    else:
-        what = f"its {function} has no argument {argument!r}"
-        mend = (
-            f"it has {', '.join(known)}"
-            if known
-            else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
-        )
-    raise InputError(f"--vary {name}: {what}", where=where, mend=mend)
-
-
-def _wrong_length(name: str, source: WorkloadSource) -> str | None:
-    if source.task == "image-classification":
-        return "images have no length in tokens"
-    return f"it is for seq2seq, this is {source.task}" if name == "target_len" and source.task != "seq2seq" else None
-
-
 def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
     """How long a trial is: the config's, or so many timed steps."""
     steps = settings.profile.walk if capacity else settings.profile.timed
@@ -225,6 +169,13 @@ def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
         return steps
     count = _at_least_one(asked, "--steps", 1)
     return replace(steps, timed=count, most_timed=count)
+
+
+def _nvme_of(machine: Machine, path: str | Path | None) -> Path | None:
+    """Of a machine that need not be here: nothing is written there."""
+    if path is not None:
+        return Path(path).absolute()
+    return NVME_PLACE if machine.nvme_bytes is not None else None
 
 
 def _patient(settings: Settings) -> Settings:

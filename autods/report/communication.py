@@ -19,7 +19,7 @@ def lines_of(report: Report) -> Iterator[tuple[str, Text]]:
     for rung, fit in _fits(report).items():
         assert fit.communication is not None
         samples = round(fit.samples_per_second * statistics.median(fit.step_s))
-        yield rung, Text.assemble(_sum(fit.communication), (f"; a step of {samples} samples", "dim"))
+        yield rung, Text.assemble(_sum(fit.communication), (f"; a step of {_counted(samples, 'sample')}", "dim"))
 
 
 def _fits(report: Report) -> dict[str, Fit]:
@@ -49,4 +49,8 @@ def _sum(said: Communication) -> str:
 
 
 def _op(name: str, op: Collective) -> str:
-    return f"{name} {show_bytes(op.sent_bytes)} in {op.calls} call{'s' if op.calls != 1 else ''}"
+    return f"{name} {show_bytes(op.sent_bytes)} in {_counted(op.calls, 'call')}"
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..errors import InputError
 from ..journal import read_record
-from ..trainer_config import for_trainer
+from ..trainer_config import for_lightning, for_trainer
 from ..typed import read_as
 from ..values import TIERS, Knobs, Record, Skipped, TierUse
 from .ecosystems import accelerate_yaml, trainer_arguments
-from .launching import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, commands
+from .launching import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, commands
 from .result import Report, Throughput
 
 REPORT = "report.json"
@@ -86,10 +86,12 @@ def read(folder: Path) -> Report:
 def _configs(report: Report) -> dict[str, str | None]:
     """File → its text; None where nothing fits."""
     if report.ds_config is None:
-        return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, ACCELERATE))
+        return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE))
+    lightning = (report.question.get("script") or {}).get("kind") == "lightning"
     return {
         DS_CONFIG: as_json(report.ds_config),
         DS_CONFIG_HF: as_json(for_trainer(report.ds_config)),
+        DS_CONFIG_LIGHTNING: as_json(for_lightning(report.ds_config)) if lightning else None,
         ACCELERATE: accelerate_yaml(report, str(Path(report.out) / DS_CONFIG)),
     }
 

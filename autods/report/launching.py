@@ -13,9 +13,17 @@ from .result import Report
 
 DS_CONFIG = "ds_config.json"
 DS_CONFIG_HF = "ds_config_hf.json"  # the same with "auto" where the HF Trainer fills in
+DS_CONFIG_LIGHTNING = "ds_config_lightning.json"  # the same without the accumulation steps
 ACCELERATE = "accelerate.yaml"
 
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+
+# Where a kind of script takes its config, if not from its command line.
+_TAKERS = {
+    "deepspeed": "deepspeed.initialize(…, config",
+    "hf_trainer": "TrainingArguments(…, deepspeed",
+    "lightning": "DeepSpeedStrategy(config",
+}
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
@@ -68,12 +76,23 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         yield "Trainer", shlex.join(trainer_arguments(report, str(folder / DS_CONFIG_HF)))
         yield "accelerate", said["accelerate"]
         return
-    if script["kind"] == "deepspeed" and not any("{ds_config}" in argument for argument in script["argv"]):
-        yield "code", f"deepspeed.initialize(…, {code}"
+    given = any("{ds_config}" in argument for argument in script["argv"])
+    if not given and script["kind"] in _TAKERS:
+        yield "code", f"{_TAKERS[script['kind']]}={str(folder / _config_of(script['kind']))!r})"
+    if script["kind"] == "accelerate" and not given:
+        yield "launch", said["accelerate"]  # the only one that gives the script its config
+        return
     yield "launch", said["torchrun"]
     yield "or", said["deepspeed"]
     if script["kind"] in ("accelerate", "hf_trainer"):
         yield "or", said["accelerate"]
+    if script["kind"] == "lightning" and report.question.get("device") == "cpu":
+        yield "note", "on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks"
+
+
+def _config_of(kind: str) -> str:
+    """The file that such a script is given."""
+    return {"hf_trainer": DS_CONFIG_HF, "lightning": DS_CONFIG_LIGHTNING}.get(kind, DS_CONFIG)
 
 
 def _program(report: Report, launcher: str) -> tuple[str, ...]:
@@ -88,11 +107,11 @@ def _program(report: Report, launcher: str) -> tuple[str, ...]:
 def _values(report: Report) -> dict[str, object]:
     """What the placeholders of a script's command line stand for."""
     assert report.knobs is not None
-    config = DS_CONFIG_HF if _script(report).get("kind") == "hf_trainer" else DS_CONFIG
     return {
-        "ds_config": str(Path(report.out) / config),
+        "ds_config": str(Path(report.out) / _config_of(_script(report)["kind"])),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
+        "train_batch_size": report.knobs.train_batch(int(report.question.get("gpus", 1))),
     }
 
 

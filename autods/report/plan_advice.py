@@ -17,7 +17,7 @@ def headline(said: SiteForecast) -> str:
     """'zero2 is the fastest rung that fits: …'."""
     best = said.best
     if best is None:
-        return "nothing fits"
+        return "nothing is forecast" if said.to_try else "nothing fits"
     what = "the fastest rung that fits" if best.verdict == "fits" else "the fastest rung that may fit"
     return f"{best.rung} is {what}{_batch(best)}"
 
@@ -25,6 +25,9 @@ def headline(said: SiteForecast) -> str:
 def sentences(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
     """What a neighbour would need, and what to do, the most useful first."""
     best = said.best
+    if best is None and said.to_try:
+        yield f"{' and '.join(said.to_try)} may fit: autods fit tries them"
+        return
     if best is None:
         yield from _when_nothing_fits(forecast, said)
         return

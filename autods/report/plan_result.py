@@ -10,7 +10,7 @@ from ..forecast.values import PHASES, Predicted, RungForecast
 from ..question import Site
 from ..values import Device, ModelFacts, Tier, WorkloadSource
 
-Status = Literal["fits", "tight", "nothing_fits"]
+Status = Literal["fits", "tight", "nothing_fits", "not_forecast"]
 
 _NOTHING = Predicted(peak_bytes=0, low_bytes=0, high_bytes=0)
 _PER_NODE: tuple[Tier, ...] = ("host", "nvme")
@@ -18,10 +18,14 @@ _PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteForecast:
-    """What is said of the rungs on one kind of machine, fastest first."""
+    """What is said of the rungs on one kind of machine, fastest first.
+
+    to_try: those that could not be forecast and may fit; a fit tries them.
+    """
 
     site: Site
     rungs: tuple[RungForecast, ...]
+    to_try: tuple[str, ...] = ()
 
     @property
     def best(self) -> RungForecast | None:
@@ -38,7 +42,7 @@ class SiteForecast:
     def status(self) -> Status:
         """Whether anything fits."""
         if self.best is None:
-            return "nothing_fits"
+            return "not_forecast" if self.to_try else "nothing_fits"
         return "fits" if self.best.verdict == "fits" else "tight"
 
 
@@ -64,7 +68,8 @@ class Forecast:
     def status(self) -> Status:
         """The best of all machines."""
         found = {site.status for site in self.sites}
-        return "fits" if "fits" in found else "tight" if "tight" in found else "nothing_fits"
+        order: tuple[Status, ...] = ("fits", "tight", "not_forecast")
+        return next((status for status in order if status in found), "nothing_fits")
 
     @property
     def all_assumed(self) -> tuple[str, ...]:

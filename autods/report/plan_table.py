@@ -51,7 +51,8 @@ def _show_one(forecast: Forecast, said: SiteForecast, console: Console) -> None:
         scale = 0 if console.width >= _WITH_BARS else _scale(said.rungs)
         console.print(pairs_grid((rung.rung, _under(rung, scale)) for rung in said.rungs))
         console.print()
-    style = {"fits": "bold green", "tight": "bold yellow", "nothing_fits": "bold red"}[said.status]
+    styles = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
+    style = f"bold {styles[said.status]}"
     spent = f"  ({words.of_seconds(forecast.seconds)})"
     console.print(Text.assemble((headline(said), style), (spent, "dim")))
     console.print(_list(sentences(forecast, said)))

@@ -53,8 +53,8 @@ class CellResult:
 
     values: axis → value; None: not set. reason: why it did not fit or was not run. unheeded: axes that mean nothing
     here, and why. same_as: the cell whose trials these are. samples_per_second, tokens_per_second: medians of
-    `repeats` trials; spread: their relative standard deviation. memory: the highest peaks. missing_bytes: on `tier`, at
-    least. trials: ids.
+    `repeats` trials; spread: their relative standard deviation. sent_bytes: by a rank in an optimizer step. memory: the
+    highest peaks. missing_bytes: on `tier`, at least. trials: ids.
     """
 
     number: int
@@ -69,6 +69,7 @@ class CellResult:
     ratio: Ratio | None = None
     repeats: int = 0
     step_s: float | None = None
+    sent_bytes: int | None = None
     memory: Mapping[Tier, TierUse] = field(default_factory=dict)
     tier: Tier | None = None
     missing_bytes: int | None = None
@@ -132,7 +133,16 @@ def _flat(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, Any]]:
     yield "cell", cell.number
     for name in report.axes:
         yield name, _text(cell.values.get(name))
-    for name in ("status", "same_as", "repeats", "samples_per_second", "tokens_per_second", "spread", "step_s"):
+    for name in (
+        "status",
+        "same_as",
+        "repeats",
+        "samples_per_second",
+        "tokens_per_second",
+        "spread",
+        "step_s",
+        "sent_bytes",
+    ):
         yield name, _text(getattr(cell, name))
     for name in ("times", "low", "high", "differs"):
         yield f"ratio_{name}", _text(getattr(cell.ratio, name, None))

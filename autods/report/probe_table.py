@@ -55,7 +55,7 @@ def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
     for name in _LESS:
         if _width(report, shown) <= width:
             break
-        left_out += [column.name for column in shown if column.name == name]
+        left_out += [column.name.replace("\n", " ") for column in shown if column.name == name]
         shown = [column for column in shown if column.name != name]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for column in shown:
@@ -66,7 +66,15 @@ def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
     return table, left_out
 
 
-_LESS = ("nvme", "host", "pinned", "tokens/s", "forecast", "device")  # what a narrow terminal does without, in order
+_LESS = (
+    "sent\na step",
+    "host",
+    "pinned",
+    "nvme",
+    "tokens/s",
+    "forecast",
+    "device",
+)  # what a narrow terminal does without, in order
 
 
 def _width(report: ProbeReport, columns: list[_Column]) -> int:
@@ -113,6 +121,7 @@ def _measures(report: ProbeReport) -> Iterator[_Column]:
     yield _Column("× cell 1" if _reference(report) in (None, 1) else f"× cell {_reference(report)}", _times(report))
     for tier in TIERS:
         yield _Column(tier, _memory(tier))
+    yield _Column("sent\na step", lambda cell: show_bytes(cell.sent_bytes) if cell.sent_bytes else "")
 
 
 def _outcome(cell: CellResult) -> Text:

@@ -23,8 +23,8 @@ _REFUSALS = (
     _Refusal(
         has=lambda facts: facts.pipeline_stages,
         stages=(2, 3),
-        reason="a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because its micro batches would each have to reduce"
-        " gradients that ZeRO-{stage} does not keep whole",
+        reason="a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
+        " after all micro batches, and ZeRO-{stage} splits them after each",
     ),
     _Refusal(
         has=lambda facts: facts.experts,
@@ -65,6 +65,16 @@ def unforeseeable(facts: ModelFacts) -> str | None:
     if facts.pipeline_stages:
         return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
     return None
+
+
+def idle(facts: ModelFacts, global_batch: int | None) -> str | None:
+    """What a pipeline loses without a global batch: a step then has one micro batch, which its stages wait for."""
+    if facts.pipeline_stages < 2 or global_batch is not None:
+        return None
+    return (
+        "a pipeline's micro batches are its accumulation, and without --global-batch that is 1:"
+        f" {facts.pipeline_stages} stages then wait for each other; give the global batch that you train with"
+    )
 
 
 def check_ranks(facts: ModelFacts, world_size: int) -> None:

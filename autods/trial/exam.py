@@ -111,7 +111,7 @@ def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> 
 def _load(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, before: float | None) -> _Part:
     """The checkpoint, after a step that moved the weights away from it: the loss has to come back."""
     hands.observe("load", index)
-    if getattr(engine, "num_stages", 1) > 1 and not engine.zero_optimization() and engine.bfloat16_enabled():
+    if hasattr(engine, "num_stages") and not engine.zero_optimization() and engine.bfloat16_enabled():
         # BF16_Optimizer.load_state_dict takes the list that ZeRO's checkpoints give it, and stage 0 gives a dict.
         raise NotImplementedError("a pipeline in bf16 without ZeRO saves its optimizer as nothing reads it; use ZeRO-1")
     found: list[Any] = []

@@ -93,55 +93,60 @@ def _kept_training(module: Any) -> Iterator[None]:
         del module.eval
 
 
-class _Laid(Exception):  # it is no error: the layers are known, and nothing more is wanted
-    def __init__(self, layers: Sequence[Any], stages: int, ranks: int) -> None:
-        super().__init__("a PipelineModule")
-        self.layers, self.stages, self.ranks = layers, stages, ranks
-
-
 def whole(build_model: Callable[[], Any]) -> Any:
-    """The model; of a PipelineModule all layers in one module, with `pipeline_stages` and `replica_ranks` beside them.
-
-    A PipelineModule itself needs all its ranks, and holds one stage only. What the user's code raises is passed on.
-    """
+    """The model; a PipelineModule with all its layers, see `lay_out`. What the user's code raises is passed on."""
     from deepspeed.pipe import PipelineModule
 
     own = PipelineModule.__init__
-    PipelineModule.__init__ = _lay
+    lay_out()
     try:
         return build_model()
-    except _Laid as laid:
-        return _joined(laid)
     finally:
         PipelineModule.__init__ = own
 
 
-def _lay(self: Any, layers: Any, num_stages: int | None = None, topology: Any = None, **_: Any) -> None:
+def lay_out() -> None:
+    """From here on a PipelineModule is made of all its layers, for who only looks: one itself needs all its ranks, and
+    holds one stage. `parts_of` reads its stages."""
+    from deepspeed.pipe import PipelineModule
+
+    PipelineModule.__init__ = _lay_out
+
+
+def parts_of(model: Any) -> dict[str, int]:
+    """Those of `ModelFacts` that a pipeline decides, of a model that was laid out."""
+    if not is_pipeline(model):
+        return {"pipeline_stages": 0, "replica_ranks": 1}
+    return {"pipeline_stages": model.num_stages, "replica_ranks": getattr(model, "replica_ranks", model.num_stages)}
+
+
+def _lay_out(self: Any, layers: Any, num_stages: int | None = None, topology: Any = None, **_: Any) -> None:
+    import torch
+
+    torch.nn.Module.__init__(self)
     if topology is not None:
-        ranks = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
-        data = ranks.pop("data", 1)
-        raise _Laid(list(layers), ranks["pipe"], topology.world_size() // data)
-    if num_stages is None:
+        self.num_stages = topology.get_dim("pipe")
+        self.replica_ranks = topology.world_size() // max(1, topology.get_dim("data"))
+    elif num_stages is not None:
+        self.num_stages = self.replica_ranks = num_stages
+    else:
         raise WorkloadError("the PipelineModule has neither num_stages nor a topology", mend="give num_stages=2, say")
-    raise _Laid(list(layers), num_stages, num_stages)
+    for place, layer in enumerate(_each_once(layers)):
+        self.add_module(str(place), layer)
 
 
-def _joined(laid: _Laid) -> Any:
-    """Each layer once; what is tied is one."""
+def _each_once(layers: Any) -> Iterator[Any]:
+    """Those that are modules; what is tied is one."""
     import torch
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-    tied: dict[str, Any] = {}
-    found = torch.nn.ModuleList()
-    for layer in laid.layers:
+    tied: set[str] = set()
+    for layer in layers:
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in tied:
-                tied[layer.key] = layer.build()
-                found.append(tied[layer.key])
+                tied.add(layer.key)
+                yield layer.build()
         elif isinstance(layer, LayerSpec):
-            found.append(layer.build())
+            yield layer.build()
         elif isinstance(layer, torch.nn.Module):
-            found.append(layer)
-    facts: Any = found
-    facts.pipeline_stages, facts.replica_ranks = laid.stages, laid.ranks
-    return found
+            yield layer

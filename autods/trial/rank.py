@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..ds_config import get
 from ..values import Phase
-from ..workload import Workload, WorkloadError, bound, load
+from ..workload import Workload, WorkloadError, bound, load, partitioned
 from .heartbeat import Heartbeats
 from .meter import CpuMeter, CudaMeter, Meter
 from .seeds import seed_all
@@ -170,8 +171,11 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
     observer.meter.start()
     observer("rendezvous", 0)
     join(job, slot, store)
+    built = _loaded(job, workload)
+    if job.source.zero_init and job.exam != "parity" and get(job.ds_config, "zero_optimization.stage") == 3:
+        built = partitioned(built, job.ds_config)
     acted = act(
-        _loaded(job, workload),
+        built,
         ds_config=job.ds_config,
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,

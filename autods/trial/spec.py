@@ -43,6 +43,11 @@ class RankJob:
     init_s: float = 900.0
     wall_s: float = 1800.0
 
+    @property
+    def train_batch(self) -> int:
+        """Samples of an optimizer step; the ranks of one replica train on the same ones."""
+        return self.micro_batch * self.accumulation * (self.world_size // self.replica_ranks)
+
     def to_json(self) -> str:
         """One line."""
         return json.dumps(asdict(self))

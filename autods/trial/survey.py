@@ -8,7 +8,7 @@ from ..workload import Workload, WorkloadError
 from .batch import check_batch, tokens_per_sample
 from .checkpointing import can_checkpoint
 from .experts import experts_of
-from .pipeline import whole
+from .pipeline import parts_of, whole
 
 
 def survey(workload: Workload) -> dict[str, Any]:
@@ -27,14 +27,14 @@ def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
         "checkpointing": can_checkpoint(model),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
-        "pipeline_stages": getattr(model, "pipeline_stages", 0),
-        "replica_ranks": getattr(model, "replica_ranks", 1),
-        "experts": experts_of(model),
     }
 
 
 def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, int]:
-    """How many parameters there are, and in the largest tensor. Raises WorkloadError when there is nothing to train."""
+    """How many parameters there are, in the largest tensor too, and the stages and experts that they are in.
+
+    Raises WorkloadError when there is nothing to train.
+    """
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -42,7 +42,8 @@ def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, 
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(f"{by} a model without a parameter to train", mend="check requires_grad")
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
-    return {"parameters": sum(sizes), "largest_parameter": max(sizes)}
+    parts = {**parts_of(model), "experts": experts_of(model)}
+    return {"parameters": sum(sizes), "largest_parameter": max(sizes), **parts}
 
 
 def _build(workload: Workload) -> Any:

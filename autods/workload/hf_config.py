@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,6 +34,29 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForPreTraining", "masked-lm"),
     ("ForImageClassification", "image-classification"),
 )
+
+
+_PREFIX = "hf:"
+
+
+def local_path(path: Path) -> Path:
+    """What 'hf:./folder' names: a folder with a config.json, or such a file; any other path is passed on.
+
+    Raises InputError where it is neither: a model's name on the Hub is not looked up, and nothing is downloaded.
+    """
+    said = str(path)
+    if not said.startswith(_PREFIX):
+        return path
+    found = Path(said.removeprefix(_PREFIX)).expanduser()
+    config = config_file(found)
+    if config is not None and config.is_file():
+        return found
+    what = "the folder has no config.json" if found.is_dir() else "there is no such folder or config.json here"
+    raise InputError(
+        f"{what}, and nothing is downloaded",
+        where=said,
+        mend="give hf:./FOLDER with the model's config.json in it; weights are not needed",
+    )
 
 
 def config_file(path: Path) -> Path | None:
@@ -83,6 +107,36 @@ def load_config(source: WorkloadSource) -> Workload:
         return auto.from_config(config, dtype=torch.float32)
 
     return Workload(build_model=build_model, build_batch=_batches(config, source))
+
+
+class _Zero3:
+    """What transformers asks of `HfDeepSpeedConfig`, which needs accelerate to be installed."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.config = dict(ds_config)
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+def partitioned(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
+    """The workload whose model is split over the ranks while it is built, as stage 3 will have it.
+
+    transformers has to know of stage 3 for that: it suppresses its initialisation under `deepspeed.zero.Init` and then
+    gathers each module's weights to initialise them. Under zero.Init alone a model would start from wrong weights.
+    """
+
+    def build_model() -> Any:
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+        said = _Zero3(ds_config)  # transformers keeps a weak reference
+        set_hf_deepspeed_config(said)
+        try:
+            return workload.build_model()
+        finally:
+            unset_hf_deepspeed_config()
+
+    return replace(workload, build_model=build_model)
 
 
 def _config(data: Mapping[str, Any], path: Path) -> Any:

@@ -98,6 +98,15 @@ def has_placeholder(argv: Sequence[str], name: str) -> bool:
     return any(f"{{{name}}}" in word for word in argv)
 
 
+def launched(source: WorkloadSource) -> dict[str, object]:
+    """How a script is started, for the report. takes_local_rank: the `deepspeed` launcher gives it to every script, and
+    a parser that does not know it ends there."""
+    text = Path(source.path).read_text() if Path(source.path).is_file() else ""
+    knows = source.script_kind == "hf_trainer" or re.search(r"[\"']--local[-_]rank\b", text) is not None
+    kind = source.script_kind or "deepspeed"
+    return {"path": source.path, "argv": list(source.argv), "kind": kind, "takes_local_rank": knows}
+
+
 def imports_of(tree: ast.Module) -> Iterator[Imported]:
     """All imports of a file, with the attributes of imported modules that it uses; relative ones are left out."""
     bound: dict[str, str] = {}

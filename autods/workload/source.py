@@ -21,7 +21,7 @@ import cloudpickle
 from ..errors import InputError
 from ..values import WorkloadSource
 from .arguments import with_arguments
-from .hf_config import TASKS, config_file, load_config, read_config, task_of
+from .hf_config import TASKS, config_file, load_config, local_path, read_config, task_of
 from .model_py import base_config_of, check_file, load_file
 from .script import KINDS, is_script, script_source
 from .workload import Batch, Workload, WorkloadError
@@ -37,13 +37,15 @@ def source_of(
     recompute: bool | None = None,
     kind: str | None = None,
     argv: Sequence[str] = (),
+    zero_init: bool = False,
 ) -> WorkloadSource:
     """A reference to the workload that every rank can load.
 
     A `Workload` object is pickled into `folder`: its functions by value, so that changed code is another workload, and
-    what they use of other modules by name. task, seq_len, target_len, recompute: see `WorkloadSource`. kind: 'model',
-    'script' or a kind of script, where what the file shows is not to decide; argv: the script's arguments. Raises
-    InputError when the file is not a workload, the object cannot be pickled, or the workload has no such option.
+    what they use of other modules by name. task, seq_len, target_len, recompute, zero_init: see `WorkloadSource`.
+    kind: 'model', 'script' or a kind of script, where what the file shows is not to decide; argv: the script's
+    arguments. Raises InputError when the file is not a workload, the object cannot be pickled, or the workload has no
+    such option.
     """
     if kind not in (None, "model", "script", *KINDS):
         raise InputError(f"there is no kind {kind!r}", mend=f"give --kind model, script, {', '.join(KINDS)}")
@@ -51,17 +53,22 @@ def source_of(
         if length is not None and length < 1:
             raise InputError(f"{option} {length}: at least one token is needed")
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
+    workload = local_path(workload) if isinstance(workload, Path) else workload
     path = workload.expanduser().absolute() if isinstance(workload, Path) else None
     config = config_file(path) if path is not None else None
     if path is not None and config is None and (kind not in (None, "model") or (not kind and is_script(path, argv))):
         _check_no_options({"--task": task, "--seq-len": seq_len, "--target-len": target_len}, path)
+        if zero_init:
+            raise InputError("--zero-init says nothing to a training script", where=str(path))
         known = next((one for one in KINDS if one == kind), None)
         return script_source(path, argv, known, Path.cwd())
     if argv:
         where = str(path) if path is not None else None
         raise InputError(f"takes no arguments: {' '.join(argv)}", where=where, mend="they are for a training script")
     if config is not None:
-        return _of_config(config, task, options)
+        return _of_config(config, task, {**options, **({"zero_init": True} if zero_init else {})})
+    if zero_init:
+        raise InputError("--zero-init is for a Hugging Face config; a model.py decides itself how it builds its model")
     if task is not None or target_len is not None:
         option = "--task" if task is not None else "--target-len"
         raise InputError(f"{option} is for a Hugging Face config; a model.py says itself what it trains")

@@ -109,8 +109,10 @@ IN_A_TRIAL = {
 FINE = {
     "as it is": ("# HERE", ""),
     "it catches everything": (
-        "        loss = torch.nn.functional.mse_loss(engine(x), y)\n        engine.backward(loss)\n        engine.step()\n",
-        "        try:\n            engine.backward(torch.nn.functional.mse_loss(engine(x), y))\n            engine.step()\n"
+        "        loss = torch.nn.functional.mse_loss(engine(x), y)\n        engine.backward(loss)\n"
+        "        engine.step()\n",
+        "        try:\n            engine.backward(torch.nn.functional.mse_loss(engine(x), y))\n"
+        "            engine.step()\n"
         "        except:\n            pass\n",
     ),
     "it never ends once it is told to": (
@@ -123,5 +125,6 @@ FINE = {
         "        engine.step()\n",
         "        try:\n            engine.step()\n        except BaseException:\n            sys.exit(5)\n",
     ),
+    "its loader has workers": ("batch_size=size", "batch_size=size, num_workers=2, persistent_workers=True"),
     "it prints gigabytes": ("        engine.step()\n", "        engine.step()\n        print('x' * 2**25)\n"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
@@ -95,8 +96,10 @@ def test_an_odd_script_is_tried_all_the_same(started, script, tmp_path, oddity):
     old, new = FINE[oddity]
     path = script(GOOD.replace(old, new, 1))
     source = source_of(path, argv=("{micro_batch_size}",))
-    started.settings = replace(started.settings, source=source, out=tmp_path / "out")
+    out = tmp_path / ("a long name of an output folder " * 4) / "out"
+    started.settings = replace(started.settings, source=source, out=out)
     started.survey()
     outcome = started.run(a_trial("zero1", accumulation=1), id=1).outcome
     assert isinstance(outcome, Fit), outcome
-    assert all(log.stat().st_size < 2**26 for log in (tmp_path / "out").glob("logs/001-*/*.log"))
+    assert all(log.stat().st_size < 2**26 for log in out.glob("logs/001-*/*.log"))
+    assert not any(link.is_symlink() for link in Path("/tmp").glob("autods-[0-9]*") if not link.exists())

@@ -6,11 +6,17 @@ import json
 from collections.abc import Mapping
 
 import pytest
-from conftest import question
+from conftest import HERE, question
 
 from autods.cluster.runner import RayRunner
 from autods.fit import fit
+from autods.forecast.judge import judged
+from autods.forecast.simulator import Simulator
+from autods.forecast.values import Ask
+from autods.hardware import look
+from autods.settings import resolve
 from autods.values import Communication, Exam, Examined, Fit, Knobs, Note, Scalar, Steps, Trial
+from autods.workload import source_of
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each
 WHOLE = 2 * PARAMETERS
@@ -136,6 +142,37 @@ def test_experts_train_evaluate_save_and_load(runners, rung):
     found = ran(runner, rung, exam="worst_case", accumulation=2)
     assert (found.examined.evaluated, found.examined.restored) == (True, True)
     assert found.communication.ops["all_to_all"].calls == 2 * 4  # there and back, in forward and in backward
+
+
+def test_a_script_s_pipeline_is_known_and_its_collectives_are_counted(ray, tmp_path_factory):
+    source = source_of(HERE / "scripts" / "with_pipeline.py", argv=("--deepspeed_config", "{ds_config}"))
+    settings = resolve(
+        source, hardware=look(), gpus=2, device="cpu", gpu_memory="1GiB", config="quick", precision="fp32",
+        out=tmp_path_factory.mktemp("pipe"),
+    )  # fmt: skip
+    with RayRunner(settings, lambda event: None) as runner:
+        facts, _ = runner.survey()
+        assert (facts.pipeline_stages, facts.replica_ranks, facts.parameters) == (2, 2, 4 * (64 * 64 + 64))
+        found = ran(runner, "ddp", micro_batch=2, accumulation=4, steps=ONCE)
+    assert found.samples_per_second == pytest.approx(2 * 4 / found.step_s[0])
+    assert found.communication is not None
+    assert (found.communication.ops["send"].calls, found.communication.ops["send"].bytes) == (4, 4 * 2 * 64 * 4)
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero2"])
+def test_experts_are_forecast_with_the_groups_that_they_make(runners, rung):
+    runner = runners("experts.py")
+    asked = Knobs(checkpointing=False, micro_batch=8, settings=BUCKETS)
+    trial = Trial(rung=rung, knobs=asked, purpose="race", native_optimizer=False)
+    ask = Ask(
+        rung=rung, ds_config=runner.final_config(trial), world_size=2, ranks_per_node=2, device_bytes=2**30,
+        device="cpu", checkpointing=False,
+    )  # fmt: skip
+    with Simulator(runner.settings.source, processes=1) as simulator:
+        simulated = simulator.simulate(ask, [8])[0]
+    assert simulated.expert_groups == 2
+    said = judged(ask, simulated, limits={"device": 2**30}, emulated=True).memory["device"]
+    assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 
 
 def test_a_fit_of_a_pipeline_tries_what_applies_and_says_what_does_not(ray, tmp_path):

@@ -122,6 +122,18 @@ def test_a_hugging_face_config_is_probed_by_its_own_keys(ray: object, tmp_path: 
     )  # type: ignore[operator]
 
 
+def test_arguments_of_a_training_script_are_varied_where_its_command_line_names_them(
+    ray: object, tmp_path: Path
+) -> None:
+    argv = "--deepspeed_config {ds_config} --micro-batch {micro_batch_size} --width {width} --samples 64"
+    script = HERE / "scripts" / "with_args.py"
+    report = probe(script, tmp_path, "rung=zero1", "args.width=8,512", "micro_batch=1,2", script_args=argv.split())
+    assert [cell.status for cell in report.cells] == ["fit"] * 4
+    narrow, _, wide, _ = (cell.memory["device"].peak_bytes for cell in report.cells)
+    assert wide - narrow > 4 * 3 * 512**2  # the fp32 weights alone
+    assert [cell.micro_batch for cell in report.cells] == [1, 2, 1, 2]
+
+
 def test_the_same_probe_again_runs_nothing_and_says_the_same(ray: object, tmp_path: Path) -> None:
     first = probe(TINY, tmp_path, "rung=ddp,zero1", "pin_memory=on,off", repeats=2)
     again = probe(TINY, tmp_path, "rung=ddp,zero1", "pin_memory=on,off", repeats=2)

@@ -10,7 +10,8 @@ from test_planning import Planned, question
 from test_walk import FACTS, SETTINGS
 
 from autods.errors import InputError
-from autods.search.applies import check_ranks, tunable, unforeseeable
+from autods.report.plan_advice import sentences
+from autods.search.applies import check_ranks, idle, tunable, unforeseeable
 from autods.search.candidates import Candidate, candidates
 from autods.values import ModelFacts
 
@@ -68,6 +69,11 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
     assert "DeepSpeed refuses" in said["zero2"]
     assert said["ddp"] == unforeseeable(facts)
     assert not planned.simulator.measured
+    assert planned.forecast.status == "not_forecast"
+    assert planned.forecast.sites[0].to_try == ("ddp", "zero1")
+    assert list(sentences(planned.forecast, planned.forecast.sites[0])) == [
+        "ddp and zero1 may fit: autods fit tries them"
+    ]
 
 
 def test_what_experts_fix_is_not_tuned() -> None:
@@ -76,3 +82,9 @@ def test_what_experts_fix_is_not_tuned() -> None:
     assert key in tunable(zero2, FACTS).tune
     assert key not in tunable(zero2, EXPERTS).tune
     assert "zero_optimization.reduce_bucket_size" in tunable(zero2, EXPERTS).tune
+
+
+def test_a_pipeline_without_a_global_batch_is_told_that_its_stages_wait() -> None:
+    assert "2 stages then wait" in str(idle(PIPELINE, None))
+    assert idle(PIPELINE, 8) is None
+    assert idle(FACTS, None) is None

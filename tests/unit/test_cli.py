@@ -108,7 +108,8 @@ def test_every_option_reaches_the_fit() -> None:
         "precision": "fp16", "base_config": "base.json", "config": "quick", "ladder": "zero1,zero2",
         "strategies": (Path("a"), Path("b")), "nvme_path": "/n", "task": "seq2seq", "seq_len": 512,
         "target_len": 64, "out": "here", "seed": 7, "forecast": False, "objective": "memory", "stop": "first-fit",
-        "max_trials": 9, "max_time": "20m", "kind": "script", "script_args": ("--epochs", "3", "{ds_config}"),
+        "max_trials": 9, "max_time": "20m", "zero_init": False, "kind": "script",
+        "script_args": ("--epochs", "3", "{ds_config}"),
     }  # fmt: skip
     assert fake.fresh is True
 

@@ -88,15 +88,16 @@ def test_every_option_reaches_the_question(tmp_path: Path) -> None:
         "--vary a=1 --vary b=2 --experiment stages --gpus 1,2 --device cpu --gpu-memory 1GiB --capacity "
         "--forecast-only --on a100-80gb --host-memory 1TiB --repeats 5 --steps 20 --global-batch 64 --precision fp32 "
         "--base-config b.json --as-written --config quick --ladder zero1 --strategies s --nvme-path /n --task seq2seq "
-        "--seq-len 8 --target-len 4 --out o --no-forecast --seed 3"
+        "--seq-len 8 --target-len 4 --out o --no-forecast --seed 3 --zero-init --kind script -- --lr {lr} 3"
     )
-    assert fake(*argv.split(), "-q") == 0
+    assert fake("-q", *argv.split()) == 0
     assert fake.asked == {
         "workload": "model.py", "vary": ("a=1", "b=2"), "experiment": "stages", "gpus": "1,2", "device": "cpu",
         "gpu_memory": "1GiB", "capacity": True, "forecast_only": True, "on": "a100-80gb", "host_memory": "1TiB",
         "repeats": 5, "steps": 20, "global_batch": 64, "precision": "fp32", "base_config": "b.json",
         "as_written": True, "config": "quick", "ladder": "zero1", "strategies": (Path("s"),), "nvme_path": "/n",
         "task": "seq2seq", "seq_len": 8, "target_len": 4, "out": "o", "forecast": False, "seed": 3,
+        "zero_init": True, "kind": "script", "script_args": ("--lr", "{lr}", "3"),
     }  # fmt: skip
 
 

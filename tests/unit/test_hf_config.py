@@ -128,3 +128,36 @@ def test_checkpointing_that_build_model_turned_on_can_be_turned_off(tmp_path: Pa
 
     assert load(source_of(model)).build_model().recomputes  # type: ignore[attr-defined]
     assert not load(source_of(model, recompute=False)).build_model().recomputes  # type: ignore[attr-defined]
+
+
+def test_a_folder_may_be_said_to_be_hugging_faces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    same = source_of(folder)
+    for said in ("hf:tiny", "hf:./tiny", "hf:./tiny/config.json", f"hf:{folder}"):
+        assert source_of(Path(said)) == same
+
+
+def test_a_name_that_is_no_folder_says_that_nothing_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for said in ("hf:Qwen/Qwen2-1.5B", "hf:none.json", "hf:", "hf:empty"):
+        told = refusal(Path(said))
+        assert "nothing is downloaded" in told
+        assert told.startswith(f"{said}: ")
+    assert "has no config.json" in refusal(Path("hf:empty"))
+
+
+def test_zero_init_is_of_a_config_and_makes_another_workload(tmp_path: Path) -> None:
+    folder = config(tmp_path)
+    assert source_of(folder, zero_init=True).zero_init
+    assert (
+        source_of(folder, zero_init=True).digest
+        != source_of(folder).digest
+        == source_of(folder, zero_init=False).digest
+    )
+    model = tmp_path / "model.py"
+    model.write_text("def build_model(): ...\ndef build_batch(n): ...\n")
+    assert "--zero-init is for a Hugging Face config" in refusal(model, zero_init=True)

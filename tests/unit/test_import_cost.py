@@ -18,6 +18,8 @@ REPORT = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules
         "from autods.cli import main; main(['--help'])",
         "from autods.cli import main; main(['fit', '--help'])",
         "from autods.cli import main; main(['plan', '--help'])",
+        "from autods.cli import main; main(['probe', '--help'])",
+        "from autods.cli import main; main(['probe', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
         "from autods.cli import main; main(['fit', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
         "from autods.cli import main; main(['plan', 'no-such/config.json', '--gpus', '8', '--gpu-memory', '80GiB'])",
         "from autods.catalogue import catalogue; catalogue()",

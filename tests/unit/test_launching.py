@@ -12,6 +12,8 @@ from autods.report import Report, to_dict, write
 from autods.report.ecosystems import accelerate_yaml, trainer_arguments
 from autods.report.launching import commands, filled, lines
 from autods.trainer_config import for_trainer
+from autods.workload import source_of
+from autods.workload.script import launched
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 CONFIG = {
@@ -125,5 +127,35 @@ def test_the_files_are_those_that_the_commands_name(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_a_lightning_script_gets_a_config_without_accumulation_steps(tmp_path: Path):
+    report = replace(scripted("--config", "{ds_config}", kind="lightning"), out=str(tmp_path))
+    write(report, tmp_path)
+    config = json.loads((tmp_path / "ds_config_lightning.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert not {"gradient_accumulation_steps", "train_batch_size"} & config.keys()
+    assert commands(report)["torchrun"].endswith("ds_config_lightning.json")
+
+
+def test_an_accelerate_script_that_takes_no_config_is_launched_by_accelerate():
+    assert [name for name, _ in lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
+    assert dict(lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
+
+
 def test_where_nothing_fits_there_is_nothing_to_launch():
     assert to_dict(hopeless_report())["launch"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "knows"),
+    [
+        ("import deepspeed\nparser.add_argument('--local_rank')", True),
+        ("import deepspeed\ndeepspeed.add_config_arguments(parser)", False),
+        ("import deepspeed\ndeepspeed.initialize()", False),
+        ("from transformers import TrainingArguments", True),
+    ],
+)
+def test_the_deepspeed_launcher_gives_local_rank_only_to_a_script_that_knows_it(tmp_path: Path, text: str, knows: bool):
+    (tmp_path / "train.py").write_text(text)
+    said = launched(source_of(tmp_path / "train.py", argv=("--a", "{ds_config}")))
+    assert said["takes_local_rank"] is knows
+    assert said["argv"] == ["--a", "{ds_config}"]

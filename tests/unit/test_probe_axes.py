@@ -171,6 +171,24 @@ def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path
             settle(config, source, vary=[wrong], **said)
 
 
+def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
+    from autods.probing.settle import settle
+    from autods.workload.conditions import source_under
+
+    argv = ("--lr", "{lr}", "--config", "{ds_config}")
+    source = WorkloadSource(kind="script", path=str(tmp_path / "train.py"), name="train", digest="1", argv=argv)
+    said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
+    question = settle(tmp_path / "train.py", source, vary=["args.lr=1e-3,2e-3"], **said)
+    assert [source_under(source, {"args.lr": value}).argv[1] for value in question.axes[1].values] == ["0.001", "0.002"]
+    for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
+        with pytest.raises(InputError, match=r"train\.py"):
+            settle(tmp_path / "train.py", source, vary=[wrong], **said)
+    with pytest.raises(InputError, match="drop --forecast-only"):
+        settle(tmp_path / "train.py", source, forecast_only=True, **said)
+    with pytest.raises(InputError, match="a training script's arguments"):
+        ask(tmp_path, "args.lr=1")
+
+
 def test_the_experiments_that_ship_are_axes_and_vary_replaces_one_of_them(tmp_path: Path) -> None:
     question = ask(tmp_path, "rung=zero3-offload,zero3-nvme", experiment="offload")
     assert {axis.name: axis.values for axis in question.axes} == {
@@ -198,3 +216,11 @@ def test_a_real_card_is_asked_for_trials(tmp_path: Path) -> None:
     assert question.settings.device_bytes == CARD.total_bytes
     with pytest.raises(InputError, match="this machine shows 2 GPUs"):
         ask(tmp_path, hardware=here, device="cuda", gpu_memory=None, gpus="2,4")
+
+
+def test_nvme_of_a_machine_that_is_not_here_need_not_be_a_folder_here(tmp_path: Path) -> None:
+    said = {"device": "cuda", "gpu_memory": "80GiB", "forecast_only": True, "gpus": 8}
+    assert ask(tmp_path, **said).settings.nvme_path is None
+    assert ask(tmp_path, nvme_path="/no/such/nvme", **said).settings.nvme_path == Path("/no/such/nvme")
+    with pytest.raises(InputError, match="not a folder"):
+        ask(tmp_path, nvme_path="/no/such/nvme")

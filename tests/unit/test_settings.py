@@ -8,8 +8,8 @@ import pytest
 from autods.errors import InputError
 from autods.folders import data_folder
 from autods.hardware import Card, Hardware
-from autods.settings import Settings, read_profile, resolve
-from autods.values import WorkloadSource
+from autods.settings import Settings, read_profile, resolve, with_config_of
+from autods.values import ModelFacts, WorkloadSource
 
 GIB = 2**30
 EIGHT_CARDS = Hardware(
@@ -282,3 +282,43 @@ def config_file(folder: Path, old: str, new: str) -> Path:
     path = folder / "mine.toml"
     path.write_text(text.replace(old, new))
     return path
+
+
+def of_script(config: dict[str, Any], **asked: Any) -> Settings:
+    """The base config of a script that gives this config to its engine."""
+    source = WorkloadSource(kind="script", path="/train.py", name="train", digest="")
+    settings = resolve(source, hardware=NO_CARDS, gpus=2, device="cpu", **asked)
+    facts = ModelFacts(
+        parameters=1,
+        largest_parameter=1,
+        checkpointing=False,
+        tokens_per_sample=None,
+        has_optimizer=False,
+        config=config,
+    )
+    return with_config_of(settings, facts)
+
+
+def test_a_script_s_precision_is_its_own_affair_unless_one_is_asked_for() -> None:
+    assert "bf16" not in of_script({"steps_per_print": 1}).base
+    assert of_script({"bf16": {"enabled": True}}).base["bf16"]["enabled"]
+    assert of_script({}, precision="bf16").base["bf16"]["enabled"]
+    assert not of_script({"bf16": {"enabled": True}}, precision="fp32").base["bf16"]["enabled"]
+    with pytest.raises(InputError, match="fp16 and bf16 are both enabled"):
+        of_script({"fp16": {"enabled": True}}, precision="bf16")
+
+
+def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
+    assert of_script({"train_batch_size": 64}).global_batch == 64
+    assert of_script({"train_batch_size": 64}, global_batch=32).global_batch == 32
+    with pytest.raises(InputError, match="train_batch_size 7 ≠"):
+        of_script({"train_batch_size": 7})
+
+
+def test_a_script_is_not_forecast() -> None:
+    assert not of_script({}).forecast
+
+
+def test_a_base_config_goes_over_the_script_s_own() -> None:
+    base = of_script({"gradient_clipping": 0.5, "steps_per_print": 1}, base_config={"gradient_clipping": 1.0}).base
+    assert base == {"gradient_clipping": 1.0, "steps_per_print": 1}

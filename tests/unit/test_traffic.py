@@ -145,6 +145,17 @@ def test_only_the_last_step_counts_and_nothing_between_steps() -> None:
     assert counted(traffic, "all_reduce")[0] == 2
 
 
+def test_a_step_that_began_goes_on_until_it_ends() -> None:
+    backend = Backend()
+    traffic = listening(backend)
+    for _ in range(3):  # micro batches
+        traffic.begin()
+        backend.all_reduce(Block(100))
+    traffic.end()
+    backend.all_reduce(Block(100))
+    assert counted(traffic, "all_reduce")[0] == 3
+
+
 def test_a_counted_step_waits_for_nothing() -> None:
     waits = []
     backend = Backend()

@@ -176,6 +176,7 @@ def report_of(ledger: Ledger, micro_batch: int, elements: int, seconds: float) -
         "summed_peak_bytes": ledger.summed_peaks(),
         "nvme_bytes": sum(ledger.nvme.values()),
         "optimizer_elements": elements,
+        "expert_groups": states.expert_groups(),
         "breakdown": states.named(ledger.at_the_peak()),
         "assumed": list(ledger.assumed),
         "seconds": seconds,

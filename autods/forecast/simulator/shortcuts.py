@@ -12,6 +12,7 @@ def install() -> None:
     _no_ranges()
     _duplicates_by_set()
     _no_compile_passes()
+    _no_checked_distributions()
 
 
 def _remember_dispatch_rules() -> None:
@@ -61,3 +62,10 @@ def _no_compile_passes() -> None:
 
     if hasattr(DeepSpeedEngine, "register_compile_pass"):
         DeepSpeedEngine.register_compile_pass = lambda *args, **kwargs: None
+
+
+def _no_checked_distributions() -> None:
+    """torch looks at the values of a distribution's arguments, which nothing here has; experts draw from one."""
+    from torch.distributions import Distribution
+
+    Distribution.set_default_validate_args(False)

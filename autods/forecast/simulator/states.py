@@ -106,6 +106,13 @@ def label(ledger: Ledger, engine: Any) -> None:
             ledger.label(parameter.grad, _GRADIENTS)
 
 
+def expert_groups() -> int:
+    """Process groups of this rank that layers of experts made: of the ranks that share experts, and of equal ones."""
+    from deepspeed.utils import groups
+
+    return len(groups._get_expert_parallel_group_dict()) + len(groups._get_expert_data_parallel_group_dict())
+
+
 def optimizer_elements(engine: Any) -> int:
     """Elements that this rank's optimizer updates."""
     optimizer = engine.optimizer

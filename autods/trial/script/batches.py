@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..batch import tokens_per_sample
+from ..seeds import seed_all
 from .users import Place, caller, refusal
 
 
@@ -75,6 +76,7 @@ class Batches:
         if self._kept is None:
             return None
         args, kwargs = self._kept
+        seed_all(0)  # layers of experts choose tokens at random in evaluation, too: the same ones each time
         engine.eval()
         with torch.no_grad():
             out = engine(*args, **kwargs)

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ...procs import temporary_of
 from .overlay import Overlay
 from .session import Session
 from .users import everywhere
@@ -49,7 +50,7 @@ def install(session: Session) -> Overlay:
     """For the rest of this process."""
     os.environ.update(_SILENT)
     scratch = Path(session.job.scratch)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(_made(scratch / "tmp"))
+    os.environ["TMPDIR"] = tempfile.tempdir = _short(_made(scratch / "tmp"))
     os.environ["MLFLOW_TRACKING_URI"] = f"file:{scratch / 'mlruns'}"
     _save_nothing(session)
     overlay = Overlay(scratch / "written", _free(session))
@@ -62,12 +63,22 @@ def _free(session: Session) -> tuple[str, ...]:
     job = session.job
     caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
     home = [str(Path.home() / name) for name in (".cache", ".triton", ".nv")]
-    return (job.scratch, job.folder, *filter(None, [job.swap]), *caches, *home, "/dev", "/proc", "/sys", sys.prefix)
+    own = (job.scratch, job.folder, str(temporary_of(os.getpid())))
+    return (*own, *filter(None, [job.swap]), *caches, *home, "/dev", "/proc", "/sys", sys.prefix)
 
 
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _short(folder: Path) -> str:
+    """The folder by a short name: DataLoader workers make sockets in it, whose paths may have 107 characters."""
+    link = temporary_of(os.getpid())
+    with contextlib.suppress(OSError):
+        link.unlink()
+    link.symlink_to(folder)
+    return str(link)
 
 
 def _save_nothing(session: Session) -> None:

@@ -17,19 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from ...values import ScriptKind
+from .. import pipeline
 from ..survey import parameters_of
 from .engine import watch
 from .session import Session
 from .users import caller, everywhere, refusal
 
 # Modules of this package that know a library. One that calls `deepspeed.initialize` itself needs none.
-KINDS: Mapping[ScriptKind, str] = {}
+KINDS: Mapping[ScriptKind, str] = {"hf_trainer": "huggingface", "accelerate": "accelerate", "lightning": "lightning"}
 
 
 def install(session: Session) -> None:
     """For the rest of this process."""
     import deepspeed
 
+    if session.job.job == "survey":
+        pipeline.lay_out()
     real = deepspeed.initialize
     everywhere(real, "initialize", functools.wraps(real)(functools.partial(_initialize, session, real)))
     everywhere(deepspeed.zero.Init, "Init", _partitioning(session, deepspeed.zero.Init))
@@ -76,14 +79,20 @@ def _config_of(asked: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
     given = of_args if given is None else given
     if given is None:
         return None, False
+    config = config_given(given)
+    return config, config is not None and not isinstance(given, Mapping) and Path(given).is_file()
+
+
+def config_given(given: Any) -> dict[str, Any] | None:
+    """Of a dict, a path or base64. None: it is none, and whoever takes it says what is wrong."""
     if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given)), False
+        return copy.deepcopy(dict(given))
     try:
         if Path(given).is_file():
-            return dict(json.loads(Path(given).read_text())), True
-        return dict(json.loads(base64.urlsafe_b64decode(given).decode())), False
+            return dict(json.loads(Path(given).read_text()))
+        return dict(json.loads(base64.urlsafe_b64decode(given).decode()))
     except (ValueError, TypeError, OSError):
-        return None, False  # DeepSpeed says what is wrong with it
+        return None
 
 
 def _without_config(args: Any) -> Any:
@@ -117,7 +126,7 @@ def _facts(
         "tokens_per_sample": None,
         "has_optimizer": own_optimizer,
         "config": session.own_config(users, from_file=from_file),
-        "config_place": None if from_file else str(caller() or ""),
+        "config_place": None if from_file or session.given is not None else str(caller() or ""),
     }
 
 

@@ -23,7 +23,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Functions of one path that change what lies there; a file that the script did not write is left as it is.
 _CHANGES = ("unlink", "remove", "rmdir", "chmod", "chown", "utime", "lchown")
 # Functions of one path that only look.
-_LOOKS = ("stat", "lstat", "access", "readlink")
+_LOOKS = ("stat", "lstat", "access", "readlink", "statvfs", "chdir")
 
 
 class Overlay:

@@ -16,6 +16,7 @@ from .. import exam as exams
 from ..act import enough, finite
 from ..rendezvous import Ranks, ranks_of
 from ..spec import RankJob
+from ..traffic import Traffic, backend
 from .batches import Batches
 from .clock import Clock
 from .proof import Proof
@@ -40,6 +41,7 @@ class Session:
 
     observer: the rank's, told each phase. leave: ends the rank at once, with a result or with what it died of.
     file: what `{ds_config}` holds. merge: from the config that the script gives to the engine to the one it gets.
+    own: from that to what of it is the script's. given: its config, where a library takes it before the engine.
     """
 
     job: RankJob
@@ -48,8 +50,11 @@ class Session:
     leave: Callable[[dict[str, Any] | BaseException], NoReturn]
     file: dict[str, Any] = field(default_factory=dict)
     merge: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    own: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    given: Mapping[str, Any] | None = None
     clock: Clock = field(default_factory=Clock)
     batches: Batches = field(default_factory=Batches)
+    traffic: Traffic = field(default_factory=lambda: Traffic(lambda: None))  # calls and bytes: no step of its own
     steps: int = 0  # optimizer steps so far
     losses: list[float] = field(default_factory=list)  # of those that count
     loss: Any = None  # of the last micro batch, a tensor
@@ -73,7 +78,7 @@ class Session:
     def config(self) -> dict[str, Any]:
         """The trial's own; a survey has one rank, whatever the fit has."""
         job = self.job
-        return {**job.ds_config, BATCH_KEYS[0]: job.micro_batch * job.accumulation * job.world_size}
+        return {**job.ds_config, BATCH_KEYS[0]: job.train_batch}
 
     @property
     def looks_only(self) -> bool:
@@ -96,7 +101,8 @@ class Session:
         """The script's config without what `{ds_config}` put into its hands, and without batch sizes: those that it
         makes of its arguments belong to this run. A file of its own says the global batch that it means."""
         given = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
-        config = _without(users, given)
+        base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
+        config = _without(self.own(users), given, base)
         kept = BATCH_KEYS[0] if from_file and not given else None
         return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
 
@@ -140,6 +146,7 @@ class Session:
     def began(self, engine: Any) -> None:
         """The engine is there."""
         self.engine = engine
+        self.traffic.listen(backend())
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A forward begins."""
@@ -150,6 +157,7 @@ class Session:
             self.other("evaluate")
             return
         self.clock.forward(now)
+        self.traffic.begin()
         self._whole &= self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
         if self.job.exam == "worst_case":
             self.batches.keep(args, kwargs)
@@ -172,6 +180,7 @@ class Session:
         """The engine's step has ended. Ends the script when that was the last one that the trial needs."""
         if boundary:
             self.observer.meter.synchronize()
+            self.traffic.end()
         self.clock.step(time.perf_counter(), boundary=boundary, counts=self._whole)
         if not boundary:
             return
@@ -212,6 +221,7 @@ class Session:
             "steps_s": sum(times),
             "losses": tuple(self.losses),
             "examined": None if self._proof is None else self._proof.examined,
+            "communication": self.traffic.said(),
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
             "tokens_per_sample": self.batches.tokens_per_sample,
         }
@@ -245,9 +255,9 @@ class Session:
             self.clock.resume(time.perf_counter())
 
 
-def _without(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less the sections that are as they were given."""
-    left = {key: value for key, value in config.items() if given.get(key, _NOT_GIVEN) != value}
+def _without(config: Mapping[str, Any], given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less the sections that are as they were given; what is in `kept` stays."""
+    left = {key: value for key, value in config.items() if key in kept or given.get(key, _NOT_GIVEN) != value}
     if isinstance(zero := left.get(_ZERO), Mapping) and _ZERO in given:  # of its many keys each counts by itself
-        left[_ZERO] = _without(zero, given[_ZERO])
+        left[_ZERO] = _without(zero, given[_ZERO], kept.get(_ZERO) or {})
     return left

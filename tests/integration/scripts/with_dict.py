@@ -6,10 +6,9 @@ import sys
 import time
 
 import torch
+from deepspeed import initialize
 from helper import build
 from torch.utils.data import DataLoader
-
-from deepspeed import initialize
 
 BATCH, ACCUMULATION, PAUSE_S = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 CONFIG = {

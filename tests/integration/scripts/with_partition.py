@@ -14,7 +14,7 @@ with deepspeed.zero.Init(config_dict_or_path=config):
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 micro_batch = engine.train_micro_batch_size_per_gpu()
-for step in range(1000):
+for _ in range(1000):
     ids = torch.randint(0, 64, (micro_batch, 16), device=engine.device)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()

@@ -14,12 +14,14 @@ def main():
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save")
+    parser.add_argument("--dummy", action="store_true", help="leave the optimizer to the config")
     asked = parser.parse_args()
     plugin = DeepSpeedPlugin(hf_ds_config=asked.deepspeed_config) if asked.deepspeed_config else None
     accelerator = Accelerator(deepspeed_plugin=plugin)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2))
-    optimizer = (DummyOptim if "optimizer" in config else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    dummy = asked.dummy or "optimizer" in config
+    optimizer = (DummyOptim if dummy else torch.optim.AdamW)(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 128, (512, 32), generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(tokens, batch_size=asked.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

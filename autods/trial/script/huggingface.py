@@ -1,0 +1,82 @@
+"""The Hugging Face Trainer. Its arguments are compared with its config long before the engine, in TrainingArguments: so
+the trial's config goes in there, with "auto" wherever an argument says the value, and nothing is replaced later."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ...trainer_config import for_trainer
+from . import filling
+from .session import Session
+from .users import refusal
+
+
+def install(session: Session) -> None:
+    """For the rest of this process."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations import deepspeed as theirs
+
+    session.file = for_trainer(filling.trials_config(session))
+    session.merge, session.own = filling.as_filled(session), filling.own_of(session)
+    ours = _with_our_config(session, theirs.HfTrainerDeepSpeedConfig.__init__)
+    theirs.HfTrainerDeepSpeedConfig.__init__ = ours
+    TrainingArguments.__post_init__ = _checked(session, TrainingArguments.__post_init__)
+    Trainer.train = _from_the_start(Trainer.train)
+    filling.does_nothing(session, Trainer, "evaluate", "predict", told="evaluate", gives=filling.Zeros)
+    filling.does_nothing(
+        session, Trainer, "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
+        "_push_from_checkpoint", "create_model_card",
+    )  # fmt: skip
+    Trainer._maybe_log_save_evaluate = lambda self, *args, **kwargs: None
+
+
+def _with_our_config(session: Session, real: Any) -> Any:
+    from .hooks import config_given
+
+    @functools.wraps(real)
+    def init(self: Any, config_file_or_dict: Any) -> None:
+        users = config_given(config_file_or_dict)
+        if users is None:  # it says itself what is wrong with it
+            real(self, config_file_or_dict)
+        else:
+            real(self, for_trainer(filling.in_place_of(session, users)))
+
+    return init
+
+
+def _checked(session: Session, real: Any) -> Any:
+    """TrainingArguments, held to the trial's."""
+    job = session.job
+
+    @functools.wraps(real)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.report_to, self.push_to_hub = "none", False
+        self.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
+        if not self.deepspeed:
+            raise refusal("its TrainingArguments have no DeepSpeed config", mend="add --deepspeed {ds_config} after --")
+        if job.device == "cpu" and not self.use_cpu:
+            raise refusal(
+                "its TrainingArguments look for a GPU, and --device cpu has none", mend="add --use_cpu after --"
+            )
+        _check(self.per_device_train_batch_size, job.micro_batch, "per_device_train_batch_size", "micro_batch_size")
+        _check(self.gradient_accumulation_steps, job.accumulation, *["gradient_accumulation_steps"] * 2)
+        real(self, *args, **kwargs)
+
+    return init
+
+
+def _check(found: int, asked: int, argument: str, placeholder: str) -> None:
+    if found != asked:
+        raise refusal(
+            f"its {argument} is {found}, where the trial asks for {asked}",
+            mend=f"add --{argument} {{{placeholder}}} after --",
+        )
+
+
+def _from_the_start(real: Any) -> Any:
+    @functools.wraps(real)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return real(self, None, *args, **kwargs)
+
+    return train

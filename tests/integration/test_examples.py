@@ -1,0 +1,100 @@
+"""Each example trains by its own launcher on two CPU ranks, without autods: what a fit of them starts from."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QWEN2_TINY = 1_017_984  # parameters
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = TORCHRUN) -> Done:
+    """The script on two ranks, from a folder of its own: what it writes lies there."""
+    # No GPU, so that the test asks the same everywhere; gloo's threads need no more than one core.
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *launcher, str(EXAMPLES / script), *map(str, args)]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def deepspeeds_own() -> list[str]:
+    """What the `deepspeed` command runs on each node."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    return ["deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+
+
+def falling(done: Done, *, steps: int) -> list[float]:
+    """The losses of the rank that prints, which fall."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"\bstep \d+\b.*?\bloss (\d+\.\d{4})", done.stdout)]
+    assert len(losses) == steps
+    assert all(math.isfinite(loss) for loss in losses)
+    assert sum(losses[-3:]) < sum(losses[:3])
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2)])
+def test_qwen2_tells_how_many_elements_the_optimizer_of_each_rank_updates(tmp_path, stage, shared):
+    config = EXAMPLES / "qwen2" / f"ds_zero{stage}.json"
+    done = run("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
+    falling(done, steps=8)
+    said = re.findall(r"^Device (\d) \| ZeRO Stage: (\d) .* parameter count=(\d+)$", done.stdout, re.MULTILINE)
+    assert sorted(said) == [(str(rank), str(stage), str(QWEN2_TINY // shared)) for rank in (0, 1)]
+
+
+def test_the_conv_net_learns_the_digits(tmp_path):
+    config = EXAMPLES / "cifar" / "ds_config.json"
+    launcher = deepspeeds_own()
+    done = run("cifar/cifar.py", "--deepspeed_config", config, "--epochs", 2, folder=tmp_path, launcher=launcher)
+    falling(done, steps=58)
+    assert float(re.findall(r"^epoch 2: (\S+)% right$", done.stdout, re.MULTILINE)[0]) > 60
+
+
+def test_a_mixture_of_experts_learns_whose_experts_are_shared_among_the_ranks(tmp_path):
+    config = EXAMPLES / "cifar" / "ds_config.json"
+    options = ("--deepspeed_config", config, "--ep-size", 2, "--max-steps", 20)
+    falling(run("cifar/cifar_moe.py", *options, folder=tmp_path), steps=20)
+
+
+def test_the_pipeline_learns_under_zero_1(tmp_path):
+    config = EXAMPLES / "pipeline" / "ds_config.json"
+    falling(run("pipeline/pipeline.py", "--deepspeed_config", config, "--steps", 8, folder=tmp_path), steps=8)
+
+
+def test_pre_training_follows_its_schedule_and_writes_its_monitors_file(tmp_path):
+    config = EXAMPLES / "pretrain_script" / "ds_config_cpu.json"
+    done = run("pretrain_script/deepspeed_pretrain.py", "--config", config, "--max-steps", 10, folder=tmp_path)
+    falling(done, steps=2 * 2 * 10)
+    assert "learning rate 1.00e-03 after 10 optimizer steps" in done.stdout
+    assert list((tmp_path / "runs" / "DS_Pre_csv").glob("*lr.csv"))
+
+
+def test_the_trainer_translates_under_zero_2(tmp_path):
+    config = json.loads((EXAMPLES / "t5_translation" / "ds_zero2.json").read_text())
+    config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled for a minute where it is new
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    options = ["--do_train", "--do_eval", "--bf16", "--use_cpu", "--per_device_train_batch_size", 8, "--max_steps", 8]
+    options += ["--learning_rate", "3e-3", "--logging_steps", 1, "--deepspeed", "ds_config.json", "--output_dir", "out"]
+    done = run("t5_translation/run_translation.py", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    losses = [row["loss"] for row in state["log_history"] if "loss" in row]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert math.isfinite(json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"])

@@ -1,0 +1,184 @@
+"""Scripts whose engine is called by a library: the HF Trainer, accelerate, Lightning. As trials on real CPU ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ignore
+
+from autods.cluster.runner import RayRunner
+from autods.errors import InputError
+from autods.fit import fit
+from autods.hardware import look
+from autods.report import to_dict
+from autods.settings import resolve
+from autods.values import Failed, Fit, Knobs, OutOfMemory, Steps, Trial
+from autods.workload import source_of
+
+SCRIPTS = Path(__file__).parent / "scripts_hf"
+STEPS = Steps(warmup=1, timed=3, most_timed=3)
+
+SIZES = ("--per_device_train_batch_size", "{micro_batch_size}")
+ACCUMULATION = ("--gradient_accumulation_steps", "{gradient_accumulation_steps}")
+# Evaluates and saves at every step, and reports to whoever is installed.
+BUSY = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--report_to", "all")
+HF = ("--deepspeed", "{ds_config}", *SIZES, *ACCUMULATION, "--bf16", "--use_cpu", "--output_dir", "saved", *BUSY)
+
+KINDS = {
+    "hf_trainer": ("trainer.py", HF),
+    "accelerate": ("accelerated.py", ("--batch_size", "{micro_batch_size}", "--save", "saved")),
+    "lightning": (
+        "lit.py",
+        ("--deepspeed_config", "{ds_config}", "--batch_size", "{micro_batch_size}", "--accumulate",
+         "{gradient_accumulation_steps}"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory):
+    """The folder of somebody's scripts; it has to be the same at the end."""
+    folder = tmp_path_factory.mktemp("users") / "project"
+    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    before = digest(folder)
+    yield folder
+    assert digest(folder) == before
+
+
+@pytest.fixture(scope="module")
+def started(ray, users, tmp_path_factory):
+    """A surveyed runner for a script of that folder, kept until the end."""
+    with contextlib.ExitStack() as stack:
+        known = {}
+
+        def started(name, argv, **asked):
+            key = repr((name, argv, asked))
+            if key not in known:
+                with contextlib.chdir(users):
+                    source = source_of(users / name, argv=argv)
+                out = tmp_path_factory.mktemp("out")
+                said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **asked}
+                settings = resolve(source, hardware=look(), **said)
+                limits = replace(settings.profile.limits, stall_s=40.0, init_s=90.0)
+                settings = replace(settings, profile=replace(settings.profile, limits=limits))
+                known[key] = stack.enter_context(RayRunner(settings, ignore))
+                known[key].survey()
+            return known[key]
+
+        yield started
+
+
+def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path):
+    with contextlib.chdir(users):
+        source = source_of(users / "trainer.py", argv=HF)
+    said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "max_trials": 2, "ladder": ("zero2",)}
+    settings = resolve(source, hardware=look(), out=tmp_path, **said)
+    report = fit(settings, listen=ignore)
+    assert (report.status, report.rung) == ("fit", "zero2")
+    written = json.loads((tmp_path / "ds_config_hf.json").read_text())
+    assert (written["bf16"]["enabled"], written["train_micro_batch_size_per_gpu"]) == ("auto", "auto")
+    assert f"--deepspeed {tmp_path}/ds_config_hf.json" in to_dict(report)["launch"]["torchrun"]
+
+    rows = (tmp_path / "journal.jsonl").read_text()
+    (tmp_path / "report.json").unlink()
+    assert fit(settings, listen=ignore).rung == "zero2"
+    assert (tmp_path / "journal.jsonl").read_text() == rows
+
+
+def digest(folder):
+    """Of all names and contents below."""
+    said = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+    return said.hexdigest()
+
+
+def a_trial(rung, *, micro_batch=4, accumulation=2, **said):
+    settings = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
+    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
+    return Trial(rung=rung, knobs=knobs, purpose="walk", native_optimizer=False, **{"steps": STEPS, **said})
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_at_every_stage(started, kind, rung):
+    runner = started(*KINDS[kind])
+    assert runner.settings.source.script_kind == kind
+    outcome = runner.run(a_trial(rung), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+    assert len(outcome.step_s) == 3
+    assert all(0 < loss < 10 for loss in outcome.losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_precision_is_the_scripts_own(started, kind):
+    facts = started(*KINDS[kind]).facts
+    assert facts.config.get("bf16") == (None if kind == "accelerate" else {"enabled": True})
+    assert facts.has_optimizer
+
+
+def test_a_base_config_with_auto_is_the_trainers_to_fill_in(started):
+    base = {
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+        "zero_optimization": {"reduce_bucket_size": "auto"},
+    }  # fmt: skip
+    runner = started(*KINDS["hf_trainer"], base_config=base)
+    assert not runner.facts.has_optimizer
+    outcome = runner.run(a_trial("zero2"), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+    config = runner.final_config(a_trial("zero2"))
+    assert config["optimizer"]["params"]["lr"] == "auto"
+    assert config["bf16"] == {"enabled": True}
+
+
+def test_a_dummy_optimizer_gets_one_of_the_config(started, users):
+    argv = (*KINDS["accelerate"][1], "--dummy")
+    runner = started("accelerated.py", argv)
+    assert not runner.facts.has_optimizer
+    assert runner.facts.config["optimizer"]["params"]["lr"] == "auto"
+    outcome = runner.run(a_trial("zero2"), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_of_memory_is_caught(started, kind):
+    name, argv = KINDS[kind]
+    outcome = started(name, argv, gpu_memory="8MiB").run(a_trial("ddp"), id=1).outcome
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert outcome.tier == "device"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"),
+    [
+        (("--deepspeed", "{ds_config}"), "add --deepspeed {ds_config}"),
+        (("--use_cpu",), "add --use_cpu"),
+        (SIZES, "add --per_device_train_batch_size {micro_batch_size}"),
+    ],
+)
+def test_what_is_missing_of_a_trainers_command_line_is_said(started, left_out, says):
+    argv = tuple(word for word in HF if word not in left_out)
+    with pytest.raises(InputError) as caught:
+        started("trainer.py", argv)
+    assert says in str(caught.value)
+
+
+def test_accumulation_steps_that_do_not_reach_the_trainer_are_said(started):
+    argv = tuple(word for word in HF if word not in ACCUMULATION)
+    outcome = started("trainer.py", argv).run(a_trial("ddp"), id=1).outcome
+    assert isinstance(outcome, Failed)
+    assert "gradient_accumulation_steps is 1, where the trial asks for 2" in outcome.evidence
+
+
+def test_the_worst_case_exam_saves_loads_and_goes_on(started):
+    outcome = started(*KINDS["hf_trainer"]).run(a_trial("zero2", exam="worst_case"), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+    assert outcome.examined.restored is True
+    assert json.loads(json.dumps(outcome.examined.batch_shape)) == [4, 32]

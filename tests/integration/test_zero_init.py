@@ -1,0 +1,57 @@
+"""A Hugging Face model that stage 3 splits while it is built starts from the weights that its architecture asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import autods
+from autods.values import Fit
+from autods.workload import Workload, partitioned
+
+VOCABULARY = 2048
+MODELS = {
+    "gpt2": {"n_layer": 2, "n_embd": 512, "n_head": 4, "n_positions": 64},
+    "llama": {
+        "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+def first_trial(folder: Path, name: str, out: str, **asked: object) -> Fit:
+    config = folder / name
+    config.mkdir(exist_ok=True)
+    (config / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": VOCABULARY, **MODELS[name]}))
+    report = autods.probe(
+        f"hf:{config}", vary={"rung": ["zero3"]}, gpus=2, device="cpu", gpu_memory="2GiB", config="quick", repeats=1,
+        seq_len=32, out=folder / out, precision="fp32", **asked,
+    )  # type: ignore[arg-type]  # fmt: skip
+    outcome = report.trials[0].outcome
+    assert isinstance(outcome, Fit), outcome
+    return outcome
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_starts_from_the_loss_of_guessing_and_trains(ray: object, tmp_path: Path, name: str) -> None:
+    fit = first_trial(tmp_path, name, "split", zero_init=True)
+    assert fit.losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
+    assert fit.losses[-1] < fit.losses[0]
+
+
+def test_transformers_knows_of_stage_3_while_the_model_is_built_and_no_longer() -> None:
+    from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+
+    seen = []
+
+    def build_model() -> None:
+        seen.append((is_deepspeed_zero3_enabled(), deepspeed_config()))
+
+    config = {"zero_optimization": {"stage": 3}}
+    workload = Workload(build_model=build_model, build_batch=lambda micro_batch_size: ())  # type: ignore[arg-type]
+    partitioned(workload, config).build_model()
+    assert seen == [(True, config)]
+    assert not is_deepspeed_zero3_enabled()
