@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
 from .report import Report
 from .settings import Settings, resolve
 from .values import Listener, WorkloadSource
@@ -96,6 +95,8 @@ def plan(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
+    kind: str | None = None,
+    script_args: Sequence[str] = (),
     micro_batch: int | None = None,
     global_batch: int | None = None,
     precision: str = "auto",
@@ -110,7 +111,8 @@ def plan(
 ) -> Forecast:
     """What every rung of the ladder needs on every tier, without a GPU and without a trial: `autods plan`.
 
-    workload: a `model.py`, a Hugging Face `config.json` or its folder, or a `Workload`.
+    workload: a `model.py`, a Hugging Face `config.json` or its folder, a `Workload`, or a training script, whose
+    arguments are `script_args`, with placeholders such as '{ds_config}'; kind: as for `find_best_config`.
     on: machines of the catalogue, 'a100-80gb,h100-80gb' or 'all'; else `gpu_memory`, `host_memory` and `nvme`, in
     bytes or as '80GiB', else this machine's cards.
     on_event: called with each `forecast.events` value while it works, from any thread.
@@ -130,12 +132,6 @@ def ask(workload: str | Path | Workload, **asked: Any) -> Question:
 
     recompute = False if asked.get("checkpointing") == "off" else None
     source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
-    if source.kind == "script":
-        raise InputError(
-            "is a training script, which runs on real ranks only",
-            where=source.path,
-            mend="autods fit tries it; a plan needs a model.py or a Hugging Face config",
-        )
     return pose(source, hardware=look(), **_with_tuples(asked))
 
 

@@ -81,7 +81,6 @@ def notes_of(source: WorkloadSource) -> tuple[str, ...]:
     return (
         f"{Path(source.path).name} is {SAID[source.script_kind]} (--kind says otherwise); "
         "it runs as it is, and what it would write is kept out of your folders",
-        "no forecast: a script runs on real ranks only, so every rung is tried until one fits",
     )
 
 

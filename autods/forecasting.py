@@ -25,7 +25,7 @@ from .search.ask import micro_batches
 from .values import ModelFacts
 
 # What every rung would share: the workload or the installation has to be mended first.
-_LASTING = ("user_code", "data_dependent", "unsupported", "no_compiler", "build_failed")
+_LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed")
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ AnyWorkload = Annotated[
     str,
     Argument(
         metavar="WORKLOAD",
-        help="A model.py, or a Hugging Face config.json or its folder (hf:./FOLDER), with random weights.",
+        help="A model.py, a Hugging Face config.json or its folder (hf:./DIR; random weights), or a training script.",
     ),
 ]
 ForecastGpus = Annotated[

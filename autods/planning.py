@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from .asks import Sizing, checkpointing_of, groups_of
+from .ds_config import compose
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
@@ -18,10 +19,10 @@ from .forecast.simulator import SimulationFailed
 from .forecasting import Work, estimate_rung, forecast_rung
 from .hardware import versions
 from .ladder import Rung
-from .question import Question, Site
+from .question import NVME_PLACE, Question, Site, with_config_of
 from .report.plan_result import Forecast, SiteForecast
 from .search.applies import unforeseeable
-from .values import Note, WorkloadSource
+from .values import Knobs, Note, WorkloadSource
 
 _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
@@ -35,9 +36,10 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
     """
     began = time.monotonic()
     try:
-        with (start or _simulated)(question.source) as simulator:
+        with (start or _simulated)(_to_look_at(question)) as simulator:
             listen(Note(text="preparing the simulated device"))
             facts = simulator.facts(question.device)
+            question = with_config_of(question, facts)
             checkpointing = checkpointing_of(question, facts)
             work = Work(question, facts, simulator, listen)
             _work_through(work)
@@ -58,6 +60,17 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
     )
 
 
+def _to_look_at(question: Question) -> WorkloadSource:
+    """The workload; a script with what its `{ds_config}` holds until its own config is known."""
+    if question.source.kind != "script":
+        return question.source
+    site, first = question.sites[0], question.ladder[0]
+    config = compose(
+        first, Knobs(), base=site.base, world_size=1, own_optimizer=False, nvme_path=site.nvme_path or NVME_PLACE
+    )
+    return replace(question.source, base_config=config)
+
+
 def _work_through(work: Work) -> None:
     question, several = work.question, len(work.question.sites) > 1
     jobs = [
@@ -65,7 +78,8 @@ def _work_through(work: Work) -> None:
         for sizing, sites in groups_of(question.sites)
         for rung in question.ladder
     ]
-    _in_parallel(work, jobs, only_unsettled=several, estimate=not several)
+    can_be_cut = question.source.kind != "script"  # a script builds the whole model
+    _in_parallel(work, jobs, only_unsettled=several, estimate=can_be_cut and not several)
     if work.failures and not any(forecast.memory for forecast in work.found.values()):
         raise work.failures[0]
     if several and question.largest:

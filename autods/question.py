@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .base_config import check_base_config
 from .catalogue import Machine, machines_named
 from .checks import Given, base_of, check_ranks, global_batch_of, precision_of, size_of, with_precision
+from .ds_config import merge
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
 from .profile import read_profile
-from .values import Device, WorkloadSource
+from .values import Device, ModelFacts, WorkloadSource
 
 NVME_PLACE = Path("/local_nvme")  # stands for a folder nobody named; nothing is written there
 
@@ -92,6 +94,8 @@ def pose(
     """Check what was asked. `hardware` answers only what nobody said. Raises InputError, never adjusts silently."""
     rungs = choose(ladder or read_profile("default").ladder, all_rungs(strategies))
     kind = _device(device)
+    if source.kind == "script":
+        _check_script(source, checkpointing=checkpointing, zero_init=zero_init)
     if micro_batch is not None and micro_batch < 1:
         raise InputError(f"--micro-batch {micro_batch}: at least one sample is needed")
     machines = _machines(on, size_of(gpu_memory, "--gpu-memory"), kind, hardware)
@@ -102,7 +106,8 @@ def pose(
         ranks, per_node = _ranks(gpus, nodes, own)
         base, where = base_of(source.base_config if base_config is None else base_config, world_size=ranks)
         otherwise = "bf16" if own.bf16 else "fp16"
-        base = with_precision(base, precision, where, otherwise=otherwise)
+        if source.kind != "script" or precision != "auto":  # a script's own, see `with_config_of`
+            base = with_precision(base, precision, where, otherwise=otherwise)
         total = global_batch_of(global_batch, base, ranks)
         site = Site(
             machine=own,
@@ -114,7 +119,8 @@ def pose(
             nvme_path=_nvme(nvme_path, own),
         )
         sites.append(replace(site, problem=_problem(site)))
-    _check_one(sites)
+    if source.kind != "script":
+        _check_one(sites)
     return Question(
         source=source,
         sites=tuple(sites),
@@ -126,6 +132,43 @@ def pose(
         as_written=as_written,
         assumed=tuple(_assumed(sites, kind, said_micro=micro_batch is not None)),
     )
+
+
+def with_config_of(question: Question, facts: ModelFacts) -> Question:
+    """With the config that a script was seen to give to its engine, under what was asked; others as they are.
+
+    Its own precision stays unless one was asked for, and its file's train_batch_size is kept. Raises InputError for a
+    config that contradicts itself or what was asked.
+    """
+    if facts.config is None:
+        return question
+    where = f"the DeepSpeed config of {question.source.path}"
+    sites = []
+    for site in question.sites:
+        base = merge(facts.config, site.base)
+        check_base_config(base, world_size=site.world_size, where=where)
+        total = global_batch_of(site.global_batch, base, site.world_size)
+        own = replace(
+            site,
+            base=base,
+            global_batch=total,
+            micro_batch=_micro_batch(site.micro_batch, total, base, site.world_size),
+        )
+        sites.append(replace(own, problem=_problem(own)))
+    _check_one(sites)
+    plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
+    said = ("its DeepSpeed config names no precision, so fp32 it is (--precision)",) if plain else ()
+    return replace(question, sites=tuple(sites), assumed=(*question.assumed, *said))
+
+
+def _check_script(source: WorkloadSource, *, checkpointing: str | None, zero_init: bool) -> None:
+    for option, given in (("--checkpointing", checkpointing is not None), ("--zero-init", zero_init)):
+        if given:
+            raise InputError(
+                f"{option} says nothing to a training script: it builds its model itself",
+                where=source.path,
+                mend="drop the option, or give the script's own arguments after --",
+            )
 
 
 def _device(device: str) -> Device:

@@ -117,7 +117,7 @@ def resolve(
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
-        forecast=forecast and source.kind != "script",  # a script runs on real ranks only
+        forecast=forecast,
         objective=_objective(objective),
         precisions=tuple(others),
         budget=_budget(profile.budget, max_trials, max_time),

@@ -24,6 +24,8 @@ autods plan Llama-2-7b/config.json --gpus 8 --on a100-80gb --seq-len 4096
 
 autods plan t5-3b --task seq2seq --gpus 1 --gpu-memory 16GiB --host-memory 64GiB --nvme 1TiB
 
+autods plan train.py --gpus 8 --on a100-80gb -- --deepspeed_config {ds_config} --micro-batch {micro_batch_size}
+
 autods plan model.py --gpus 8 --on all      which machine do I need?
 
 Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, 3 broken environment,
@@ -34,6 +36,7 @@ Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wro
 def plan_command(
     context: typer.Context,
     workload: options.AnyWorkload,
+    script_args: options.ScriptArgs = None,
     gpus: options.ForecastGpus = None,
     nodes: options.Nodes = None,
     on: options.On = None,
@@ -45,6 +48,7 @@ def plan_command(
     task: options.Task = None,
     seq_len: options.SeqLen = None,
     target_len: options.TargetLen = None,
+    kind: options.Kind = None,
     micro_batch: options.MicroBatch = None,
     global_batch: options.GlobalBatch = None,
     precision: options.Precision = "auto",
@@ -67,6 +71,7 @@ def plan_command(
         "nvme_path": nvme_path, "device": device, "task": task, "seq_len": seq_len, "target_len": target_len,
         "micro_batch": micro_batch, "global_batch": global_batch, "precision": precision,
         "checkpointing": checkpointing, "zero_init": zero_init, "as_written": as_written, "base_config": base_config,
+        "kind": kind, "script_args": tuple(script_args or ()),
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "largest": largest,
     }  # fmt: skip
     return _plan(context.obj, workload, asked, as_json=as_json, quiet=quiet)

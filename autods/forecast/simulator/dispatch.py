@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _assume(self, what: str) -> None:
-        place = _outside_frame()
+        place = outside_frame()
         if place is not None:
             self.ledger.assume(f"{place}: {what}")
 
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # is padding is said by `masks`.
 _QUIET = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
-    "/transformers/optimization.py", "/bitsandbytes/",
+    "/transformers/optimization.py", "/bitsandbytes/", "/torch/utils/data/",
 )  # fmt: skip
 # Passed over on the way to the model's code.
 _OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
@@ -204,7 +204,7 @@ _OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextli
 Recorder.__torch_dispatch__ = _dispatch  # type: ignore[assignment]
 
 
-def _outside_frame() -> str | None:
+def outside_frame() -> str | None:
     """The nearest caller's file:line, if it is the model's code and not torch's, DeepSpeed's or ours."""
     frame = sys._getframe(2)
     while frame is not None:

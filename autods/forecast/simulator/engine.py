@@ -68,14 +68,9 @@ class Rank:
     """What engines of one rank share until DeepSpeed sees the model: the world that was joined, and the model."""
 
     def __init__(self, stage: Stage, workload: Workload, ask: Ask) -> None:
-        self._ledger = ledger = stage.ledger
-        ledger.device_bytes = ask.device_bytes
         self.error: BaseException | None = None  # what the user's code raised; every engine passes it on
         self.model: Any = None
-        collectives.join(ask.world_size, ask.ranks_per_node)
-        large_worlds.install(ask.world_size)
-        ledger.kind_of_new = states.KindOfNew(ledger)
-        ledger.begin("init")
+        stand(stage.ledger, ask)
         with stage.on():
             try:
                 self.model = build(workload, checkpointing=ask.checkpointing)
@@ -160,18 +155,32 @@ class Engine:
             # The first step makes states; its peak and that of init do not depend on the micro batch.
             peaks["init"] = self._init_peaks
             peaks["step"] = {tier: max(size, self._first_step_peaks[tier]) for tier, size in peaks["step"].items()}
-        return {
-            "micro_batch": micro_batch,
-            "live_bytes": peaks,
-            "traces": {"device": _packed(ledger, DEVICE), "pinned": _packed(ledger, PINNED)},
-            "summed_peak_bytes": ledger.summed_peaks(),
-            "nvme_bytes": sum(ledger.nvme.values()),
-            "optimizer_elements": elements,
-            "expert_groups": states.expert_groups(),
-            "breakdown": states.named(ledger.at_the_peak()),
-            "assumed": list(ledger.assumed),
-            "seconds": seconds,
-        }
+        return report_of(ledger, micro_batch, elements, seconds) | {"live_bytes": peaks}
+
+
+def stand(ledger: Ledger, ask: Ask) -> None:
+    """This process becomes the rank that is asked about, and its books are opened."""
+    ledger.device_bytes = ask.device_bytes
+    collectives.join(ask.world_size, ask.ranks_per_node)
+    large_worlds.install(ask.world_size)
+    ledger.kind_of_new = states.KindOfNew(ledger)
+    ledger.begin("init")
+
+
+def report_of(ledger: Ledger, micro_batch: int, elements: int, seconds: float) -> dict[str, Any]:
+    """`Simulated` as plain values. elements: those that this rank's optimizer updates."""
+    return {
+        "micro_batch": micro_batch,
+        "live_bytes": ledger.peaks(),
+        "traces": {"device": _packed(ledger, DEVICE), "pinned": _packed(ledger, PINNED)},
+        "summed_peak_bytes": ledger.summed_peaks(),
+        "nvme_bytes": sum(ledger.nvme.values()),
+        "optimizer_elements": elements,
+        "expert_groups": states.expert_groups(),
+        "breakdown": states.named(ledger.at_the_peak()),
+        "assumed": list(ledger.assumed),
+        "seconds": seconds,
+    }
 
 
 def look(stage: Stage, workload: Workload) -> dict[str, Any]:

@@ -20,13 +20,13 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ... import procs
 from ...values import WorkloadSource
 from ..values import Ask
+from .speech import answer, say, told
 
 # What DeepSpeed asks of the processor; the ops that would be compiled for it are no-ops here, see `kernels`.
 _PROCESSOR = {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "brand_raw": "", "flags": []}
@@ -41,9 +41,9 @@ def main(argv: list[str]) -> None:
         with procs.ends_with(client):
             stage, workload = _prepare(device, source)
     except BaseException as error:
-        _say(client, {"failed": _told(error, source.path)})
+        say(client, {"failed": told(error, source.path)})
         return
-    _say(client, {"ready": os.getpid()})
+    say(client, {"ready": os.getpid()})
     _serve(client, _Stand(stage, workload, source, scratch))
     shutil.rmtree(scratch, ignore_errors=True)  # a client that was killed could not
 
@@ -117,10 +117,10 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
 def _alike(job: dict[str, Any], stand: _Stand) -> str | None:
     """Equal for engines that can share a model; None: fork the engine here.
 
-    Under zero.Init DeepSpeed has a part in building, by the rung's config.
+    Under zero.Init DeepSpeed has a part in building, by the rung's config; a script builds for itself.
     """
     ask = job.get("engine")
-    if stand.rank is not None or ask is None or ask["zero_init"]:
+    if stand.rank is not None or ask is None or ask["zero_init"] or stand.source.kind == "script":
         return None
     return json.dumps([ask[name] for name in ("world_size", "ranks_per_node", "device_bytes", "checkpointing")])
 
@@ -170,7 +170,11 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
     from .engine import Stage
 
     stage = Stage(cpu=device == "cpu")
-    workload = load(source)
+    workload = None
+    if source.kind == "script":
+        preload.preload_script(source)
+    else:
+        workload = load(source)
     gc.enable()
     preload.settle()
     return stage, workload
@@ -184,13 +188,17 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
     with tempfile.TemporaryDirectory(dir=stand.scratch) as scratch:
         try:
             os.chdir(scratch)
-            if "facts" in job:
-                _answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
+            if stand.source.kind == "script":
+                from . import scripts
+
+                scripts.live(own, job, stand.stage, stand.source, scratch, stand.lessons.tell)
+            elif "facts" in job:
+                answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
             else:
                 engine = Engine(stand.stage, stand.workload, Ask(**job["engine"]), scratch, stand.rank)
                 for line in own.makefile():
                     micro_batch = int(json.loads(line)["measure"])
-                    if not _answer(own, stand.source, lambda: _measured(engine, micro_batch, stand)):  # noqa: B023
+                    if not answer(own, stand.source, lambda: _measured(engine, micro_batch, stand)):  # noqa: B023
                         break
         except BaseException:
             traceback.print_exc()
@@ -204,53 +212,12 @@ def _measured(engine: Any, micro_batch: int, stand: _Stand) -> dict[str, Any]:
     return found
 
 
-def _answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[str, Any]]) -> bool:
-    try:
-        with procs.ends_with(own):
-            said = work()
-    except BaseException as error:
-        traceback.print_exc()
-        said = {"failed": _told(error, source.path)}
-    _say(own, said)
-    return "failed" not in said
-
-
-def _told(error: BaseException, user_file: str) -> dict[str, Any]:
-    """An exception as kind, what, where, mend."""
-    from .library import NoLibrary
-    from .refusals import Refused
-
-    if isinstance(error, (NoLibrary, Refused)):
-        return {"kind": error.kind, "what": error.what, "where": None, "mend": error.mend}
-    from ...trial.rank import describe
-
-    told = describe(error, user_file)
-    names, message = told["types"], " ".join(str(told["message"]).split())[:500]
-    if told["contract"]:
-        return {"kind": "user_code", "what": told["contract"], "where": told["user_frame"], "mend": told["mend"]}
-    data = {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(names)
-    if data:
-        kind, mend = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
-    elif "UnsupportedOperatorException" in names:
-        kind, mend = "unsupported", "register a fake implementation with torch.library.register_fake"
-    elif told["user_frame"]:
-        kind, mend = "user_code", None
-    else:
-        kind, mend = "engine", None
-    return {"kind": kind, "what": f"{names[0]}: {message}", "where": told["user_frame"], "mend": mend}
-
-
 def _reap(children: set[int]) -> None:
     for pid in list(children):
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 continue
         children.discard(pid)
-
-
-def _say(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the client may be gone; the main loop sees it
-        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

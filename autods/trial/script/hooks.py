@@ -52,6 +52,7 @@ def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
         )
     users, from_file = _config_of(asked)
     own_optimizer = asked["optimizer"] is not None
+    session.takes(asked["model"])
     if session.looks_only:
         session.looked(_facts(session, asked, users, from_file=from_file, own_optimizer=own_optimizer))
     if users is not None:

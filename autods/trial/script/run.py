@@ -28,13 +28,15 @@ def run(
     observer: Any,
     store: socket.socket | None,
     leave: Callable[[dict[str, Any] | BaseException], NoReturn],
+    session_of: Callable[..., Session] = Session,
 ) -> dict[str, Any]:
     """What was seen of the script: its facts (`ModelFacts`) after a survey, else what its steps showed.
 
-    leave: ends this process with such a result, or an error, where the script does not let itself be ended. Raises
+    leave: ends this process with such a result, or an error, where the script does not let itself be ended. session_of:
+    makes the session; a forecast has one of its own. Raises
     what ended the script before the trial had enough; WorkloadError where that can be said in words that help.
     """
-    session = Session(job=job, slot=slot, observer=observer, leave=leave)
+    session = session_of(job=job, slot=slot, observer=observer, leave=leave)
     machine.install(job, slot, store)
     hooks.install(session)
     session.batches.watch_loaders()

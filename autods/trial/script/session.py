@@ -140,6 +140,9 @@ class Session:
         self.facts = facts
         self.finish()
 
+    def takes(self, model: Any) -> None:
+        """The model that the script hands over, before anything is done with it."""
+
     def began(self, engine: Any) -> None:
         """The engine is there."""
         self.engine = engine

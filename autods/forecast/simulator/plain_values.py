@@ -1,0 +1,132 @@
+"""What scripts ask that tensors without values cannot say: numbers, lists, arrays; and what needs another process.
+
+A plain value stands for each, and `assumed` says so. For the process of one script.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .dispatch import outside_frame
+from .ledger import Ledger
+
+_SAMPLERS = ("RandomSampler", "SubsetRandomSampler", "DistributedSampler")
+_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
+# Of torch.cuda: what `torch_cuda` answers, asked by way of the module that defines it.
+_OF_MEMORY = (
+    "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
+    "mem_get_info", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction",
+)  # fmt: skip
+
+
+def install(ledger: Ledger) -> None:
+    """For the rest of this process."""
+    _answer_values(ledger)
+    _load_in_this_process(ledger)
+    _draw_real_samples()
+    _stay_joined(torch.distributed)
+    if not ledger.one_memory:
+        for name in _OF_MEMORY:
+            setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
+        torch.cuda.memory_summary = torch.cuda.memory.memory_summary = lambda *args, **kwargs: ""
+
+
+def _answer_values(ledger: Ledger) -> None:
+    def zeros(tensor: Any) -> Any:
+        if (place := outside_frame()) is not None:
+            ledger.assume(f"{place}: values were not computed: 0 stood for them")
+        dtype = torch.empty((), dtype=tensor.dtype, device="meta")
+        kind = numpy.float32 if dtype.dtype == torch.bfloat16 else str(dtype.dtype).removeprefix("torch.")
+        return numpy.zeros(tuple(tensor.shape), dtype=kind)
+
+    def as_array(tensor: Any, *, force: bool = False) -> Any:
+        return zeros(tensor) if tensor.constant is None else tensor.constant.numpy(force=force)
+
+    def as_list(tensor: Any) -> Any:
+        return as_array(tensor.detach()).tolist()
+
+    def as_text(tensor: Any, spec: str) -> str:
+        return format(tensor.item(), spec) if spec and not tensor.dim() else object.__format__(tensor, "")
+
+    FakeTensor.numpy = as_array  # type: ignore[method-assign, assignment]
+    FakeTensor.tolist = as_list  # type: ignore[method-assign, assignment]
+    FakeTensor.__format__ = as_text  # type: ignore[method-assign]
+
+
+def _load_in_this_process(ledger: Ledger) -> None:
+    """A DataLoader's workers could not hand tensors without values over."""
+    loader = torch.utils.data.DataLoader
+    real = loader.__init__
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def made(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("num_workers"):
+            ledger.assume("its DataLoader's workers were not started: the host memory that they hold is not counted")
+        given.arguments.update({name: value for name, value in _WORKERS.items() if name in given.arguments})
+        real(*given.args, **given.kwargs)
+
+    loader.__init__ = made  # type: ignore[method-assign]
+
+
+def _draw_real_samples() -> None:
+    """Which samples are drawn is no question of memory, and a list of as many zeros as there are samples takes long."""
+    from torch.utils import data
+
+    for name in _SAMPLERS:
+        sampler = getattr(data, name, None) or getattr(data.distributed, name)
+        sampler.__iter__ = _without_modes(sampler.__iter__)
+
+
+def _without_modes(real: Callable[[Any], Iterator[int]]) -> Callable[[Any], Iterator[int]]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    @functools.wraps(real)
+    def drawn(sampler: Any) -> Iterator[int]:
+        with _disable_current_modes():
+            order = list(real(sampler))
+        return iter(order)
+
+    return drawn
+
+
+def _stay_joined(distributed: Any) -> None:
+    """The world is joined before the script starts: it need not be again. Other ranks send what this one does."""
+    real_group = distributed.new_group
+
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def destroy_process_group(group: Any = None) -> None:
+        return None
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return real_group(ranks)
+
+    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    def gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
+        if object_gather_list is not None:
+            all_gather_object(object_gather_list, obj)
+
+    def broadcast_object_list(object_list: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def scatter_object_list(output: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
+        output[0] = objects[0] if objects else None
+
+    for ours in (
+        init_process_group, destroy_process_group, new_group, all_gather_object, gather_object, broadcast_object_list,
+        scatter_object_list,
+    ):  # fmt: skip
+        for module in (distributed, distributed.distributed_c10d):
+            setattr(module, ours.__name__, ours)

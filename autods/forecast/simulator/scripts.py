@@ -1,0 +1,214 @@
+"""A training script that nobody changed, on the simulated device: run up to the end of its second optimizer step.
+
+The hooks are those of a trial (`trial.script`); the observer is the ledger. A script cannot be rewound, so each micro
+batch is a run of its own, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from ... import procs
+from ...ds_config import BATCH_KEYS
+from ...trial.script.run import run
+from ...trial.script.session import Session
+from ...trial.script.users import of_traceback
+from ...trial.spec import RankJob
+from ...values import Phase, Steps, WorkloadSource
+from ...workload import WorkloadError
+from ..values import Ask, ForecastPhase
+from . import layered, plain_values, refusals, states
+from .engine import Stage, in_scratch, report_of, stand
+from .speech import say, told
+
+_STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second differs, see `engine`
+_LIMIT_S = 300.0  # of one run; simulated steps take seconds, what takes longer is the script's own work
+_MEND = "real trials measure it: autods fit"
+
+_PHASES: Mapping[Phase, ForecastPhase] = {
+    "build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
+    "evaluate": "forward",
+}  # fmt: skip
+
+DRAWN = "the batches of the script's first two optimizer steps were simulated: longer samples need more"
+
+
+def live(
+    own: socket.socket, job: Mapping[str, Any], stage: Stage, source: WorkloadSource, scratch: str,
+    tell: Callable[[], None],
+) -> None:  # fmt: skip
+    """Answer each line with a run of the script. tell: what was learned of operators, before the answer."""
+    asked = Ask(**job["engine"]) if "engine" in job else None
+    questions = (int(json.loads(line)["measure"]) for line in own.makefile()) if asked else iter([1])
+    for micro_batch in questions:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            procs.die_with_parent(parent)
+            _Run(own, stage, source, tempfile.mkdtemp(dir=scratch), tell, asked, micro_batch).live()
+        code = _code_of(pid)
+        if code is None:
+            what = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
+            say(own, {"failed": {"kind": "stuck", "what": what, "where": source.path, "mend": _MEND}})
+        if code != 0:
+            return  # it said why; where it was killed the client sees the end of the line
+
+
+def _code_of(pid: int) -> int | None:
+    """How the process ended; None: it took too long, and was ended."""
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    in_time = bool(poll.poll(_LIMIT_S * 1000))
+    if not in_time:
+        os.kill(pid, signal.SIGKILL)
+    os.close(pidfd)
+    status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status) if in_time else None
+
+
+class _Run:
+    """One run of the script, in a process of its own, to its end or to that of its second step.
+
+    asked: None: up to its engine only, to look at the model.
+    """
+
+    def __init__(
+        self, own: socket.socket, stage: Stage, source: WorkloadSource, scratch: str, tell: Callable[[], None],
+        asked: Ask | None, micro_batch: int,
+    ) -> None:  # fmt: skip
+        self.own, self.stage, self.source, self.scratch, self.tell = own, stage, source, scratch, tell
+        self.micro_batch, self.began = micro_batch, time.perf_counter()
+        self.only_looks = asked is None
+        # As the survey's rank: alone, whatever the plan has. What `{ds_config}` holds meanwhile comes with the source.
+        base = source.base_config if isinstance(source.base_config, Mapping) else {}
+        self.ask = asked or Ask(
+            rung="", ds_config={**base, BATCH_KEYS[2]: 1}, world_size=1, ranks_per_node=1, device_bytes=1 << 40,
+            device="cpu" if stage.ledger.one_memory else "cuda",
+        )  # fmt: skip
+        self.layers = (0, 0)
+        self.report: dict[str, Any] | None = None
+        # What a session asks of an observer; nobody measures here.
+        self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None)
+        self.in_steps: dict[str, int] = {}
+
+    def live(self) -> NoReturn:
+        """Run it and say what came of it."""
+        sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what it prints is no log of a forecast
+        try:
+            with procs.ends_with(self.own):
+                stand(self.stage.ledger, self.ask)
+                plain_values.install(self.stage.ledger)
+                with self.stage.on(), refusals.of_the_optimizer(self.ask.ds_config):
+                    seen = run(self.job(), 0, self, None, self.leave, lambda **known: _Rehearsal(self, **known))
+                self.leave(seen)
+        except BaseException as error:
+            self.leave(error)
+
+    def job(self) -> RankJob:
+        """As the one of a trial."""
+        ask = self.ask
+        config = in_scratch(ask.ds_config, self.scratch) | {BATCH_KEYS[1]: self.micro_batch}
+        return RankJob(
+            job="survey" if self.only_looks else "train",
+            source=self.source,
+            device=ask.device,
+            folder=self.scratch,
+            scratch=self.scratch,
+            world_size=ask.world_size,
+            ds_config=config,
+            micro_batch=self.micro_batch,
+            accumulation=int(config.get(BATCH_KEYS[2], 1)),
+            steps=_STEPS,
+        )
+
+    def __call__(self, phase: Phase, step: int) -> None:
+        """The observer's: a phase begins."""
+        self.touch(phase, step)
+
+    def touch(self, phase: Phase, step: int) -> None:
+        """The observer's: alive in this phase, which may be none of the trial's own."""
+        if phase in _PHASES and self.report is None:
+            self.stage.ledger.begin(_PHASES[phase])
+
+    def takes(self, model: Any) -> None:
+        """The script hands its model over."""
+        if self.only_looks:
+            self.layers = layered.layers_of(model)
+        else:
+            states.watch_gradients(self.stage.ledger, model)
+
+    def close_books(self, engine: Any) -> None:
+        """The second step has ended."""
+        ledger = self.stage.ledger
+        ledger.assume(DRAWN)
+        states.label(ledger, engine)
+        seconds = time.perf_counter() - self.began
+        self.report = report_of(ledger, self.micro_batch, states.optimizer_elements(engine), seconds)
+
+    def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
+        """Say it and end this process."""
+        failed = isinstance(end, BaseException)
+        if isinstance(end, BaseException):
+            traceback.print_exception(end)
+            say(self.own, {"failed": _told(end, self.source)})
+        elif self.only_looks:
+            say(self.own, {"facts": {**end, "layers": self.layers[0], "layer_parameters": self.layers[1]}})
+        else:
+            self.tell()
+            say(self.own, {"simulated": self.report})
+        sys.stderr.flush()
+        os._exit(3 if failed else 0)
+
+
+class _Rehearsal(Session):
+    """A session whose steps are neither timed nor read."""
+
+    def __init__(self, run: _Run, **known: Any) -> None:
+        super().__init__(**known)
+        self.run = run
+
+    def takes(self, model: Any) -> None:
+        """See `_Run`."""
+        self.run.takes(model)
+
+    def lost(self, loss: Any) -> None:
+        """A loss has no value here."""
+
+    def finish(self) -> NoReturn:
+        """The books end before the script does."""
+        if not self.looks_only:
+            self.run.close_books(self.engine)
+        super().finish()
+
+    def _has_enough(self) -> bool:
+        return self.steps >= _STEPS.warmup + _STEPS.timed
+
+
+def _told(error: BaseException, source: WorkloadSource) -> dict[str, Any]:
+    """As `speech.told`, with the script's line: all that happens has it on the stack."""
+    if isinstance(error, WorkloadError):
+        return {"kind": "user_code", "what": error.what, "where": error.where, "mend": error.mend}
+    if isinstance(error, refusals.Refused):
+        return told(error, source.path)
+    said, place = told(error, source.path), of_traceback(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    kind = "engine" if frames and "/deepspeed/" in frames[-1].filename else said["kind"]
+    where = str(place or said["where"] or source.path)
+    if "FakeTensorDeviceMismatchError" in said["what"]:  # a real GPU refuses it just so
+        what = "tensors of the CPU and of the GPU meet in one operation"
+        return {"kind": "user_code", "what": what, "where": where, "mend": "move the batch to engine.device"}
+    what = f"cannot run on the simulated device: {said['what']}"
+    return {"kind": kind, "what": what, "where": where, "mend": _MEND}
