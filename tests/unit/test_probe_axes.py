@@ -185,8 +185,6 @@ def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path:
     for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
         with pytest.raises(InputError, match=r"train\.py"):
             settle(tmp_path / "train.py", source, vary=[wrong], **said)
-    with pytest.raises(InputError, match="drop --forecast-only"):
-        settle(tmp_path / "train.py", source, forecast_only=True, **said)
     with pytest.raises(InputError, match="a training script's arguments"):
         ask(tmp_path, "args.lr=1")
 
