@@ -30,9 +30,10 @@ class RunnerPool:
         *,
         host_bytes: int | None = None,
         environments: int = 1,
+        make: Callable[..., RayRunner] = RayRunner,
     ) -> None:
         self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
-        self.environments = environments
+        self.environments, self.make = environments, make
         self.most_alive = _MOST_ALIVE if settings.device == "cpu" else 1
         self.alive: dict[str, RayRunner] = {}  # the one that was used last is the last
         self.exits = contextlib.ExitStack()
@@ -90,7 +91,7 @@ class RunnerPool:
         if environment:
             said = " ".join(f"{name}={value}" for name, value in environment.items())
             self.listen(Note(text=f"ranks with {said}"))
-        runner = RayRunner(self.settings, self.listen, host_bytes=self.host_bytes, environment=environment)
+        runner = self.make(self.settings, self.listen, host_bytes=self.host_bytes, environment=environment)
         return runner.__enter__()
 
 

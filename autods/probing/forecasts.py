@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from ..ds_config import without_monitors
+from ..ds_config import compose, without_monitors
 from ..forecast.fallback import WithFormulas
 from ..forecast.judge import judged
 from ..forecast.largest import MOST_MICRO_BATCH, largest
@@ -15,14 +16,15 @@ from ..forecast.protocol import Simulator, Start
 from ..forecast.remembered import remembered
 from ..forecast.simulator import SimulationFailed
 from ..forecast.values import Ask, RungForecast
+from ..question import NVME_PLACE
 from ..search.applies import unforeseeable
 from ..search.ask import micro_batches
-from ..values import Device, Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
+from ..values import Device, Knobs, Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
 from ..workload.conditions import settings_under, source_under
 from .cells import Cell, config_of, settings_of
 from .question import Question
 
-NOT_SIMULATED = "could not be simulated"
+NOT_SIMULATED = "cannot be simulated"
 
 _PROCESSES = 2  # engines simulated at a time
 _MOST_OPEN = 3  # simulators at a time
@@ -90,7 +92,7 @@ class Forecasts:
         sources: dict[str, tuple[WorkloadSource, list[Cell]]] = {}
         for cell in missing:
             assert cell.trial is not None
-            source = source_under(self.question.settings.source, cell.trial.conditions)
+            source = to_look_at(self.question, cell.trial.conditions)
             sources.setdefault(source.digest, (source, []))[1].append(cell)
         for source, ours in sources.values():
             for cell, foreseen in self._each(self.simulators.of(source), ours):
@@ -122,18 +124,27 @@ class Forecasts:
         ask = self._ask(trial)
         sizes = sizes_of(self.question, trial, self.facts(trial.conditions))
         said: dict[int, RungForecast] = {}
+        beyond: list[str] = []  # why larger ones cannot be simulated: the data of a script may end, say
         try:
             with simulator.engine(ask) as engine:
 
                 def fill(size: int) -> float:
-                    said[size] = judged(ask, engine.measure(size), limits=self._limits(), emulated=self._emulated)
+                    try:
+                        simulated = engine.measure(size)
+                    except SimulationFailed as failed:
+                        if not said:
+                            raise
+                        beyond.append(f"; {size} {NOT_SIMULATED}: {' '.join(str(failed.what).split())}")
+                        return math.inf
+                    said[size] = judged(ask, simulated, limits=self._limits(), emulated=self._emulated)
                     return said[size].fill
 
                 found = largest(fill, sizes)
         except SimulationFailed as failed:
             return Foreseen(largest=None, reason=f"{NOT_SIMULATED}: {' '.join(str(failed.what).split())}")
-        reason = "" if found.micro_batch is not None else said[min(said)].reason
-        return Foreseen(largest=found.micro_batch, reason=reason)
+        if found.micro_batch is None:
+            return Foreseen(largest=None, reason=said[min(said)].reason)
+        return Foreseen(largest=found.micro_batch, reason=f"{found.micro_batch} fits{beyond[-1]}" if beyond else "")
 
     def _ask(self, trial: Trial) -> Ask:
         settings, machine = self.question.settings, self.question.machine
@@ -166,6 +177,17 @@ class Forecasts:
         if machine is not None and machine.nvme_bytes is not None:
             limits["nvme"] = machine.nvme_bytes
         return limits
+
+
+def to_look_at(question: Question, conditions: Mapping[str, Scalar]) -> WorkloadSource:
+    """The workload under these conditions; a script with what its `{ds_config}` holds until its own config is known."""
+    settings = question.settings
+    source = source_under(settings.source, conditions)
+    if source.kind != "script":
+        return source
+    path = settings.nvme_path or NVME_PLACE
+    first = compose(settings.ladder[0], Knobs(), base=settings.base, world_size=1, own_optimizer=False, nvme_path=path)
+    return replace(source, base_config=first)
 
 
 def sizes_of(question: Question, trial: Trial, facts: ModelFacts) -> Sequence[int]:

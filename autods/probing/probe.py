@@ -24,7 +24,7 @@ from ..values import Failed, Fit, Listener, ModelFacts, Note, Record, Scalar, Tr
 from ..workload.conditions import source_under
 from .capacity import Boundary, capacity_result, forecast_result
 from .cells import Cell, cells_of, environments_of, settings_of
-from .forecasts import Forecasts, Foreseen, Simulators, sizes_of
+from .forecasts import Forecasts, Foreseen, Simulators, sizes_of, to_look_at
 from .measure import compared, in_turns, result_of, shared
 from .notes import notes_of
 from .question import Question
@@ -126,7 +126,7 @@ class _Work:
     def _survey(self, conditions: Mapping[str, Scalar]) -> Surveyed:
         if self.bench is not None:
             return self.bench.survey(conditions)
-        return self.simulators.facts(source_under(self.question.settings.source, conditions)), {}
+        return self.simulators.facts(to_look_at(self.question, conditions)), {}
 
     def _execute(self, trial: Trial, id: int) -> Record:
         assert self.bench is not None

@@ -95,6 +95,8 @@ def pose(
     folders = (experiment_rungs(), *strategies)
     rungs = all_rungs(folders)
     axes = _with_gpus(axes_of(vary, rungs), gpus)
+    if ladder and any(axis.name == "rung" for axis in axes):
+        raise InputError("--ladder and an axis both say the rungs", mend="give them once: --vary rung=…")
     axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
     named = {axis.name: axis.values for axis in axes}
     check_twice(named, source, asked, capacity=capacity)

@@ -35,10 +35,6 @@ def settle(
     counts = _counts(gpus)
     machine = None
     if forecast_only:
-        if source.kind == "script":
-            raise InputError(
-                "is a training script, which runs on real ranks only", where=source.path, mend="drop --forecast-only"
-            )
         machine = machine_asked(
             hardware,
             device=asked.get("device", "cuda"),

@@ -84,9 +84,10 @@ def _width(report: ProbeReport, columns: list[_Column]) -> int:
 
 
 def _axes(report: ProbeReport) -> Iterator[_Column]:
-    """Those that vary; what is the same in all cells stands in the headline."""
+    """Those that vary; what is the same in all cells stands in the headline, but where nothing varies at all."""
+    alone = all(len(values) == 1 for values in report.axes.values())
     for name, values in report.axes.items():
-        if len(values) > 1:
+        if len(values) > 1 or (alone and name == "rung"):
             yield _Column(_heading(name), lambda cell, name=name: _value(cell, name), right=False)  # type: ignore[misc]
 
 
@@ -225,7 +226,9 @@ def _sentences(report: ProbeReport) -> Iterator[Text]:
     best = max(fitting, key=lambda cell: (cell.tokens_per_second if by == "tokens" else cell.samples_per_second) or 0)
     rate = best.tokens_per_second if by == "tokens" else best.samples_per_second
     head = f"fastest: cell {best.number}, {_named(report, best)}: {words.of_rate(rate or 0)} {by}/s"
-    yield Text.assemble((head, "bold green"), (spent, "dim"))
+    within = best.ratio is not None and not best.ratio.differs
+    unsure = f", within the noise of cell {report.compared[0]}" if within else ""
+    yield Text.assemble((head, "bold green"), unsure, (spent, "dim"))
     if any(cell.ratio is not None and not cell.ratio.differs for cell in report.cells):
         yield Text(f"≈: not told apart from cell {report.compared[0]} by these measurements (95 %)", style="dim")
 

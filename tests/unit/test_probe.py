@@ -85,8 +85,15 @@ def test_ratios_within_the_noise_are_marked(tmp_path: Path) -> None:
     report = probed(ask(tmp_path, "micro_batch=1,2"), Bench(lambda trial: fit(peak_bytes=MIB)))
     assert "≈ 1.00" in shown(report)
     assert "not told apart from cell 1" in shown(report)
+    assert "within the noise of cell 1" not in shown(report)  # the first of equals is cell 1 itself
+    faster = probed(ask(tmp_path, "micro_batch=1,4"), Bench(_slightly_faster), fresh=True)
+    assert "fastest: cell 2, ddp, micro_batch 4: 1.01 samples/s, within the noise of cell 1" in shown(faster)
     assert not Ratio(times=1.1, low=0.9, high=1.3).differs
     assert Ratio(times=1.3, low=1.1, high=1.5).differs
+
+
+def _slightly_faster(trial: Trial) -> Outcome:
+    return fit(peak_bytes=MIB, samples_per_second=1.01 if trial.knobs.micro_batch > 1 else 1.0)
 
 
 def test_ratios_are_to_the_first_cell_that_fits(tmp_path: Path) -> None:

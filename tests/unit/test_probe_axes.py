@@ -124,6 +124,8 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
     ("vary", "asked", "said"),
     [
         (("gpus=1,2",), {"gpus": 2}, "both say the ranks"),
+        (("rung=zero1",), {"ladder": ("zero2",)}, "both say the rungs"),
+        ((), {"ladder": ("zero2",), "experiment": "stages"}, "both say the rungs"),
         (("seq_len=1,2",), {"text": BARE}, "no argument 'seq_len'"),
         (("build_model.depth=1",), {}, "it has n_layer"),
         (("build_batch.micro_batch_size=1",), {}, "it has seq_len, width"),
@@ -183,8 +185,6 @@ def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path:
     for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
         with pytest.raises(InputError, match=r"train\.py"):
             settle(tmp_path / "train.py", source, vary=[wrong], **said)
-    with pytest.raises(InputError, match="drop --forecast-only"):
-        settle(tmp_path / "train.py", source, forecast_only=True, **said)
     with pytest.raises(InputError, match="a training script's arguments"):
         ask(tmp_path, "args.lr=1")
 

@@ -156,3 +156,15 @@ def test_forecasts_are_remembered_with_the_trials(tmp_path: Path) -> None:
 
     again = probed(question, Bench(lambda trial: pytest.fail("a trial was run again")), simulate=never)
     assert [cell.capacity.verified for cell in again.cells if cell.capacity] == [15, 15]
+
+
+def test_a_micro_batch_that_cannot_be_simulated_ends_the_forecast_at_what_fits(tmp_path: Path) -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        if micro_batch > 5:
+            raise SimulationFailed(kind="user_code", what="its data ends")
+        return NEARLY_RIGHT(ask, micro_batch)
+
+    bench = Bench(lambda trial: pytest.fail("a trial was run"))
+    report = probed(ask(tmp_path, "rung=zero1", forecast_only=True), bench, simulate=started(script))
+    assert report.cells[0].micro_batch == 5
+    assert "its data ends" in report.cells[0].reason
