@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...values import ScriptKind
+from ..experts import experts_of
+from ..pipeline import is_pipeline
 from ..survey import parameters_of
 from .engine import watch
 from .session import Session
@@ -118,12 +120,24 @@ def _facts(
         )
     return {
         **parameters_of(asked["model"], by="the script gave deepspeed.initialize"),
+        **_laid_out(asked["model"]),
         "checkpointing": False,
         "tokens_per_sample": None,
         "has_optimizer": own_optimizer,
         "config": session.own_config(users, from_file=from_file),
         "config_place": None if from_file or session.given is not None else str(caller() or ""),
     }
+
+
+def _laid_out(model: Any) -> dict[str, int]:
+    """What of `ModelFacts` says how the model is spread over ranks."""
+    import torch
+
+    if not is_pipeline(model):
+        return {"experts": experts_of(model)}
+    replicas = model.topology().get_dim("data")
+    ranks = torch.distributed.get_world_size() // replicas
+    return {"experts": experts_of(model), "pipeline_stages": model.num_stages, "replica_ranks": ranks}
 
 
 def _partitioning(session: Session, real: Any) -> Any:

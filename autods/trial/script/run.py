@@ -76,7 +76,7 @@ def _prepare(session: Session) -> None:
         "ds_config": config,
         "micro_batch_size": job.micro_batch,
         "gradient_accumulation_steps": job.accumulation,
-        "train_batch_size": job.micro_batch * job.accumulation * job.world_size,
+        "train_batch_size": session.config["train_batch_size"],
     }
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *filled(job.source.argv, values)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from .. import exam as exams
 from ..act import enough, finite
 from ..rendezvous import Ranks, ranks_of
 from ..spec import RankJob
+from ..traffic import Traffic, backend
 from .batches import Batches
 from .clock import Clock
 from .proof import Proof
@@ -65,6 +67,8 @@ class Session:
     _pid: int = field(default_factory=os.getpid)
     _insisted: int = 0
     _proof: Proof | None = None
+    _traffic: Traffic | None = None
+    _counting: contextlib.ExitStack | None = None  # a step of it under way
     _peaks: dict[str, int | None] | None = None
     _counted: int | None = None  # the steps before the exam
 
@@ -76,7 +80,10 @@ class Session:
     def config(self) -> dict[str, Any]:
         """The trial's own; a survey has one rank, whatever the fit has."""
         job = self.job
-        return {**job.ds_config, BATCH_KEYS[0]: job.micro_batch * job.accumulation * job.world_size}
+        return {
+            **job.ds_config,
+            BATCH_KEYS[0]: job.micro_batch * job.accumulation * (job.world_size // job.replica_ranks),
+        }
 
     @property
     def looks_only(self) -> bool:
@@ -135,12 +142,17 @@ class Session:
 
     def looked(self, facts: dict[str, Any]) -> NoReturn:
         """All that a look is after."""
+        import torch
+
         self.facts = facts
+        if self.job.world_size > 1 and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # who leaves first would hang up on who still builds
         self.finish()
 
     def began(self, engine: Any) -> None:
         """The engine is there."""
-        self.engine = engine
+        self.engine, self._traffic = engine, Traffic(self.observer.meter.synchronize)
+        self._traffic.listen(backend())
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A forward begins."""
@@ -151,6 +163,9 @@ class Session:
             self.other("evaluate")
             return
         self.clock.forward(now)
+        if self._counting is None and self._traffic is not None:
+            self._counting = contextlib.ExitStack()
+            self._counting.enter_context(self._traffic.step())
         self._whole &= self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
         if self.job.exam == "worst_case":
             self.batches.keep(args, kwargs)
@@ -177,6 +192,9 @@ class Session:
         if not boundary:
             return
         self.steps += 1
+        if self._counting is not None:
+            self._counting.close()
+            self._counting = None
         if self._proof is not None:
             self._prove()
             return
@@ -212,6 +230,7 @@ class Session:
             "step_s": tuple(times[self.job.steps.warmup :]),
             "steps_s": sum(times),
             "losses": tuple(self.losses),
+            "communication": None if self._traffic is None else self._traffic.said(),
             "examined": None if self._proof is None else self._proof.examined,
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
             "tokens_per_sample": self.batches.tokens_per_sample,
