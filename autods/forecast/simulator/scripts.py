@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ... import procs
-from ...ds_config import BATCH_KEYS
+from ...ds_config import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, rungless
 from ...trial.script.run import run
 from ...trial.script.session import Session
 from ...trial.script.users import of_traceback
@@ -91,12 +91,7 @@ class _Run:
         self.own, self.stage, self.source, self.scratch, self.tell = own, stage, source, scratch, tell
         self.micro_batch, self.began = micro_batch, time.perf_counter()
         self.only_looks = asked is None
-        # As the survey's rank: alone, whatever the plan has. What `{ds_config}` holds meanwhile comes with the source.
-        base = source.base_config if isinstance(source.base_config, Mapping) else {}
-        self.ask = asked or Ask(
-            rung="", ds_config={**base, BATCH_KEYS[2]: 1}, world_size=1, ranks_per_node=1, device_bytes=1 << 40,
-            device="cpu" if stage.ledger.one_memory else "cuda",
-        )  # fmt: skip
+        self.ask = asked or _alone(stage, source)
         self.layers = (0, 0)
         self.report: dict[str, Any] | None = None
         # What a session asks of an observer; nobody measures here.
@@ -120,7 +115,7 @@ class _Run:
     def job(self) -> RankJob:
         """As the one of a trial."""
         ask = self.ask
-        config = in_scratch(ask.ds_config, self.scratch) | {BATCH_KEYS[1]: self.micro_batch}
+        config = {BATCH_KEYS[2]: 1, **in_scratch(ask.ds_config, self.scratch), BATCH_KEYS[1]: self.micro_batch}
         return RankJob(
             job="survey" if self.only_looks else "train",
             source=self.source,
@@ -130,7 +125,7 @@ class _Run:
             world_size=ask.world_size,
             ds_config=config,
             micro_batch=self.micro_batch,
-            accumulation=int(config.get(BATCH_KEYS[2], 1)),
+            accumulation=int(config[BATCH_KEYS[2]]),
             steps=_STEPS,
         )
 
@@ -171,6 +166,16 @@ class _Run:
             say(self.own, {"simulated": self.report})
         sys.stderr.flush()
         os._exit(3 if failed else 0)
+
+
+def _alone(stage: Stage, source: WorkloadSource) -> Ask:
+    """For a look, as the survey's rank: alone, whatever the plan has, without any sharding."""
+    base = source.base_config if isinstance(source.base_config, Mapping) else {}
+    config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, rungless(base))
+    return Ask(
+        rung="", ds_config=config, world_size=1, ranks_per_node=1, device_bytes=1 << 40,
+        device="cpu" if stage.ledger.one_memory else "cuda",
+    )  # fmt: skip
 
 
 class _Rehearsal(Session):
