@@ -130,7 +130,7 @@ def test_values_that_a_script_asks_for_are_stood_for_and_that_is_said(users):
     assert rung.verdict == "fits"
     assert forecast.facts.parameters == 64 * 64 + 64
     said = " ".join(forecast.all_assumed)
-    assert "curious.py:28: values were not computed: 0 stood for them" in said
+    assert "curious.py:23: values were not computed: 0 stood for them" in said
     assert "workers were not started" in said
     assert "first two optimizer steps" in said
 

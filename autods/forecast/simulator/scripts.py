@@ -6,6 +6,7 @@ batch is a run of its own, in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -92,6 +93,7 @@ class _Run:
         self.micro_batch, self.began = micro_batch, time.perf_counter()
         self.only_looks = asked is None
         self.ask = asked or _alone(stage, source)
+        self.listening = contextlib.ExitStack()
         self.layers = (0, 0)
         self.report: dict[str, Any] | None = None
         # What a session asks of an observer; nobody measures here.
@@ -103,12 +105,12 @@ class _Run:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what it prints is no log of a forecast
         try:
-            with procs.ends_with(self.own):
-                stand(self.stage.ledger, self.ask)
-                plain_values.install(self.stage.ledger)
-                with self.stage.on(), refusals.of_the_optimizer(self.ask.ds_config):
-                    seen = run(self.job(), 0, self, None, self.leave, lambda **known: _Rehearsal(self, **known))
-                self.leave(seen)
+            self.listening.enter_context(procs.ends_with(self.own))
+            stand(self.stage.ledger, self.ask)
+            plain_values.install(self.stage.ledger)
+            with self.stage.on(), refusals.of_the_optimizer(self.ask.ds_config):
+                seen = run(self.job(), 0, self, None, self.leave, lambda **known: _Rehearsal(self, **known))
+            self.leave(seen)
         except BaseException as error:
             self.leave(error)
 
@@ -156,6 +158,7 @@ class _Run:
     def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
         """Say it and end this process."""
         failed = isinstance(end, BaseException)
+        self.listening.close()  # the next question is no hanging up
         if isinstance(end, BaseException):
             traceback.print_exception(end)
             say(self.own, {"failed": _told(end, self.source)})
