@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from .asks import Sizing, checkpointing_of, groups_of
-from .ds_config import compose
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
@@ -19,10 +18,10 @@ from .forecast.simulator import SimulationFailed
 from .forecasting import Work, estimate_rung, forecast_rung
 from .hardware import versions
 from .ladder import Rung
-from .question import NVME_PLACE, Question, Site, with_config_of
+from .question import Question, Site, with_config_of
 from .report.plan_result import Forecast, SiteForecast
 from .search.applies import unforeseeable
-from .values import Knobs, Note, WorkloadSource
+from .values import Note, WorkloadSource
 
 _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
@@ -61,14 +60,10 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
 
 
 def _to_look_at(question: Question) -> WorkloadSource:
-    """The workload; a script with what its `{ds_config}` holds until its own config is known."""
+    """The workload; a script with the base config that was asked for, which its `{ds_config}` holds then."""
     if question.source.kind != "script":
         return question.source
-    site, first = question.sites[0], question.ladder[0]
-    config = compose(
-        first, Knobs(), base=site.base, world_size=1, own_optimizer=False, nvme_path=site.nvme_path or NVME_PLACE
-    )
-    return replace(question.source, base_config=config)
+    return replace(question.source, base_config=question.sites[0].base)
 
 
 def _work_through(work: Work) -> None:

@@ -169,6 +169,6 @@ def _of_workload(forecast: Forecast) -> list[str]:
         said.append(f"sequences of {facts.tokens_per_sample} tokens, {why} (--seq-len)")
     if source.kind == "hf_config":
         said.append(f"task {source.task} (--task), random weights built in fp32")
-    if not facts.checkpointing:
+    if not facts.checkpointing and source.kind != "script":  # a script's own affair
         said.append("no gradient checkpointing: the model has no gradient_checkpointing_enable()")
     return said

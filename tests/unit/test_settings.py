@@ -315,8 +315,9 @@ def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
         of_script({"train_batch_size": 7})
 
 
-def test_a_script_is_not_forecast() -> None:
-    assert not of_script({}).forecast
+def test_a_script_is_forecast_unless_nobody_wants_that() -> None:
+    assert of_script({}).forecast
+    assert not of_script({}, forecast=False).forecast
 
 
 def test_a_base_config_goes_over_the_script_s_own() -> None:

@@ -30,7 +30,7 @@ class SimulationFailed(AutodsError):
 
     kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised),
     data_dependent (its shapes depend on values), unsupported (an operator without a fake implementation), engine
-    (DeepSpeed refused), crashed (the process died).
+    (DeepSpeed refused), stuck (a script did not come to its second step), crashed (the process died).
     """
 
     def __init__(self, *, kind: str, what: str, where: str | None = None, mend: str | None = None) -> None:
@@ -68,6 +68,7 @@ class Simulator:
         self._free = threading.BoundedSemaphore(processes)
         self._lock = threading.Lock()
         self._workers: dict[Device, _Worker] = {}
+        self._stuck: SimulationFailed | None = None
 
     def __enter__(self) -> Simulator:
         return self
@@ -119,11 +120,16 @@ class Simulator:
     @contextlib.contextmanager
     def _process(self, job: dict[str, Any], device: Device) -> Iterator[SimulatedEngine]:
         with self._free:
+            if self._stuck is not None:  # minutes were waited for nothing: not again for each rung
+                raise self._stuck
             worker = self._worker(device)
             ours, theirs = socket.socketpair()
             try:
                 worker.fork(job, theirs)
                 yield SimulatedEngine(ours, worker.log)
+            except SimulationFailed as failed:
+                self._stuck = failed if failed.kind == "stuck" else None
+                raise
             finally:
                 ours.close()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...trial.script.users import everywhere
 from .dispatch import outside_frame
 from .ledger import Ledger
 
@@ -31,6 +33,7 @@ def install(ledger: Ledger) -> None:
     _answer_values(ledger)
     _load_in_this_process(ledger)
     _draw_real_samples()
+    _keep_random_states()
     _stay_joined(torch.distributed)
     if not ledger.one_memory:
         for name in _OF_MEMORY:
@@ -55,6 +58,12 @@ def _answer_values(ledger: Ledger) -> None:
     def as_text(tensor: Any, spec: str) -> str:
         return format(tensor.item(), spec) if spec and not tensor.dim() else object.__format__(tensor, "")
 
+    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
     FakeTensor.numpy = as_array  # type: ignore[method-assign, assignment]
     FakeTensor.tolist = as_list  # type: ignore[method-assign, assignment]
     FakeTensor.__format__ = as_text  # type: ignore[method-assign]
@@ -96,6 +105,16 @@ def _without_modes(real: Callable[[Any], Iterator[int]]) -> Callable[[Any], Iter
         return iter(order)
 
     return drawn
+
+
+def _keep_random_states() -> None:
+    """A generator takes no state without values."""
+    for module in (torch, torch.random):
+        setattr(module, "set_rng_state", lambda state: None)  # noqa: B010
+    accelerate = sys.modules.get("accelerate.utils.random")
+    for name in ("synchronize_rng_state", "synchronize_rng_states"):
+        if (real := getattr(accelerate, name, None)) is not None:
+            everywhere(real, name, lambda *args, **kwargs: None)
 
 
 def _stay_joined(distributed: Any) -> None:

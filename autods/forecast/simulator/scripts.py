@@ -6,6 +6,7 @@ batch is a run of its own, in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ... import procs
-from ...ds_config import BATCH_KEYS
+from ...ds_config import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, rungless
 from ...trial.script.run import run
 from ...trial.script.session import Session
 from ...trial.script.users import of_traceback
@@ -91,12 +92,8 @@ class _Run:
         self.own, self.stage, self.source, self.scratch, self.tell = own, stage, source, scratch, tell
         self.micro_batch, self.began = micro_batch, time.perf_counter()
         self.only_looks = asked is None
-        # As the survey's rank: alone, whatever the plan has. What `{ds_config}` holds meanwhile comes with the source.
-        base = source.base_config if isinstance(source.base_config, Mapping) else {}
-        self.ask = asked or Ask(
-            rung="", ds_config={**base, BATCH_KEYS[2]: 1}, world_size=1, ranks_per_node=1, device_bytes=1 << 40,
-            device="cpu" if stage.ledger.one_memory else "cuda",
-        )  # fmt: skip
+        self.ask = asked or _alone(stage, source)
+        self.listening = contextlib.ExitStack()
         self.layers = (0, 0)
         self.report: dict[str, Any] | None = None
         # What a session asks of an observer; nobody measures here.
@@ -108,19 +105,19 @@ class _Run:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what it prints is no log of a forecast
         try:
-            with procs.ends_with(self.own):
-                stand(self.stage.ledger, self.ask)
-                plain_values.install(self.stage.ledger)
-                with self.stage.on(), refusals.of_the_optimizer(self.ask.ds_config):
-                    seen = run(self.job(), 0, self, None, self.leave, lambda **known: _Rehearsal(self, **known))
-                self.leave(seen)
+            self.listening.enter_context(procs.ends_with(self.own))
+            stand(self.stage.ledger, self.ask)
+            plain_values.install(self.stage.ledger)
+            with self.stage.on(), refusals.of_the_optimizer(self.ask.ds_config):
+                seen = run(self.job(), 0, self, None, self.leave, lambda **known: _Rehearsal(self, **known))
+            self.leave(seen)
         except BaseException as error:
             self.leave(error)
 
     def job(self) -> RankJob:
         """As the one of a trial."""
         ask = self.ask
-        config = in_scratch(ask.ds_config, self.scratch) | {BATCH_KEYS[1]: self.micro_batch}
+        config = {BATCH_KEYS[2]: 1, **in_scratch(ask.ds_config, self.scratch), BATCH_KEYS[1]: self.micro_batch}
         return RankJob(
             job="survey" if self.only_looks else "train",
             source=self.source,
@@ -130,7 +127,7 @@ class _Run:
             world_size=ask.world_size,
             ds_config=config,
             micro_batch=self.micro_batch,
-            accumulation=int(config.get(BATCH_KEYS[2], 1)),
+            accumulation=int(config[BATCH_KEYS[2]]),
             steps=_STEPS,
         )
 
@@ -161,6 +158,7 @@ class _Run:
     def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
         """Say it and end this process."""
         failed = isinstance(end, BaseException)
+        self.listening.close()  # the next question is no hanging up
         if isinstance(end, BaseException):
             traceback.print_exception(end)
             say(self.own, {"failed": _told(end, self.source)})
@@ -171,6 +169,16 @@ class _Run:
             say(self.own, {"simulated": self.report})
         sys.stderr.flush()
         os._exit(3 if failed else 0)
+
+
+def _alone(stage: Stage, source: WorkloadSource) -> Ask:
+    """For a look, as the survey's rank: alone, whatever the plan has, without any sharding."""
+    base = source.base_config if isinstance(source.base_config, Mapping) else {}
+    config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, rungless(base))
+    return Ask(
+        rung="", ds_config=config, world_size=1, ranks_per_node=1, device_bytes=1 << 40,
+        device="cpu" if stage.ledger.one_memory else "cuda",
+    )  # fmt: skip
 
 
 class _Rehearsal(Session):

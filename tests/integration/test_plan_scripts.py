@@ -1,0 +1,157 @@
+"""Training scripts that nobody changed, forecast on the simulated device."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from autods import api
+from autods.ds_config import compose
+from autods.errors import InputError
+from autods.forecast.simulator import Simulator
+from autods.forecast.values import Ask
+from autods.ladder import all_rungs, choose
+from autods.values import Knobs
+from autods.workload import source_of
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ARGS = ("--deepspeed_config", "{ds_config}", "--micro-batch", "{micro_batch_size}", "--width", "512")
+CPU = {"gpus": 2, "gpu_memory": "4GiB", "device": "cpu", "largest": False}
+GPU = {"gpus": 2, "gpu_memory": "4GiB", "host_memory": "64GiB", "largest": False}
+
+# What `with_args.py` trains, as a model.py.
+TWIN = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
+
+    def forward(self, x, y):
+        return torch.nn.functional.mse_loss(self.layers(x), y)
+
+def build_model():
+    return Net(512)
+
+def build_batch(micro_batch_size):
+    return torch.randn(micro_batch_size, 512), torch.randn(micro_batch_size, 512)
+"""
+
+# Asks for all that a tensor without values cannot say.
+CURIOUS = """
+import sys
+import deepspeed
+import numpy
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.distributed.init_process_group("nccl")
+torch.cuda.set_device(0)
+torch.manual_seed(1)
+model = torch.nn.Linear(64, 64)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
+data = TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
+losses = []
+while True:
+    for x, y in DataLoader(data, batch_size=int(sys.argv[2]), shuffle=True, num_workers=2, pin_memory=True):
+        loss = ((engine(x.to(engine.device)) - y.to(engine.device)) ** 2).mean()
+        if loss > 1e9:
+            raise SystemExit("it diverged")
+        engine.backward(loss)
+        engine.step()
+        torch.cuda.synchronize()
+        losses.append(loss.detach().float().cpu().numpy())
+        print(f"{loss:.3f}", float(loss), x.tolist()[0][0], numpy.mean(losses), torch.cuda.memory_summary())
+        print(torch.cuda.max_memory_allocated() / 2**20, file=open("log.txt", "a"))
+"""
+
+LOST = """
+import deepspeed
+import torch
+
+model = torch.nn.Linear(8, 8)
+raise RuntimeError("no data here")
+"""
+
+
+@pytest.fixture
+def users(tmp_path):
+    """The folder of somebody's scripts; it has to be the same at the end."""
+    folder = tmp_path / "project"
+    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in (("curious", CURIOUS), ("lost", LOST), ("twin", TWIN)):
+        (folder / f"{name}.py").write_text(text)
+    before = _digest(folder)
+    with contextlib.chdir(folder):
+        yield folder
+    assert _digest(folder) == before
+
+
+def _digest(folder):
+    said = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if "__pycache__" not in file.parts:
+            said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+    return said.hexdigest()
+
+
+def _ask(name):
+    (rung,) = choose((name,), all_rungs(()))
+    values = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
+    knobs = Knobs(micro_batch=8, accumulation=2, checkpointing=False, settings=values)
+    config = compose(rung, knobs, base={}, world_size=4, own_optimizer=False)
+    return Ask(
+        rung=name, ds_config=config, world_size=4, ranks_per_node=4, device_bytes=8 << 30, checkpointing=False
+    )  # fmt: skip
+
+
+def test_a_script_needs_what_its_model_py_needs_and_each_micro_batch_is_a_run_of_its_own(users):
+    script, model = source_of(users / "with_args.py", argv=ARGS), source_of(users / "twin.py")
+    with Simulator(script) as one, Simulator(model) as other:
+        for rung in ("zero1", "zero3-offload"):
+            ours, larger = one.simulate(_ask(rung), [8, 2048])
+            (theirs,) = other.simulate(_ask(rung), [8])
+            for phase, tiers in theirs.live_bytes.items():
+                assert ours.live_bytes[phase]["device"] == pytest.approx(tiers["device"], rel=0.01)
+                assert ours.live_bytes[phase].get("pinned", 0) == tiers.get("pinned", 0)
+            assert ours.optimizer_elements == theirs.optimizer_elements
+            assert larger.live_bytes["backward"]["device"] > ours.live_bytes["backward"]["device"] + 2040 * 512 * 4
+
+
+def test_values_that_a_script_asks_for_are_stood_for_and_that_is_said(users):
+    argv = ("{ds_config}", "{micro_batch_size}")
+    forecast = api.plan("curious.py", script_args=argv, ladder="zero2", **GPU)
+    (rung,) = forecast.sites[0].rungs
+    assert rung.verdict == "fits"
+    assert forecast.facts.parameters == 64 * 64 + 64
+    said = " ".join(forecast.all_assumed)
+    assert "curious.py:23: values were not computed: 0 stood for them" in said
+    assert "workers were not started" in said
+    assert "first two optimizer steps" in said
+
+
+def test_the_config_of_a_script_counts_and_it_runs_as_cpu_ranks_do(users):
+    forecast = api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **CPU)
+    (rung,) = forecast.sites[0].rungs
+    assert rung.verdict == "fits"
+    assert forecast.sites[0].site.global_batch == 16
+    assert forecast.facts.config["optimizer"]["params"]["lr"] == 0.01
+
+
+def test_a_batch_that_stays_on_the_cpu_is_told_with_its_line(users):
+    with pytest.raises(InputError) as told:
+        api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **GPU)
+    assert "with_loader.py:18" in str(told.value)
+    assert "engine.device" in str(told.value)
+
+
+def test_why_a_script_cannot_run_there_is_told_with_its_line(users):
+    with pytest.raises(InputError) as told:
+        api.plan("lost.py", ladder="zero2", **GPU)
+    assert "lost.py:6: cannot run on the simulated device: RuntimeError: no data here" in str(told.value)
+    assert "autods fit" in str(told.value)
