@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .base_config import check_base_config, read_base_config
-from .ds_config import half_precision
+from .ds_config import get, half_precision, merge
 from .errors import InputError
 from .units import parse_bytes
+from .values import WorkloadSource
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Given = str | Path | Mapping[str, Any] | None
@@ -67,6 +68,30 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
             f"--precision {precision}, but {users} is enabled there", where=where, mend="drop one of the two"
         )
     return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
+
+
+def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
+    """What goes over a script's own config: its precision is its own affair unless one is asked for."""
+    if precision == "auto":
+        return dict(base)
+    asked = with_precision(base, precision, where)
+    return asked if half_precision(asked) else {**asked, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
+
+
+def base_of_script(
+    source: WorkloadSource, own: Mapping[str, Any], asked: Mapping[str, Any], *, world_size: int
+) -> dict[str, Any]:
+    """The config that a script gave to its engine, under what was asked; an "auto" there means what the script said."""
+    said = {key: value for key, value in asked.items() if get(asked, f"{key}.enabled") != "auto"}
+    base = merge(own, said)
+    where = f"the DeepSpeed config of {source.path}"
+    check_base_config(base, world_size=world_size, where=where, filled_in=fills_in(source))
+    return base
+
+
+def fills_in(source: WorkloadSource) -> bool:
+    """Whether a library stands between the config and the engine that puts values in place of "auto"."""
+    return source.script_kind in ("hf_trainer", "accelerate")
 
 
 def precisions_of(given: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -110,15 +110,18 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool, estimate
             estimate_rung(work, job.rung, site, job.sizing)
 
     def do(job: _Job) -> None:
+        if (guessed := guesses.get(job.rung.name)) is not None:
+            guessed.result()  # it was asked for before; an estimate must not come after what it estimates
         sites = [site for site in job.sites if not (only_unsettled and work.settled(site))]
         if sites:
             forecast_rung(work, job.rung, sites, job.sizing, search=job.search)
 
+    guesses: dict[str, Future[None]] = {}
     pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
     try:
         # The leanest rungs take longest: with them last, one process would work while the other has nothing left.
-        tasks = [pool.submit(guess, job) for job in reversed(jobs)] if estimate else []
-        tasks += [pool.submit(do, job) for job in jobs]
+        guesses |= {job.rung.name: pool.submit(guess, job) for job in reversed(jobs)} if estimate else {}
+        tasks = [*guesses.values(), *(pool.submit(do, job) for job in jobs)]
         for done in wait(tasks, return_when=FIRST_EXCEPTION).done:
             done.result()
     except BaseException:

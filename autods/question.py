@@ -7,10 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .base_config import check_base_config
 from .catalogue import Machine, machines_named
-from .checks import Given, base_of, check_ranks, global_batch_of, precision_of, size_of, with_precision
-from .ds_config import merge
+from .checks import (
+    Given,
+    base_of,
+    base_of_script,
+    check_ranks,
+    fills_in,
+    global_batch_of,
+    over_script,
+    precision_of,
+    size_of,
+    with_precision,
+)  # fmt: skip
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -104,9 +113,12 @@ def pose(
     for machine in machines:
         own = replace(machine, host_bytes=host_bytes or machine.host_bytes, nvme_bytes=nvme_bytes or machine.nvme_bytes)
         ranks, per_node = _ranks(gpus, nodes, own)
-        base, where = base_of(source.base_config if base_config is None else base_config, world_size=ranks)
+        given = source.base_config if base_config is None else base_config
+        base, where = base_of(given, world_size=ranks, filled_in=fills_in(source))
         otherwise = "bf16" if own.bf16 else "fp16"
-        if source.kind != "script" or precision != "auto":  # a script's own, see `with_config_of`
+        if source.kind == "script":
+            base = over_script(base, precision, where)
+        else:
             base = with_precision(base, precision, where, otherwise=otherwise)
         total = global_batch_of(global_batch, base, ranks)
         site = Site(
@@ -142,11 +154,9 @@ def with_config_of(question: Question, facts: ModelFacts) -> Question:
     """
     if facts.config is None:
         return question
-    where = f"the DeepSpeed config of {question.source.path}"
     sites = []
     for site in question.sites:
-        base = merge(facts.config, site.base)
-        check_base_config(base, world_size=site.world_size, where=where)
+        base = base_of_script(question.source, facts.config, site.base, world_size=site.world_size)
         total = global_batch_of(site.global_batch, base, site.world_size)
         own = replace(
             site,

@@ -10,10 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .base_config import check_base_config
-from .checks import Given, base_of, check_ranks, global_batch_of, precisions_of, size_of, with_precision
+from .checks import (
+    Given,
+    base_of,
+    base_of_script,
+    check_ranks,
+    fills_in,
+    global_batch_of,
+    over_script,
+    precisions_of,
+    size_of,
+    with_precision,
+)  # fmt: skip
 from .checks import Precision as Precision
-from .ds_config import get, half_precision, merge
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -99,7 +108,7 @@ def resolve(
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
     base, where = base_of(
-        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=_fills_in(source)
+        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=fills_in(source)
     )
     total = global_batch_of(global_batch, base, ranks)
     asked = size_of(gpu_memory, "--gpu-memory")
@@ -113,7 +122,7 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=_over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
+        base=over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
@@ -126,14 +135,6 @@ def resolve(
     return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
 
 
-def _over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
-    """What goes over a script's own config: its precision is its own affair unless one is asked for."""
-    if precision == "auto":
-        return dict(base)
-    asked = with_precision(base, precision, where)
-    return asked if half_precision(asked) else {**asked, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
-
-
 def with_config_of(settings: Settings, facts: ModelFacts) -> Settings:
     """With the config that the survey saw a script give to the engine, under what was asked; others as they are.
 
@@ -142,9 +143,7 @@ def with_config_of(settings: Settings, facts: ModelFacts) -> Settings:
     """
     if facts.config is None:
         return settings
-    where = f"the DeepSpeed config of {settings.source.path}"
-    base = merge(facts.config, _without_auto_precision(settings.base))
-    check_base_config(base, world_size=settings.gpus, where=where, filled_in=_fills_in(settings.source))
+    base = base_of_script(settings.source, facts.config, settings.base, world_size=settings.gpus)
     total = global_batch_of(settings.global_batch, base, settings.gpus)
     return replace(settings, base=base, global_batch=total)
 
@@ -159,16 +158,6 @@ def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
     if facts.config_place:
         said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
     return tuple(said)
-
-
-def _fills_in(source: WorkloadSource) -> bool:
-    """Whether a library stands between the config and the engine that puts values in place of "auto"."""
-    return source.script_kind in ("hf_trainer", "accelerate")
-
-
-def _without_auto_precision(base: Mapping[str, Any]) -> dict[str, Any]:
-    """An "auto" there means what the survey saw."""
-    return {key: value for key, value in base.items() if get(base, f"{key}.enabled") != "auto"}
 
 
 def _objective(objective: str) -> Objective:

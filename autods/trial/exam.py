@@ -28,6 +28,7 @@ _MARGIN = 1.1
 
 # The same forward on the same weights: what is left is the order of sums inside the device's kernels.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+_BF16_STEP = 2**-7  # of a number with bfloat16's 8 bits, at most: what a loss that is computed in it can differ by
 
 
 # Fields of `Examined`, and what was left out.
@@ -127,7 +128,16 @@ def _load(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, bef
         reason = "evaluated, the model returns no finite loss, so what was loaded was not compared with what was saved"
         return {"load_s": seconds}, (reason,)
     tolerance = _TOLERANCE[str(_dtype(engine)).removeprefix("torch.")]
+    if _in_bf16(before) and _in_bf16(after):
+        tolerance = _BF16_STEP
     return {"load_s": seconds, "restored": math.isclose(before, after, rel_tol=tolerance, abs_tol=1e-12)}, ()
+
+
+def _in_bf16(loss: float) -> bool:
+    """Whether the loss is one of the few numbers that bfloat16 has: then the model computes it in that."""
+    import torch
+
+    return math.isfinite(loss) and float(torch.tensor(loss, dtype=torch.bfloat16)) == loss
 
 
 def _timed(hands: Hands, work: Callable[[], Any]) -> float:

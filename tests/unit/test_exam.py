@@ -90,6 +90,19 @@ def test_a_load_that_brings_nothing_back_is_seen(tmp_path: Path) -> None:
     assert pass_exam(Engine(forgets=True), tmp_path)[0]["restored"] is False
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "same"), [(6.9375, 6.96875, True), (6.9375, 7.0, False), (6.94, 6.97, False)]
+)
+def test_a_loss_that_has_only_bfloat16s_digits_may_come_back_one_step_off(
+    tmp_path: Path, saved: float, loaded: float, same: bool
+) -> None:
+    losses = iter([saved, loaded])
+    engine = Engine()
+    hands = Hands(step=engine.step, evaluate=lambda: next(losses), observe=lambda *_: None, synchronize=lambda: None)
+    found = examine(engine, hands, ALONE, longest=LONGEST, folder=tmp_path / "checkpoint", index=2)
+    assert found["restored"] is same
+
+
 def test_a_checkpoint_that_cannot_be_found_again_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="found nothing to load"):
         pass_exam(Engine(loses=True), tmp_path)
