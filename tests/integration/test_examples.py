@@ -79,9 +79,10 @@ def test_the_pipeline_learns_under_zero_1(tmp_path):
 
 def test_pre_training_follows_its_schedule_and_writes_its_monitors_file(tmp_path):
     config = EXAMPLES / "pretrain_script" / "ds_config_cpu.json"
-    done = run("pretrain_script/deepspeed_pretrain.py", "--config", config, "--max-steps", 10, folder=tmp_path)
-    falling(done, steps=2 * 2 * 10)
-    assert "learning rate 1.00e-03 after 10 optimizer steps" in done.stdout
+    options = ("--config", config, "--max-steps", 6, "--layers", 2, "--width", 128, "--seq-len", 64)
+    done = run("pretrain_script/deepspeed_pretrain.py", *options, folder=tmp_path)
+    falling(done, steps=6 * 2 * 2)  # both ranks print each of two micro batches
+    assert "learning rate 5.00e-04 after 6 optimizer steps" in done.stdout  # half of the warm-up, which begins at 0
     assert list((tmp_path / "runs" / "DS_Pre_csv").glob("*lr.csv"))
 
 
