@@ -54,7 +54,11 @@ class SimulatedEngine:
         if question is not None:
             with contextlib.suppress(OSError):
                 self._connection.sendall(json.dumps(question).encode() + b"\n")
-        return _answer(self._lines.readline(), self._log)
+        try:
+            line = self._lines.readline()
+        except OSError:  # it died with our question unread
+            line = b""
+        return _answer(line, self._log)
 
 
 class Simulator:
