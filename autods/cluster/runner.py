@@ -17,7 +17,7 @@ from ..ladder import Rung
 from ..settings import Settings, said_of, with_config_of
 from ..trial.ops import BUILDERS, USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
-from ..values import Event, Failed, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
+from ..values import Event, Failed, Fit, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
 from .launch import Offer, launch
 from .node import Node
 from .ray_session import is_connected, session
@@ -101,9 +101,14 @@ class RayRunner:
         )
         report = self._execute(job)
         failure = failure_from([report], job)
+        if failure is not None and self.settings.gpus > 1 and _may_want_ranks(report, job):
+            self.listen(Note(text="it does not run on one rank alone, so it is looked at on all of them"))
+            job = replace(job, world_size=self.settings.gpus, local_ranks=tuple(range(self.settings.gpus)))
+            report = self._execute(job)
+            failure = failure_from([report], job)
         if failure is not None:
-            raise _unusable(failure, job.source.path, Path(job.folder) / "rank0.log")
-        result = report["ends"][0]["record"]["result"]
+            raise _unusable(failure, job.source.path, Path(job.folder) / f"rank{_rank_of(failure)}.log")
+        result = next(end["record"]["result"] for end in report["ends"] if end["rank"] == 0)
         self.facts = ModelFacts(**result["facts"])
         self.settings = with_config_of(self.settings, self.facts)
         for said in said_of(self.settings, self.facts):
@@ -268,6 +273,19 @@ class RayRunner:
         return compose(
             rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
         )
+
+
+def _may_want_ranks(report: Mapping[str, Any], job: RankJob) -> bool:
+    """Whether a script that failed on one rank checks how many there are, as a pipeline of stages does."""
+    errors = [(end["record"] or {}).get("error", {}) for end in report.get("ends", ())]
+    return job.source.kind == "script" and any(
+        not error.get("contract") and {"AssertionError", "ValueError", "RuntimeError"} & set(error.get("types", ()))
+        for error in errors
+    )
+
+
+def _rank_of(failure: Outcome) -> int:
+    return 0 if isinstance(failure, Fit) else max(0, failure.rank)
 
 
 def _unusable(failure: Outcome, where: str, log: Path) -> AutodsError:

@@ -14,6 +14,7 @@ from ..spec import RankJob
 from .batches import Batches
 
 _SAMPLES = "losses were not compared with another config's: a script draws its own samples"
+_UNSEEN = "evaluation was not run and the loaded checkpoint not compared: the engine was given no tensors to repeat"
 _ENDED = "the script ended before a step was trained between saving and loading its checkpoint"
 
 
@@ -40,7 +41,7 @@ class Proof:
         try:
             next(self._parts)
         except StopIteration as end:
-            self.examined = {**end.value, "left_out": (*end.value["left_out"], *self._left_out)}
+            self.examined = self._said(end.value)
         return self.examined is None
 
     def ends_without_steps(self) -> None:
@@ -50,6 +51,12 @@ class Proof:
         self._left_out = (_ENDED, *self._left_out)
         while self.examined is None and torch.distributed.is_initialized():
             self.goes_on()
+
+    def _said(self, examined: dict[str, Any]) -> dict[str, Any]:
+        """With what a script leaves out. Where no batch was seen none was evaluated, whatever the exam believes."""
+        if self.batches.longest_shape:
+            return {**examined, "left_out": (*examined["left_out"], *self._left_out)}
+        return {**examined, "evaluated": False, "restored": None, "left_out": (_UNSEEN, *self._left_out)}
 
     def _begun(self) -> Generator[int, None, dict[str, Any]]:
         hands = exams.Hands(

@@ -137,7 +137,11 @@ class Session:
 
     def looked(self, facts: dict[str, Any]) -> NoReturn:
         """All that a look is after."""
+        import torch
+
         self.facts = facts
+        if self.job.world_size > 1 and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # who leaves first would hang up on who still builds
         self.finish()
 
     def takes(self, model: Any) -> None:
