@@ -28,6 +28,7 @@ STYLES = {
     "loader": ("with_loader.py", ("own.json",)),
     "partition": ("with_partition.py", ("{ds_config}",)),
 }
+PIPELINE = ("with_stages.py", ("{ds_config}",))
 STEPS = Steps(warmup=1, timed=3, most_timed=3)
 
 
@@ -67,7 +68,7 @@ def runner_of(ray, asked):
 
         def runner_of(style):
             if style not in started:
-                started[style] = stack.enter_context(RayRunner(asked(*STYLES[style]), ignore))
+                started[style] = stack.enter_context(RayRunner(asked(*STYLES.get(style, PIPELINE)), ignore))
                 started[style].survey()
             return started[style]
 
@@ -108,6 +109,16 @@ def test_what_a_script_adds_to_the_config_file_is_its_own_and_tokens_are_counted
     assert outcome.examined.restored is True
     assert outcome.examined.gathered is True
     assert outcome.examined.batch_shape == (4, 16)
+
+
+def test_a_pipeline_is_seen_by_a_look_and_what_it_sends_is_counted(runner_of):
+    runner = runner_of("stages")
+    assert (runner.facts.pipeline_stages, runner.facts.replica_ranks) == (2, 2)
+    outcome = runner.run(a_trial("ddp", exam="worst_case"), id=4).outcome
+    assert isinstance(outcome, Fit), outcome
+    assert outcome.communication.ops["send"].calls > 0
+    assert not outcome.examined.evaluated
+    assert any("evaluation was not run" in reason for reason in outcome.examined.left_out)
 
 
 def test_the_survey_sees_the_model_and_the_config_of_the_script(runner_of):
