@@ -315,10 +315,6 @@ def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
         of_script({"train_batch_size": 7})
 
 
-def test_a_script_is_not_forecast() -> None:
-    assert not of_script({}).forecast
-
-
 def test_a_base_config_goes_over_the_script_s_own() -> None:
     base = of_script({"gradient_clipping": 0.5, "steps_per_print": 1}, base_config={"gradient_clipping": 1.0}).base
     assert base == {"gradient_clipping": 1.0, "steps_per_print": 1}
