@@ -125,6 +125,7 @@ FINE = {
         "        engine.step()\n",
         "        try:\n            engine.step()\n        except BaseException:\n            sys.exit(5)\n",
     ),
+    "it insists on its number of ranks": ("# HERE", "assert os.environ['WORLD_SIZE'] == '2', 'two ranks'"),
     "its loader has workers": ("batch_size=size", "batch_size=size, num_workers=2, persistent_workers=True"),
     "it prints gigabytes": ("        engine.step()\n", "        engine.step()\n        print('x' * 2**25)\n"),
 }

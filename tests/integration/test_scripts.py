@@ -50,7 +50,15 @@ def asked(users, tmp_path_factory):
         with contextlib.chdir(users):
             source = source_of(users / name, argv=argv)
         out = out or tmp_path_factory.mktemp("out")
-        said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **said}
+        said = {
+            "gpus": 2,
+            "device": "cpu",
+            "gpu_memory": "1GiB",
+            "config": "quick",
+            "out": out,
+            "forecast": False,
+            **said,
+        }
         settings = resolve(source, hardware=look(), **said)
         profile = settings.profile
         limits = replace(profile.limits, stall_s=20.0, init_s=60.0)

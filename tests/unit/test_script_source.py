@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import pytest
 
-from autods.api import ask
 from autods.errors import InputError
 from autods.values import WorkloadSource
 from autods.workload import source_of
@@ -114,8 +113,3 @@ def test_placeholders_are_filled_in_and_all_other_braces_stay():
     }
     argv = ["--ds={ds_config}", "{micro_batch_size}", '{"lr": 1}', "{other}", "{}", "{gradient_accumulation_steps}"]
     assert filled(argv, values) == ["--ds=/tmp/a.json", "4", '{"lr": 1}', "{other}", "{}", "2"]
-
-
-def test_a_plan_of_a_script_is_refused_and_says_what_can_be_done(write):
-    with pytest.raises(InputError, match=r"runs on real ranks only\n  autods fit tries it"):
-        ask(write(PLAIN), gpus=8, gpu_memory="80GiB", host_memory="1TiB")

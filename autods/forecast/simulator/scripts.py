@@ -76,6 +76,7 @@ def _code_of(pid: int) -> int | None:
         os.kill(pid, signal.SIGKILL)
     os.close(pidfd)
     status = os.waitpid(pid, 0)[1]
+    procs.unlink_temporary([pid])
     return os.waitstatus_to_exitcode(status) if in_time else None
 
 
