@@ -8,8 +8,8 @@ import pytest
 
 from autods.errors import InputError
 from autods.hardware import Card, Hardware
-from autods.question import Question, pose
-from autods.values import WorkloadSource
+from autods.question import Question, pose, with_config_of
+from autods.values import ModelFacts, WorkloadSource
 
 GIB = 2**30
 LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())
@@ -123,3 +123,38 @@ def test_a_micro_batch_must_divide_the_global_batch() -> None:
 )
 def test_wrong_input_is_refused_in_two_lines(wrong: dict[str, Any], said: str) -> None:
     assert said in refusal(**wrong)
+
+
+SCRIPT = replace(SOURCE, kind="script", path="/home/me/train.py", name="train", script_kind="deepspeed")
+SEEN = ModelFacts(
+    parameters=10, largest_parameter=10, checkpointing=False, tokens_per_sample=None, has_optimizer=False,
+    config={"fp16": {"enabled": True}, "train_batch_size": 64},
+)  # fmt: skip
+
+
+def test_a_script_keeps_its_own_config_and_precision_under_what_was_asked() -> None:
+    question = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB")
+    assert question.sites[0].base == {}
+    (site,) = with_config_of(question, SEEN).sites
+    assert (site.precision, site.global_batch) == ("fp16", 64)
+    clipped = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB", base_config={"gradient_clipping": 1.0})
+    assert with_config_of(clipped, SEEN).sites[0].base["gradient_clipping"] == 1.0
+
+
+def test_a_script_without_a_precision_is_said_to_be_fp32() -> None:
+    question = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB")
+    assert any("fp32" in one for one in with_config_of(question, replace(SEEN, config={})).assumed)
+    assert with_config_of(question, replace(SEEN, config=None)) == question
+
+
+def test_a_script_s_batch_that_cannot_be_split_is_refused() -> None:
+    question = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB", micro_batch=5)
+    with pytest.raises(InputError, match="micro batch 5 × 8 ranks does not divide the global batch 64"):
+        with_config_of(question, SEEN)
+
+
+def test_how_a_script_builds_its_model_is_not_for_the_command_line() -> None:
+    assert "--zero-init says nothing to a training script" in refusal(
+        source=SCRIPT, gpus=8, on="a100-80gb", zero_init=True
+    )
+    assert "--checkpointing" in refusal(source=SCRIPT, gpus=8, on="a100-80gb", checkpointing="on")

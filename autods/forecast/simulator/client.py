@@ -132,7 +132,8 @@ class Simulator:
                 worker.fork(job, theirs)
                 yield SimulatedEngine(ours, worker.log)
             except SimulationFailed as failed:
-                self._stuck = failed if failed.kind == "stuck" else None
+                if failed.kind == "stuck":
+                    self._stuck = failed
                 raise
             finally:
                 ours.close()
