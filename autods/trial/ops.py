@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -69,3 +70,15 @@ def build(op: str) -> None:
         for stale in (folder / builder.name).glob("lock"):
             stale.unlink()  # torch would wait for it for ever; we hold the only right to build here
         builder.load(verbose=False)
+
+
+def clear_killed_builds() -> None:
+    """Take away the locks of builds that were killed, on which torch would wait for ever: a script may build by itself.
+
+    Where a build of ours runs, its lock stays.
+    """
+    folder = ops_folder()
+    for name in BUILDERS if folder.is_dir() else ():
+        with open(folder / f"{name}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / name / "lock").unlink(missing_ok=True)

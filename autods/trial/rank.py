@@ -202,7 +202,10 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
 def _survey_script(
     job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None
 ) -> Any:
+    from .ops import clear_killed_builds
+
     problems = _op_problems(job)
+    clear_killed_builds()
     return _run_script(job, slot, observer, store, lambda facts: {"facts": facts, "op_problems": problems})
 
 
