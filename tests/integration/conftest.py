@@ -13,6 +13,7 @@ from autods.cluster.ray_session import session
 from autods.cluster.runner import RayRunner
 from autods.hardware import look
 from autods.settings import Settings, resolve
+from autods.trial.ops import clear_killed_builds, ops_folder
 from autods.values import Event
 from autods.workload import Workload, source_of
 
@@ -32,6 +33,15 @@ def simulated_anew() -> Iterator[None]:
     """No forecast comes from a cache: what an earlier run simulated proves nothing of this one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTODS_FORECAST_CACHE", "off")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ops_built_once() -> Iterator[None]:
+    """Plain DeepSpeed takes the ops that trials build, and no lock of a build that was killed is waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+        clear_killed_builds()
         yield
 
 
