@@ -48,7 +48,7 @@ def ops_built_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray() -> Iterator[object]:
     """A Ray on loopback that every runner of this run joins."""
-    with session(cpus=8) as module:
+    with session(cpus=64) as module:  # one for each runner that is kept; nobody counts processors here
         yield module
 
 
