@@ -14,9 +14,8 @@ from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
 
 _FIRST_LOOK = 64  # micro batch
-_LONGER_STEPS = (
-    3  # times as long as the shortest step: so long a step may take, even where it takes more than its budget
-)
+# Times as long as the shortest step: so long a step may take, even where that is more than its budget.
+_LONGER_STEPS = 2
 _SURELY_SLOWER = 1.5  # times; the walk times one step, after one that warms up
 
 
