@@ -74,7 +74,8 @@ def when_spent(ground: Ground, most_trials: int) -> Stop:
 def when_slow(micro_batch: int, seconds: float, budget_s: float) -> Stop:
     """Even the next size would take too long to be timed."""
     said = (
-        f"a step of micro batch {micro_batch} would take about {seconds:.0f} s, more than the {budget_s:g} s for timing"
+        f"a step of micro batch {micro_batch} would take about {seconds:.1f} s, more than the {budget_s:.1f} s that"
+        " timing may take"
     )
     return Stop(is_limit=False, reason=said)
 
