@@ -383,7 +383,10 @@ def cell(name: str, value: Any) -> str:
 def keep(said: Mapping[str, Any]) -> None:
     """Into the result file, beside what other commands found."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps({**known, "versions": versions(), **said}, indent=1) + "\n")
+    for part, rows in said.items():
+        by_world = {row["world"]: row for row in (*known.get(part, ()), *rows)}
+        known[part] = [by_world[world] for world in sorted(by_world)]
+    RESULTS.write_text(json.dumps({**known, "versions": versions()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
