@@ -33,6 +33,7 @@ from .profile import Stop as Stop
 from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
+from .threads import asked as asked_threads
 from .units import parse_seconds, show_bytes
 from .values import Device, ModelFacts, WorkloadSource
 
@@ -56,6 +57,7 @@ class Settings:
     global_batch: int | None = None
     nvme_path: Path | None = None
     seed: int = 0
+    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
     forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
     objective: Objective = "samples"
     precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
@@ -76,7 +78,7 @@ class Settings:
             "seed": self.seed,
             "objective": self.objective,
             "precisions": self.precisions,
-        }
+        } | ({} if self.threads is None else {"threads": self.threads})
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -126,6 +128,7 @@ def resolve(
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
+        threads=asked_threads(),
         forecast=forecast,
         objective=_objective(objective),
         precisions=tuple(others),
