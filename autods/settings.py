@@ -10,18 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .checks import (
-    Given,
-    base_of,
-    base_of_script,
-    check_ranks,
-    fills_in,
-    global_batch_of,
-    over_script,
-    precisions_of,
-    size_of,
-    with_precision,
-)  # fmt: skip
+from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precisions_of, size_of
 from .checks import Precision as Precision
 from .errors import InputError
 from .hardware import Hardware
@@ -109,12 +98,10 @@ def resolve(
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
-    base, where = base_of(
-        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=fills_in(source)
-    )
-    total = global_batch_of(global_batch, base, ranks)
     asked = size_of(gpu_memory, "--gpu-memory")
     first, *others = precisions_of(precision)
+    base = asked_base(source, base_config, first, world_size=ranks)
+    total = global_batch_of(global_batch, base, ranks)
     settings = Settings(
         source=source,
         gpus=ranks,
@@ -124,7 +111,7 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
+        base=base,
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
