@@ -10,18 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .checks import (
-    Given,
-    base_of,
-    base_of_script,
-    check_ranks,
-    fills_in,
-    global_batch_of,
-    over_script,
-    precisions_of,
-    size_of,
-    with_precision,
-)  # fmt: skip
+from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precisions_of, size_of
 from .checks import Precision as Precision
 from .errors import InputError
 from .hardware import Hardware
@@ -33,6 +22,7 @@ from .profile import Stop as Stop
 from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
+from .threads import asked as asked_threads
 from .units import parse_seconds, show_bytes
 from .values import Device, ModelFacts, WorkloadSource
 
@@ -56,6 +46,7 @@ class Settings:
     global_batch: int | None = None
     nvme_path: Path | None = None
     seed: int = 0
+    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
     forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
     objective: Objective = "samples"
     precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
@@ -76,7 +67,7 @@ class Settings:
             "seed": self.seed,
             "objective": self.objective,
             "precisions": self.precisions,
-        }
+        } | ({} if self.threads is None else {"threads": self.threads})
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -107,12 +98,10 @@ def resolve(
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = _device(device, hardware)
     ranks = _ranks(gpus, kind, hardware)
-    base, where = base_of(
-        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=fills_in(source)
-    )
-    total = global_batch_of(global_batch, base, ranks)
     asked = size_of(gpu_memory, "--gpu-memory")
     first, *others = precisions_of(precision)
+    base = asked_base(source, base_config, first, world_size=ranks)
+    total = global_batch_of(global_batch, base, ranks)
     settings = Settings(
         source=source,
         gpus=ranks,
@@ -122,10 +111,11 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
+        base=base,
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
+        threads=asked_threads(),
         forecast=forecast,
         objective=_objective(objective),
         precisions=tuple(others),

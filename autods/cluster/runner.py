@@ -248,6 +248,7 @@ class RayRunner:
             source=self.settings.source,
             rebind=self.settings.source != self.loaded,
             device=self.settings.device,
+            threads=self.settings.threads,
             folder=str(folder),
             scratch=str(folder / "scratch"),
             **{"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s, **said},

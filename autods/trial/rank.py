@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..ds_config import get
+from ..threads import share
 from ..values import Phase
 from ..workload import Workload, WorkloadError, bound, load, partitioned
 from .heartbeat import Heartbeats
@@ -67,6 +68,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watcher asks a stuck rank where it is
     board.beat(slot, "start", 0)
+    _take_threads(job)
     meter = _meter(job, slot)
     observer = Observer(board, slot, meter)
     jobs = _OF_A_SCRIPT if job.source.kind == "script" else _JOBS
@@ -74,6 +76,15 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
         return _written(job, observer, jobs[job.job](job, slot, observer, store, workload))
     except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
         return _written(job, observer, error)
+
+
+def _take_threads(job: RankJob) -> None:
+    """The zygote had one thread, so that it could fork; from here on there is no fork."""
+    import torch
+
+    threads = job.threads or share(len(job.local_ranks))
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)  # for what a script starts
+    torch.set_num_threads(threads)
 
 
 def _written(job: RankJob, observer: Observer, end: Mapping[str, Any] | BaseException) -> int:
