@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 from ..ds_config import get
 from ..values import Phase
 from ..workload import Workload, WorkloadError, bound, load, partitioned
+from .cuda_meter import CudaMeter
 from .heartbeat import Heartbeats
-from .meter import CpuMeter, CudaMeter, Meter
+from .meter import CpuMeter, Meter
 from .seeds import seed_all
-from .spec import RankJob, write_json
+from .spec import THREADS, RankJob, write_json
 
 _TRACEBACK_CHARS = 6000
 
@@ -67,6 +68,8 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watcher asks a stuck rank where it is
     board.beat(slot, "start", 0)
+    if job.device == "cuda":
+        _take_threads()
     meter = _meter(job, slot)
     observer = Observer(board, slot, meter)
     jobs = _OF_A_SCRIPT if job.source.kind == "script" else _JOBS
@@ -129,6 +132,15 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _meter(job: RankJob, slot: int) -> Meter:
     return CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
+
+
+def _take_threads() -> None:
+    """As many as the environment says; the zygote, from which torch's number comes, had to do with one."""
+    import torch
+
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdigit() and int(said) > 0:
+        torch.set_num_threads(int(said))
 
 
 def _left(meter: Meter) -> dict[str, int | None]:
@@ -268,4 +280,7 @@ def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
     }
     if job.master_address == "127.0.0.1":
         said["GLOO_SOCKET_IFNAME"] = "lo"
+    if job.device == "cuda":  # beside the card the host works, too: an offloaded optimizer takes all cores that it gets
+        fair = max(1, len(os.sched_getaffinity(0)) // len(job.local_ranks))
+        said["OMP_NUM_THREADS"] = os.environ.get(THREADS) or str(fair)
     return {**os.environ, **said}

@@ -13,6 +13,8 @@ from ..values import Device, Exam, Steps, WorkloadSource
 
 Job = Literal["train", "survey", "ops"]
 
+THREADS = "AUTODS_RANK_THREADS"  # the user's OMP_NUM_THREADS: that of the zygote has to be 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
