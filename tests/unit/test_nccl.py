@@ -16,7 +16,7 @@ WATCHDOG = """\
 timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=500000, NumelOut=500000, Timeout(ms)=600000) ran for 600055 \
 milliseconds before timing out.
 [rank{rank}]:[E1122 01:10:14.410000000 ProcessGroupNCCL.cpp:1816] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] \
-Exception (either an error or timeout) detected by watchdog at work: 41, last enqueued NCCL work: 41, last completed: 40.
+Exception (either an error or timeout) detected by watchdog at work: 41, last enqueued work: 41, last completed: 40.
 terminate called after throwing an instance of 'c10::DistBackendError'
   what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with exception: [Rank \
 {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE)
