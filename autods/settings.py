@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precisions_of, size_of
 from .checks import Precision as Precision
-from .errors import InputError
+from .errors import EnvironmentBroken, InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
 from .profile import Budget as Budget
@@ -182,6 +182,8 @@ def _device(device: str, hardware: Hardware) -> Device:
         return "cpu"
     if device != "cuda":
         raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+    if hardware.unusable is not None:
+        raise EnvironmentBroken(hardware.unusable)
     if not hardware.cards:
         raise InputError(
             "no CUDA GPU is visible on this machine",
@@ -205,11 +207,13 @@ def _ranks(gpus: int | None, device: Device, hardware: Hardware) -> int:
 
 def _device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
     if device == "cuda":
-        smallest = min(card.total_bytes for card in hardware.cards[:ranks])
+        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
+        smallest = card.usable_bytes
         if asked is not None and asked > smallest:
+            shared = f", of which other processes hold {show_bytes(card.others_bytes)}" if card.others_bytes else ""
             raise InputError(
-                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(smallest)}",
-                mend="give its size or less; less emulates a smaller card",
+                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(card.total_bytes)}{shared}",
+                mend=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
         return asked or smallest
     fair = int(hardware.host_free_bytes * 0.8 / ranks)

@@ -210,6 +210,8 @@ class RayRunner:
                 phase, step = self._wait(self.actor.progress.remote())
                 self.listen(TrialMoved(id=id, phase=phase, step=step))
         self.report = dict(self._wait(pending))
+        for said in self.report.get("said", ()):  # a card that did not come back, ranks that can no longer be forked
+            self.listen(Note(text=said))
         return dict(self.report)
 
     def _wait(self, reference: Any) -> Any:
