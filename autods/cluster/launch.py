@@ -100,6 +100,9 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
         "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
         "TORCH_EXTENSIONS_DIR": str(ops_folder()),
     }
+    package = Path(__file__).parents[2]
+    if "runtime_resources" in package.parts:  # Ray brought us here: the zygote has to find the same
+        said["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
     if device == "cpu":
         return said | _ON_CPU
     said = _ON_CUDA | said

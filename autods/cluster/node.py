@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
+import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 from .. import procs
+from ..hardware import look, versions
+from ..trial.ops import is_cached
 from ..trial.spec import RankJob
 from ..values import Device, WorkloadSource
 from .host_watch import HostWatch
 from .launch import Zygote, launch, take
 from .supervise import remove_folders
+
+# A driver on another machine asks for progress all the time while a job runs. When it has not for so long, it is gone
+# or cannot be reached, and the ranks are nobody's.
+LEASE_S = 10.0
 
 
 class Node:
@@ -28,19 +37,54 @@ class Node:
         self,
         source: dict[str, Any],
         device: Device,
-        driver_pid: int,
+        driver: dict[str, Any],  # its pid, and the machine where that is its pid
         log: str,
         environment: dict[str, str],
         offered: str | None = None,  # where a zygote that already loads can be had
+        leased: bool = False,  # end a job whose driver is silent
     ) -> None:
         self.source = WorkloadSource(**source)
-        self.device, self.driver_pid, self.log, self.environment = device, driver_pid, log, environment
-        self.offered = offered
+        self.device, self.log, self.environment = device, log, environment
+        # On another machine that pid is a stranger's.
+        self.driver_pid = int(driver["pid"]) if driver["machine"] == procs.machine() else 0
+        self.offered, self.leased = offered, leased
+        self.number, self.heard_s = 0, time.monotonic()
         self.zygote: Zygote | None = None
         self.keeper: subprocess.Popen[bytes] | None = None  # of the one that we started
         self.connection: socket.socket | None = None
         self.beat: list[Any] = ["start", 0]
         self.reading = b""
+
+    def seen(self) -> dict[str, Any]:
+        """What this node is, plain: the process and the machine it is on, its clock, its hardware and software."""
+        return {
+            "pid": os.getpid(),
+            "machine": procs.machine(),
+            "clock_s": time.monotonic(),
+            "hardware": asdict(look()),
+            "versions": versions(),
+            "cards": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
+
+    def clock(self) -> float:
+        """Seconds of this node's monotonic clock."""
+        return time.monotonic()
+
+    def uncached(self, ops: list[str]) -> list[str]:
+        """Those of these DeepSpeed ops that would have to be built here."""
+        return [op for op in ops if not is_cached(op)]
+
+    def bind(self, address: str) -> dict[str, Any]:
+        """Have the zygote listen for the next job's ranks: {"bound": port}, or None there and why; {"died"}."""
+        if self.connection is None and "pid" not in (ready := self.start()):
+            return ready
+        assert self.connection is not None
+        try:
+            self.connection.sendall(f"bind {address}\n".encode())
+            said = self._next()
+        except OSError:
+            said = None
+        return said if said is not None else {"died": self._death()}
 
     def start(self) -> dict[str, Any]:
         """Start the zygote and wait until it is ready: {"pid"}, or {"error"} with what the user's module raised."""
@@ -52,8 +96,23 @@ class Node:
             return {"died": self._death()}
         return dict(message["ready"])
 
-    def run(self, line: str) -> dict[str, Any]:
+    def run(self, line: str, number: int = 0) -> dict[str, Any]:
         """Run one job to its end. {"died"} when the zygote died under it; the next `run` starts another."""
+        self.number, self.heard_s = number, time.monotonic()
+        over = threading.Event()
+        if self.leased:
+            threading.Thread(target=self._watch_driver, args=(over,), daemon=True).start()
+        try:
+            return self._run(line)
+        finally:
+            over.set()
+
+    def _watch_driver(self, over: threading.Event) -> None:
+        while not over.wait(0.5):
+            if time.monotonic() - self.heard_s > LEASE_S:
+                self.abort()
+
+    def _run(self, line: str) -> dict[str, Any]:
         if self.connection is None:
             ready = self.start()
             if "pid" not in ready:
@@ -75,10 +134,13 @@ class Node:
 
     def progress(self) -> list[Any]:
         """Phase and step of the slowest rank."""
+        self.heard_s = time.monotonic()
         return self.beat
 
-    def abort(self) -> None:
-        """End the running job: its ranks are killed."""
+    def abort(self, number: int | None = None) -> None:
+        """End the running job, if it still is the one of that number: its ranks are killed."""
+        if number not in (None, self.number):
+            return
         connection = self.connection  # `run` may find the zygote dead and drop it meanwhile
         if connection is not None:
             with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..ds_config import get
+from ..hardware import interface_of
 from ..threads import share
 from ..values import Phase
 from ..workload import Workload, WorkloadError, bound, load, partitioned
@@ -200,7 +201,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         synchronize=observer.meter.synchronize,
         ranks=ranks_of(job, slot),
         exam=job.exam,
-        scratch=Path(job.scratch),
+        scratch=Path(job.checkpoints or job.scratch),
         seed=job.seed,
     )
     return {
@@ -277,11 +278,16 @@ def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(slot),
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
+        "NODE_RANK": str(job.node_rank),
+        "GROUP_RANK": str(job.node_rank),
         "MASTER_ADDR": job.master_address,
         "MASTER_PORT": str(port),
     }
     if job.master_address == "127.0.0.1":
         said["GLOO_SOCKET_IFNAME"] = "lo"
+    elif (interface := interface_of(job.node_address)) is not None:
+        # Left alone they ask what the host's name resolves to, which is a loopback address on many machines.
+        said |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     # Beside a card the host works, too: an offloaded optimizer takes all cores that it gets.
     said["OMP_NUM_THREADS"] = said["MKL_NUM_THREADS"] = str(_threads(job))
     return {**os.environ, **said}
