@@ -13,6 +13,7 @@ from ..errors import EnvironmentBroken
 from ..settings import Settings
 from ..units import show_bytes
 from ..values import Event, Note
+from .lifeline import Lifelines
 from .node import Node
 from .placing import Need, Places, RayPlaces, Spot, reserve
 from .team import Member, Team
@@ -45,6 +46,8 @@ class Mustered:
 
     def dismiss(self) -> None:
         """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
+        if self.team.lines is not None:
+            self.team.lines.close()
         ray, actors = self.team.ray, [member.actor for member in self.team.members if member.lost is None]
         with contextlib.suppress(Exception):  # Ray may already be going down
             ray.get([actor.abort.remote() for actor in actors], timeout=1)
@@ -96,6 +99,7 @@ def muster(
             for said in differences(mustered.seen, spots):
                 listen(Note(text=said))
             listen(Note(text=_where(spots, settings)))
+            _bind(mustered, listen, next(node.address for node in places.nodes() if node.id == here))
         if len(members) > 1:
             mustered.team.set_clocks()
         mustered.ready_references = [member.actor.start.remote() for member in members]
@@ -106,6 +110,17 @@ def muster(
         mustered.dismiss()
         raise
     return mustered
+
+
+def _bind(mustered: Mustered, listen: Callable[[Event], None], address: str) -> None:
+    """Let the driver and each node see each other's end at once."""
+    team = mustered.team
+    team.lines = Lifelines(address)
+    place = team.lines.open()
+    held = [member.actor.hold.remote(place, number) for number, member in enumerate(team.members)]
+    for number in team.lines.admit(len(held)):
+        node = team.members[number].node.address
+        listen(Note(text=f"{node} cannot reach {address}:{place['port']}: only Ray will notice the loss of this node"))
 
 
 def _actor(
@@ -133,9 +148,8 @@ def _actor(
     }
     driver = {"pid": os.getpid(), "machine": procs.machine()}
     return ray.remote(**options)(Node).remote(
-        asdict(settings.source), settings.device, driver, str(log), dict(environment), offered,
-        leased=settings.address is not None,
-    )  # fmt: skip
+        asdict(settings.source), settings.device, driver, str(log), dict(environment), offered
+    )
 
 
 def _where(spots: Sequence[Spot], settings: Settings) -> str:

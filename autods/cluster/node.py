@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -23,11 +22,8 @@ from ..trial.spec import RankJob
 from ..values import Device, WorkloadSource
 from .host_watch import HostWatch
 from .launch import Zygote, launch, take
+from .lifeline import hold
 from .supervise import remove_folders
-
-# A driver on another machine asks for progress all the time while a job runs. When it has not for so long, it is gone
-# or cannot be reached, and the ranks are nobody's.
-LEASE_S = 10.0
 
 
 class Node:
@@ -41,14 +37,14 @@ class Node:
         log: str,
         environment: dict[str, str],
         offered: str | None = None,  # where a zygote that already loads can be had
-        leased: bool = False,  # end a job whose driver is silent
     ) -> None:
         self.source = WorkloadSource(**source)
+        if os.getppid() > 1:
+            procs.die_with_parent(os.getppid())  # of the raylet: left alone an actor outlives it by some 15 s
         self.device, self.log, self.environment = device, log, environment
         # On another machine that pid is a stranger's.
         self.driver_pid = int(driver["pid"]) if driver["machine"] == procs.machine() else 0
-        self.offered, self.leased = offered, leased
-        self.number, self.heard_s = 0, time.monotonic()
+        self.offered, self.number = offered, 0
         self.zygote: Zygote | None = None
         self.keeper: subprocess.Popen[bytes] | None = None  # of the one that we started
         self.connection: socket.socket | None = None
@@ -65,6 +61,10 @@ class Node:
             "versions": versions(),
             "cards": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
+
+    def hold(self, place: dict[str, Any], number: int) -> bool:
+        """Be bound to the driver's life: when it is gone, so are the ranks. See `lifeline.hold`."""
+        return hold(place, number, self.abort)
 
     def clock(self) -> float:
         """Seconds of this node's monotonic clock."""
@@ -98,21 +98,7 @@ class Node:
 
     def run(self, line: str, number: int = 0) -> dict[str, Any]:
         """Run one job to its end. {"died"} when the zygote died under it; the next `run` starts another."""
-        self.number, self.heard_s = number, time.monotonic()
-        over = threading.Event()
-        if self.leased:
-            threading.Thread(target=self._watch_driver, args=(over,), daemon=True).start()
-        try:
-            return self._run(line)
-        finally:
-            over.set()
-
-    def _watch_driver(self, over: threading.Event) -> None:
-        while not over.wait(0.5):
-            if time.monotonic() - self.heard_s > LEASE_S:
-                self.abort()
-
-    def _run(self, line: str) -> dict[str, Any]:
+        self.number = number
         if self.connection is None:
             ready = self.start()
             if "pid" not in ready:
@@ -134,7 +120,6 @@ class Node:
 
     def progress(self) -> list[Any]:
         """Phase and step of the slowest rank."""
-        self.heard_s = time.monotonic()
         return self.beat
 
     def abort(self, number: int | None = None) -> None:

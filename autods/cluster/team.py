@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..trial.spec import RankJob
+from .lifeline import Lifelines
 from .placing import NodeState
 
 POLL_S = 0.25
-SILENT_S = 10.0  # a node that does not say how far it is for so long is lost; Ray itself would take a minute
+SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
 ENDS_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
 _REMIND_S = 0.5
 
@@ -36,6 +37,7 @@ class Team:
 
     ray: Any
     members: Sequence[Member]
+    lines: Lifelines | None = None
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -60,7 +62,7 @@ class Team:
         """A port for the store on the first node, for the next job; see `Node.bind`."""
         first = self.members[0]
         reference = first.actor.bind.remote(address)
-        done, _ = self.ray.wait([reference], timeout=SILENT_S * 6)  # it may have to start another zygote
+        done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
         return self._report(first, reference) if done else self._lost(first, "it does not answer")
 
     def execute(
@@ -77,6 +79,11 @@ class Team:
             run.look()
         run.settle()
         return [run.reports[id(member)] for member, _ in parts]
+
+    def ended(self) -> dict[int, str]:
+        """Members whose actor or machine is gone, by id, and how that is known."""
+        said = self.lines.ended() if self.lines is not None else {}
+        return {id(self.members[number]): how for number, how in said.items()}
 
     def _report(self, member: Member, reference: Any) -> Report:
         """What it said, on our clock."""
@@ -119,9 +126,11 @@ class _Run:
             member = self.pending.pop(reference)
             self._ended(member, self.team._report(member, reference))
         self._ask()
-        now = time.monotonic()
+        now, ended = time.monotonic(), self.team.ended()
         for reference, member in list(self.pending.items()):
-            if now - self.heard_s[id(member)] > SILENT_S:
+            if id(member) in ended:
+                self._given_up(reference, member, ended[id(member)])
+            elif now - self.heard_s[id(member)] > SILENT_S:
                 self._given_up(reference, member, f"it has not answered for {SILENT_S:.0f} s")
             elif self.ending_s is not None and now - self.ending_s > ENDS_S:
                 self._given_up(reference, member, "it did not end the trial when it was told to")

@@ -1,4 +1,4 @@
-"""Where ranks are placed on a cluster, as a scripted Ray answers: need, order, the wait, and what can never be."""
+"""Where ranks are placed on a cluster, as a scripted Ray answers: need, order, wait, and what can never be."""
 
 from __future__ import annotations
 
