@@ -64,6 +64,12 @@ IN_THE_SURVEY = {
         says="its command line is refused: unrecognized arguments",
     ),
     "no config": Bad(old=", config=config", new="", line=12, says="it gives deepspeed.initialize no config"),
+    "nothing to train with": Bad(
+        old="model_parameters=model.parameters(), config=config",
+        new="config={'train_micro_batch_size_per_gpu': size}",
+        line=12,
+        says="it trains an engine that has no optimizer",
+    ),
     "ranks of its own": Bad(
         old="# HERE", new="torch.multiprocessing.spawn(print, nprocs=2)", line=6, says="starts ranks of its own"
     ),
@@ -119,6 +125,11 @@ FINE = {
         "        engine.step()\n",
         "        try:\n            engine.step()\n        except BaseException:\n            import time\n"
         "            time.sleep(1000)\n",
+    ),
+    "it asks a frozen model in an engine of its own": (
+        "for epoch in range(100):\n    for x, y in loader:\n",
+        "frozen = deepspeed.initialize(model=torch.nn.Linear(8, 8), config={'train_batch_size': 2 * size})[0]\n"
+        "for epoch in range(100):\n    for x, y in loader:\n        y = frozen(x).detach()\n",
     ),
     "it forks a helper": ("# HERE", "if not os.fork():\n    import time; time.sleep(1000)"),
     "it leaves with an error on its way out": (
