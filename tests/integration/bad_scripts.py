@@ -49,14 +49,16 @@ IN_THE_SURVEY = {
         says="it ended and never called deepspeed.initialize",
     ),
     "it exits at once": Bad(old="# HERE", new="sys.exit(0)", line=None, says="never called deepspeed.initialize"),
-    "it leaves with an exit code": Bad(old="# HERE", new="sys.exit(3)", line=6, says="sys.exit(3) was called"),
+    "it leaves with an exit code": Bad(old="# HERE", new="sys.exit(3)", line=6, says="it left with exit code 3"),
     "it needs input": Bad(old="# HERE", new="input('which? ')", line=6, says="it waits for input"),
     "it moves to CUDA": Bad(old="Linear(8, 8)", new="Linear(8, 8).cuda()", line=8, says="needs CUDA"),
     "it chooses a CUDA device": Bad(old="# HERE", new="torch.cuda.set_device(0)", line=6, says="needs CUDA"),
     "it starts CUDA while it is imported": Bad(
         old="# HERE", new="torch.zeros(1, device='cuda')", line=6, says="needs CUDA"
     ),
-    "a package is missing": Bad(old="# HERE", new="import nowhere_to_be_found", line=6, says="nowhere_to_be_found"),
+    "a package is missing": Bad(
+        old="# HERE", new="import nowhere_to_be_found", line=6, says="it needs nowhere_to_be_found, which"
+    ),
     "a command line that its parser refuses": Bad(
         old="# HERE",
         new="import argparse; argparse.ArgumentParser().parse_args()",
