@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assume(f"{place}: {what}")
 
 
-# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales, losses for the
+# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales, losses for a
 # log; whether there is padding is said by `masks`.
 _QUIET = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
