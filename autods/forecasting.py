@@ -160,10 +160,23 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
         sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
         first = (site.micro_batch, forecast.fill)
         slope = work.sample_bytes / site.machine.device_bytes if work.sample_bytes is not None else None
-        found = largest(lambda size: said_of(size).fill, sizes, known=first, slope=slope)
+        beyond: dict[int, str] = {}  # why larger ones cannot be simulated: the data of a script may end, say
+
+        def fill(size: int) -> float:
+            try:
+                return said_of(size).fill
+            except SimulationFailed as failed:
+                if work.stopped:
+                    raise
+                beyond[size] = f"{ask.rung}: micro batch {size} was not simulated: {' '.join(str(failed.what).split())}"
+                return math.inf
+
+        found = largest(fill, sizes, known=first, slope=slope)
         if found.slope is not None and math.isfinite(found.slope):
             work.sample_bytes = found.slope * site.machine.device_bytes
         forecast = _with_largest(forecast, found)
+        if beyond:
+            forecast = replace(forecast, assumed=(*forecast.assumed, beyond[min(beyond)]))
     work.tell(site, forecast)
 
 

@@ -70,6 +70,14 @@ def host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
     return HostMemory(total_bytes=min([memory.total, *limits]), free_bytes=min([memory.available, *free]))
 
 
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return None
+
+
 def visible_cards(visible: str | None) -> tuple[Card, ...]:
     """The cards that CUDA_VISIBLE_DEVICES leaves, see `cards.see`."""
     return see(visible).cards

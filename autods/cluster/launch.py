@@ -18,11 +18,10 @@ from pathlib import Path
 from types import TracebackType
 
 from ..trial.ops import ops_folder
-from ..trial.spec import THREADS
 from ..values import Device, WorkloadSource
 
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # of the zygote, which is forked; a rank on a card gets its own number, see `trial.rank`
+    "OMP_NUM_THREADS": "1",  # of the zygote, which is forked; a rank gets its own number, see `trial.rank`
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -101,12 +100,13 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
         "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
         "TORCH_EXTENSIONS_DIR": str(ops_folder()),
     }
+    package = Path(__file__).parents[2]
+    if "runtime_resources" in package.parts:  # Ray brought us here: the zygote has to find the same
+        said["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
     if device == "cpu":
         return said | _ON_CPU
     said = _ON_CUDA | said
     said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
-    if "OMP_NUM_THREADS" in environment:
-        said[THREADS] = environment["OMP_NUM_THREADS"]
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         said["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
     return said

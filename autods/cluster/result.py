@@ -122,6 +122,9 @@ def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: st
 
 def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
     """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
+    lost = next((report for report in reports if "lost" in report), None)
+    if lost is not None:
+        return _node_lost(lost, [report for report in reports if "lost" not in report], job)
     for report in reports:
         if "died" in report:
             return _zygote_died(report)
@@ -146,6 +149,26 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
         )
     return None
+
+
+def _node_lost(lost: Mapping[str, Any], others: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome:
+    """What ranks of other nodes say of a peer that is gone is no cause; what they died of themselves is."""
+    own = failure_from(others, job)
+    if isinstance(own, OutOfMemory) or (isinstance(own, Failed) and own.action in ("fix_code", "fix_config")):
+        return own
+    ends = [end for report in others for end in report.get("ends", ())]
+    none: Mapping[str, Any] = {"phase": "start", "step": 0}
+    last = max(ends, key=lambda end: float(end["at_s"]), default=none)
+    said = f"node {lost['address']} was lost in the trial: {lost['lost']}"
+    if "low on memory" in lost["lost"]:  # Ray's own memory monitor
+        return OutOfMemory(
+            tier="host", rank=-1, phase=last["phase"], step=last["step"], evidence=said, action="less_host_memory",
+            advice="the node's memory is full: use fewer ranks on a node, or raise Ray's RAY_memory_usage_threshold",
+        )  # fmt: skip
+    return Failed(
+        failure="infrastructure", rank=-1, phase=last["phase"], step=last["step"], evidence=said, action="retry",
+        advice="`ray status` says which nodes are left; if it happens again, look at its power, network and dmesg",
+    )  # fmt: skip
 
 
 def _types(end: Mapping[str, Any]) -> list[str]:

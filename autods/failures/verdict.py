@@ -22,18 +22,20 @@ _EVIDENCE_CHARS = 400
 
 def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     """The verdict on a trial whose ranks did not all succeed: that of the first rank that failed by itself."""
-    rows = {evidence.rank: row_of(evidence) for evidence in ends}
-
-    def order(evidence: Evidence) -> tuple[bool, float]:
-        row = rows[evidence.rank]
-        return (row is not None and row.weight == "secondary") or evidence.waits, evidence.at_s
-
-    cause = min(ends, key=order)
-    row = rows[cause.rank]
+    # In time, and read only until one speaks for itself: thousands of ranks may have something to say.
+    in_time = sorted(ends, key=lambda evidence: evidence.at_s)
+    cause = next((evidence for evidence in in_time if not _noticed(evidence)), in_time[0])
+    row = row_of(cause)
     said = _by_row(cause, row) if row is not None and not cause.contract and not cause.lost else meaning_of(cause)
     if said.kind == "out_of_memory":
         return _out_of_memory(cause, said)
     return _failed(cause, said)
+
+
+def _noticed(evidence: Evidence) -> bool:
+    """Whether it only saw another rank fail."""
+    row = row_of(evidence)
+    return (row is not None and row.weight == "secondary") or evidence.waits
 
 
 def row_of(evidence: Evidence) -> Signature | None:

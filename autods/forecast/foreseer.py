@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,9 +73,16 @@ class Foreseer:
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """The largest micro batch expected to stay within the usable memory, on one engine."""
         ask = self.ask_of(trial)
+        seen: list[int] = []
 
         def fill(size: int, engine: Engine) -> float:
-            simulated = engine.measure(size)
+            try:
+                simulated = engine.measure(size)
+            except AutodsError:
+                if not seen:
+                    raise
+                return math.inf  # a script's data may end before so large a batch is full
+            seen.append(size)
             self._keep(replace(trial, knobs=replace(trial.knobs, micro_batch=size)), simulated)
             memory = self._judged(ask, simulated).memory
             device = replace(memory["device"], limit_bytes=int(usable_bytes))
@@ -137,7 +145,7 @@ class Foreseer:
         return json.dumps({**asdict(ask), "ds_config": config, **shape}, sort_keys=True, default=str)
 
     def _failed(self, rung: str, error: AutodsError) -> None:
-        said = " ".join(str(error).split())
+        said = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         if said not in self._told:
             self._told.add(said)
             self.tell(f"no forecast of {rung}, so it is tried: {said}")

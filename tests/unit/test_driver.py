@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -7,7 +7,7 @@ import pytest
 from autods.cluster import launch
 from autods.trial import driver
 from autods.trial.rank import environment
-from autods.trial.spec import THREADS, RankJob
+from autods.trial.spec import RankJob
 from autods.values import Device, WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
@@ -68,15 +68,12 @@ def job(device: Device, ranks: int = 2) -> RankJob:
     )  # fmt: skip
 
 
-def test_ranks_on_cards_share_the_cores_unless_the_user_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(THREADS, raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+def test_a_rank_takes_its_share_of_the_cores_unless_the_user_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.trial.rank.share", lambda ranks: max(1, 16 // ranks))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
     assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
-    assert environment(job("cuda", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
-    assert environment(job("cpu"), 0, 1)["OMP_NUM_THREADS"] == "1"
-    monkeypatch.setenv(THREADS, "4")
-    assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "4"
+    assert environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
+    assert environment(replace(job("cuda"), threads=4), 0, 1)["MKL_NUM_THREADS"] == "4"
 
 
 def started(device: Device, monkeypatch: pytest.MonkeyPatch, **users: str) -> dict[str, str]:
@@ -102,7 +99,7 @@ def test_a_zygote_for_cards_counts_them_as_nvml_does_and_lets_nccl_speak(monkeyp
     assert said["NCCL_DEBUG"] == "WARN"
     assert said["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
     assert said["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert not {"MALLOC_ARENA_MAX", "DS_ACCELERATOR", THREADS} & set(said)
+    assert not {"MALLOC_ARENA_MAX", "DS_ACCELERATOR"} & set(said)
 
 
 def test_what_the_user_set_for_cards_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +109,7 @@ def test_what_the_user_set_for_cards_stays(monkeypatch: pytest.MonkeyPatch) -> N
         CUDA_VISIBLE_DEVICES="0,1,2,3",
     )  # fmt: skip
     assert (said["NCCL_DEBUG"], said["CUDA_DEVICE_ORDER"]) == ("INFO", "FASTEST_FIRST")
-    assert (said["OMP_NUM_THREADS"], said[THREADS]) == ("1", "6")
+    assert said["OMP_NUM_THREADS"] == "1"  # the zygote forks; a rank gets those six
     assert said["CUDA_VISIBLE_DEVICES"] == "3,1"
 
 

@@ -104,6 +104,17 @@ def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
     assert len(simulator.engines) == 1
 
 
+def test_a_batch_that_cannot_be_simulated_bounds_the_search_and_ends_no_forecast() -> None:
+    def little_data(ask: Ask, micro_batch: int) -> Simulated:
+        if micro_batch > 5:
+            failing("user_code", "its data ends before a micro batch is full")(ask, micro_batch)
+        return grows(ask, micro_batch)
+
+    made, _, told = foreseer(little_data)
+    assert made.largest(trial(), range(1, 65), 15 * GIB) == 5
+    assert told == []
+
+
 def test_what_a_trial_measures_corrects_the_next_forecast() -> None:
     made, _, _ = foreseer()
     before = made.forecast(trial())

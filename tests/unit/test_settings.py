@@ -319,8 +319,10 @@ def test_a_script_s_precision_is_its_own_affair_unless_one_is_asked_for() -> Non
     assert of_script({"bf16": {"enabled": True}}).base["bf16"]["enabled"]
     assert of_script({}, precision="bf16").base["bf16"]["enabled"]
     assert not of_script({"bf16": {"enabled": True}}, precision="fp32").base["bf16"]["enabled"]
+    another = of_script({"fp16": {"enabled": True, "initial_scale_power": 12}}, precision="bf16").base
+    assert (another["bf16"]["enabled"], another["fp16"]["enabled"]) == (True, False)
     with pytest.raises(InputError, match="fp16 and bf16 are both enabled"):
-        of_script({"fp16": {"enabled": True}}, precision="bf16")
+        of_script({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
 
 
 def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
