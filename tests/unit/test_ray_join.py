@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autods.cluster import ray_join
+from autods.cluster import ray_join, ray_session
 from autods.cluster.ray_join import joined
 from autods.errors import EnvironmentBroken, InputError
 
@@ -24,6 +24,9 @@ class FakeRay:
 
     def shutdown(self) -> None:
         self.shutdowns += 1
+
+    def is_initialized(self) -> bool:
+        return False
 
 
 @pytest.fixture
@@ -83,4 +86,28 @@ def test_a_cluster_that_refuses_us_is_the_machines_fault_in_two_lines(door: str)
     with pytest.raises(EnvironmentBroken, match="Version mismatch") as broken, joined(ray, door):
         pass
     assert len(str(broken.value).splitlines()) == 2
+    assert ray.shutdowns == 1
+
+
+def test_a_connection_that_looked_at_the_cluster_is_the_fits_as_well(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(ray_session, "_import_ray", lambda joins=False: ray)
+    with ray_session.kept_session(door):
+        pass
+    assert ray.shutdowns == 0
+    ray.said = {}
+    with ray_session.session(cpus=1, address=door):
+        assert ray.said == {}
+    assert ray.shutdowns == 1
+
+
+def test_a_connection_that_another_place_wants_is_given_up(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(ray_session, "_import_ray", lambda joins=False: ray)
+    with ray_session.kept_session(door):
+        pass
+    with pytest.raises(InputError, match="HOST:PORT"), ray_session.session(cpus=1, address="elsewhere"):
+        pass
     assert ray.shutdowns == 1
