@@ -78,9 +78,7 @@ def find_best_config(
 
 def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
     """Check the workload and what was asked (by `find_best_config`'s names) against this machine. Raises InputError."""
-    out = asked.get("out")
-    folder = Path(out) if out is not None else Path("autods-out")
-    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
+    source = _source_to_try(workload, asked)
     return resolve(source, hardware=_hardware(asked), **_with_tuples(asked))
 
 
@@ -212,9 +210,7 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     from .hardware import look
     from .probing.settle import settle as settle_probe
 
-    out = asked.get("out")
-    folder = Path(out) if out is not None else Path("autods-out")
-    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
+    source = _source_to_try(workload, asked)
     return settle_probe(workload, source, hardware=look(), **_with_tuples(asked))
 
 
@@ -223,6 +219,12 @@ def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeRe
     from .probing.probe import probe
 
     return probe(question, listen=listen, fresh=fresh)
+
+
+def _source_to_try(workload: str | Path | Workload, asked: dict[str, Any]) -> WorkloadSource:
+    """As `_source`, for trials; a pickled workload goes into their output folder."""
+    folder = Path(asked.get("out") or "autods-out")
+    return _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
 
 
 def _source(

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import report as reports
+from .cards import said_of
 from .conclude import nothing_fits, result_of
 from .errors import EnvironmentBroken, Interrupted
 from .failures import input_error
@@ -131,4 +132,7 @@ def _foreseeing(
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
     from .cluster.runner import RayRunner
 
-    return RayRunner(settings, listen, host_bytes=look().host_bytes)
+    here = look()
+    for said in said_of(here.cards[: settings.gpus]) if settings.device == "cuda" else ():
+        listen(Note(text=said))
+    return RayRunner(settings, listen, host_bytes=here.host_bytes)

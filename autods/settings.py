@@ -10,20 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .checks import (
-    Given,
-    base_of,
-    base_of_script,
-    check_ranks,
-    fills_in,
-    global_batch_of,
-    over_script,
-    precisions_of,
-    size_of,
-    with_precision,
-)  # fmt: skip
+from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precisions_of, size_of
 from .checks import Precision as Precision
-from .errors import InputError
+from .errors import EnvironmentBroken, InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
 from .profile import Budget as Budget
@@ -33,6 +22,7 @@ from .profile import Stop as Stop
 from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
+from .threads import asked as asked_threads
 from .units import parse_seconds, show_bytes
 from .values import Device, ModelFacts, WorkloadSource
 
@@ -56,6 +46,7 @@ class Settings:
     global_batch: int | None = None
     nvme_path: Path | None = None
     seed: int = 0
+    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
     forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
     objective: Objective = "samples"
     precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
@@ -84,6 +75,7 @@ class Settings:
             "objective": self.objective,
             "precisions": self.precisions,
             **({"nodes": self.nodes} if self.nodes > 1 else {}),
+            **({} if self.threads is None else {"threads": self.threads}),
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -121,12 +113,10 @@ def resolve(
     kind = _device(device, hardware)
     spread = check_nodes(nodes, address)
     ranks = _ranks(gpus, kind, hardware, spread)
-    base, where = base_of(
-        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=fills_in(source)
-    )
-    total = global_batch_of(global_batch, base, ranks)
     asked = size_of(gpu_memory, "--gpu-memory")
     first, *others = precisions_of(precision)
+    base = asked_base(source, base_config, first, world_size=ranks)
+    total = global_batch_of(global_batch, base, ranks)
     settings = Settings(
         source=source,
         gpus=ranks,
@@ -136,10 +126,11 @@ def resolve(
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
+        base=base,
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
+        threads=asked_threads(),
         forecast=forecast,
         objective=_objective(objective),
         precisions=tuple(others),
@@ -208,6 +199,8 @@ def _device(device: str, hardware: Hardware) -> Device:
         return "cpu"
     if device != "cuda":
         raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+    if hardware.unusable is not None:
+        raise EnvironmentBroken(hardware.unusable)
     if not hardware.cards:
         raise InputError(
             "no CUDA GPU is visible on this machine",
@@ -250,11 +243,13 @@ def _ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> 
 
 def _device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
     if device == "cuda":
-        smallest = min(card.total_bytes for card in hardware.cards[:ranks])
+        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
+        smallest = card.usable_bytes
         if asked is not None and asked > smallest:
+            shared = f", of which other processes hold {show_bytes(card.others_bytes)}" if card.others_bytes else ""
             raise InputError(
-                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(smallest)}",
-                mend="give its size or less; less emulates a smaller card",
+                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(card.total_bytes)}{shared}",
+                mend=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
         return asked or smallest
     fair = int(hardware.host_free_bytes * 0.8 / ranks)

@@ -10,7 +10,19 @@ from typing import Any
 from ..failures import HostMemory, from_end, outcome_of
 from ..trial.act import spread_of
 from ..trial.spec import RankJob
-from ..values import Collective, Communication, Examined, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
+from ..values import (
+    CardUse,
+    Collective,
+    Communication,
+    Examined,
+    Failed,
+    Fit,
+    Outcome,
+    OutOfMemory,
+    Tier,
+    TierUse,
+    Timing,
+)
 
 
 def outcome_from(
@@ -45,6 +57,7 @@ def outcome_from(
         losses=tuple(first["losses"]),
         alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
         examined=_examined([result["examined"] for result in results]),
+        card=_card([result["peaks"] for result in results]),
         communication=_communication([said for result in results if (said := result.get("communication"))]),
         timing=Timing(
             wall_s=wall_s,
@@ -87,6 +100,18 @@ def _communication(said: Sequence[Mapping[str, Any]]) -> Communication | None:
         for name, each in ranks.items()
     }
     return Communication(ops=ops, step_s=_over(max, said, "step_s"))
+
+
+def _card(peaks: Sequence[Mapping[str, Any]]) -> CardUse | None:
+    """Each measure of the rank that has most of it; CPU ranks have no card."""
+    if not all("device_allocated" in peak for peak in peaks):
+        return None
+    seen = [peak["device_card"] for peak in peaks if peak.get("device_card") is not None]
+    return CardUse(
+        allocated_bytes=max(peak["device_allocated"] for peak in peaks),
+        reserved_bytes=max(peak["device"] for peak in peaks),
+        nvml_bytes=max(seen, default=None),
+    )
 
 
 def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: str) -> Any:

@@ -236,6 +236,8 @@ class RayRunner:
         for folder in {part.checkpoints for _, part in parts if part.checkpoints}:
             shutil.rmtree(folder, ignore_errors=True)
         self.report = reports[0]
+        for text in (text for report in reports for text in report.get("said", ())):
+            self.listen(Note(text=text))  # a card that did not come back, ranks that can no longer be forked
         if team.lost is not None and self.asked.address is None:
             raise EnvironmentBroken(f"the Ray actor of this node died: {team.lost.lost}")
         return reports
@@ -291,6 +293,7 @@ class RayRunner:
             source=self.settings.source,
             rebind=self.settings.source != self.loaded,
             device=self.settings.device,
+            threads=self.settings.threads,
             folder=str(folder),
             scratch=str(folder / "scratch"),
             checkpoints=str(folder / "checkpoints") if self.asked.nodes > 1 else None,

@@ -17,6 +17,7 @@ from .. import procs
 from ..trial.heartbeat import Beat, Heartbeats
 from ..trial.spec import RankJob
 from ..workload import Workload
+from .card_watch import CardWatch
 from .host_watch import HostWatch
 from .rank_watch import Live, RankWatch
 from .ranks import start_ranks
@@ -42,6 +43,7 @@ def supervise(
     ranks as new processes, because this one must not be forked. bound: see `start_ranks`.
     """
     began = time.monotonic()
+    cards = CardWatch.begin(job.device, len(job.local_ranks))
     watch = _started(job, workload, spawn, bound)
     pids = [live.pid for live in watch.live.values()]
     _until_gone(watch, began, owner, driver, told)
@@ -60,6 +62,7 @@ def supervise(
         "why_killed": watch.why_killed,
         "swap_bytes": swapped,
         "host": watch.host.report(),
+        "said": cards.said(),
     }
 
 

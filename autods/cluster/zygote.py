@@ -18,6 +18,7 @@ import traceback
 from typing import Any
 
 from .. import procs
+from ..trial import lean, preload
 from ..trial.heartbeat import Beat
 from ..trial.rank import describe
 from ..trial.spec import RankJob
@@ -41,8 +42,6 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) -> tuple[dict[str, Any], Workload | None]:
-    from ..trial import lean, preload
-
     gc.disable()  # nearly all that imports make stays
     lean.install()
     preload.preload()
@@ -119,9 +118,15 @@ def _run(
         with contextlib.suppress(OSError):
             _say(owner, {"beat": [beat.phase, beat.step]})
 
-    result = supervise(job, workload, owner=owner, driver=driver, told=told, spawn=spawn, bound=bound)
-    if job.job == "ops" and all(end["exit"] == 0 for end in result["ends"]):
-        _load_ops(job)
+    became = preload.unfit_to_fork() if job.device == "cuda" and not spawn else None
+    result = supervise(
+        job, workload, owner=owner, driver=driver, told=told, spawn=spawn or became is not None, bound=bound
+    )
+    if became is not None:
+        slower = f"ranks start as new processes from here on, some 10 s slower a trial: {became}"
+        result["said"] = [*result.get("said", ()), slower]
+    if job.job == "ops" and job.device == "cpu" and all(end["exit"] == 0 for end in result["ends"]):
+        _load_ops(job)  # on CUDA DeepSpeed asks each card for its architecture, which initialises CUDA here
     with contextlib.suppress(OSError):  # the owner may be gone; then the main loop ends
         _say(owner, {"done": result})
 

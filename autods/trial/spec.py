@@ -42,6 +42,7 @@ class RankJob:
     only_build: bool = False  # end before the engine is initialised
     limit_bytes: int | None = None  # of the device; None: not limited
     ops: tuple[str, ...] = ()
+    threads: int | None = None  # of each rank; None: its share of the node's processors
     seed: int = 0
     stall_s: float = 120.0
     init_s: float = 900.0
