@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 
-from clusters import cluster, raylet_above
+from clusters import begin_fit, cluster, outcomes, raylet_above, short_config
 from watching import Scene, wait_gone
-
-from autods.folders import data_folder
-
-# Of the quick config: one trial of growth, none of tuning, no certificate.
-SHORT = {
-    "most_trials = 3\n": "most_trials = 1\n",
-    "\ntrials = 2\n": "\ntrials = 0\n",
-    "most_trials = 4\n": "most_trials = 0\n",
-}
 
 
 def test_of_two_fits_on_one_cluster_one_loses_a_node_and_goes_on_and_the_other_is_not_disturbed(tmp_path):
@@ -35,8 +24,8 @@ def test_of_two_fits_on_one_cluster_one_loses_a_node_and_goes_on_and_the_other_i
         assert struck["pid"] in ranks
         codes = first.wait(120), other.wait(120)
     assert codes == (0, 0), said(wide) + said(lone)
-    assert {one["kind"] for one in outcomes(wide)} == {"fit"}
-    lost, *after = outcomes(lone)
+    assert {one["kind"] for one in outcomes(wide.out)} == {"fit"}
+    lost, *after = outcomes(lone.out)
     assert (lost["failure"], lost["rank"]) == ("infrastructure", -1)
     assert "was lost" in lost["evidence"]
     assert {one["kind"] for one in after} == {"fit"}
@@ -49,25 +38,8 @@ def made(folder: Path) -> Path:
 
 
 def begun(scene: Scene, address: str, *asked: str) -> subprocess.Popen[bytes]:
-    scene.out.mkdir(exist_ok=True)
-    config = scene.out.parent / "short.toml"
-    text = (data_folder("configs") / "quick.toml").read_text()
-    for old, new in SHORT.items():
-        assert old in text
-        text = text.replace(old, new)
-    config.write_text(text)
-    common = ("--device", "cpu", "--gpu-memory", "1GiB", "--ladder", "zero1", "--no-forecast", "--config", str(config))
-    with open(scene.out / "said.txt", "wb") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "autods", "fit", str(scene.path), "--address", address, *asked, *common,
-             "--out", str(scene.out)],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-        )  # fmt: skip
-
-
-def outcomes(scene: Scene) -> list[dict]:
-    lines = map(json.loads, (scene.out / "journal.jsonl").read_text().splitlines())
-    return [line["record"]["outcome"] for line in lines if line["kind"] == "finished"]
+    more = ("--gpu-memory", "1GiB", "--ladder", "zero1", "--config", short_config(scene.out.parent))
+    return begin_fit(scene.path, scene.out, "--address", address, *asked, *more)
 
 
 def said(scene: Scene) -> str:
