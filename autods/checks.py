@@ -86,7 +86,8 @@ def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str
     if precision == "auto":
         return dict(base)
     asked = with_precision(base, precision, where)
-    return asked if half_precision(asked) else {**asked, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != half_precision(asked)}
+    return merge(asked, off)
 
 
 def base_of_script(

@@ -131,7 +131,7 @@ def _common(
             "experts": facts.experts,
             "device": settings.device,
             "device_bytes": settings.device_bytes,
-            "threads": settings.threads or share(settings.gpus),
+            "threads": settings.threads or share(settings.ranks_per_node),
             "global_batch": settings.global_batch,
             "profile": settings.profile.name,
             "objective": settings.objective,

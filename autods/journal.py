@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import InputError
 from .typed import read_as
-from .values import Record, Trial, is_machines_fault
+from .values import Failed, Outcome, Record, Trial, is_machines_fault
 
 VERSION = 1
 
@@ -154,8 +154,8 @@ class Journal:
                         records[key] = read_record(record)
                     except ValueError as error:
                         raise self._damaged(number, str(error)) from None
-                    if is_machines_fault(records[key].outcome):
-                        del records[key]  # it may be mended by now: asked again
+                    if _may_be_mended(records[key].outcome):
+                        del records[key]  # asked again
                 case _:
                     raise self._damaged(number)
         return Past(records, unfinished, forecasts, surveys)
@@ -175,6 +175,11 @@ class Journal:
 
     def _unusable(self, act: str, error: OSError, mend: str) -> InputError:
         return InputError(f"cannot be {act}: {error.strerror}", where=str(self.path), mend=mend)
+
+
+def _may_be_mended(outcome: Outcome) -> bool:
+    """By now, and without a change of the workload that its digest shows: a package, a data file, the machine."""
+    return is_machines_fault(outcome) or (isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config"))
 
 
 def read_record(data: Mapping[str, Any]) -> Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ class Foreseer:
 
     ask_of: the engine that a trial runs. limits: bytes, device a rank, host a node. emulated: the device's limit is
     torch's, on a larger card. pairs: key of a trial → forecast and measured; those of an earlier run of the fit count.
+    expandable: the trials' allocator has expandable segments, see `alloc_conf`.
     """
 
     simulator: Simulator
@@ -36,6 +38,7 @@ class Foreseer:
     emulated: bool
     tell: Callable[[str], None]
     pairs: dict[str, Pair] = field(default_factory=dict)
+    expandable: bool = False
     said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _seen: dict[str, Future[Simulated]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
@@ -74,9 +77,16 @@ class Foreseer:
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """The largest micro batch expected to stay within the usable memory, on one engine."""
         ask = self.ask_of(trial)
+        seen: list[int] = []
 
         def fill(size: int, engine: Engine) -> float:
-            simulated = engine.measure(size)
+            try:
+                simulated = engine.measure(size)
+            except AutodsError:
+                if not seen:
+                    raise
+                return math.inf  # a script's data may end before so large a batch is full
+            seen.append(size)
             self._keep(replace(trial, knobs=replace(trial.knobs, micro_batch=size)), simulated)
             memory = self._judged(ask, simulated).memory
             device = replace(memory["device"], limit_bytes=int(usable_bytes))
@@ -95,7 +105,7 @@ class Foreseer:
         key = self.key_of(trial)
         if future is None or not future.done() or future.cancelled() or future.exception() or key in self.pairs:
             return None
-        pair = pair_of(self.ask_of(trial), future.result(), outcome)
+        pair = pair_of(self.ask_of(trial), future.result(), outcome, expandable=self.expandable)
         if pair is None:
             return None
         self.pairs[key] = pair
@@ -103,7 +113,10 @@ class Foreseer:
 
     def _judged(self, ask: Ask, simulated: Simulated) -> RungForecast:
         calibration = learned(ask, self.pairs.values())
-        return judged(ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration)
+        return judged(
+            ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration,
+            expandable=self.expandable,
+        )  # fmt: skip
 
     def _simulated(self, trial: Trial) -> Simulated | None:
         try:
@@ -136,7 +149,7 @@ class Foreseer:
         return json.dumps({**asdict(ask), "ds_config": config, **shape}, sort_keys=True, default=str)
 
     def _failed(self, rung: str, error: AutodsError) -> None:
-        said = " ".join(str(error).split())
+        said = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         if said not in self._told:
             self._told.add(said)
             self.tell(f"no forecast of {rung}, so it is tried: {said}")

@@ -13,7 +13,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.journal import Journal, key_of
-from autods.values import Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Tier, TierUse, Timing, Trial
+from autods.values import Action, Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Tier, TierUse, Timing, Trial
 
 TRIAL = Trial(
     rung="zero3",
@@ -33,9 +33,7 @@ FIT = Fit(
 OUT_OF_MEMORY = OutOfMemory(
     tier="device", rank=1, phase="backward", evidence="tried to allocate …", wanted_bytes=5, free_bytes=3, limit_bytes=9
 )
-FAILED = Failed(
-    failure="user_code", rank=-1, phase="init", evidence="ValueError: no", action="fix_code", advice="look there"
-)
+FAILED = Failed(failure="unknown", rank=-1, phase="init", evidence="killed", action="retry", advice="look there")
 OUTCOMES = [
     FIT,
     replace(FIT, tokens_per_second=800.0),
@@ -118,6 +116,14 @@ def test_what_a_broken_machine_answered_is_asked_again(journal: Journal, tier: T
     journal.finished(Record(id=1, trial=TRIAL, outcome=full, seconds=1.0))
     journal.finished(Record(id=2, trial=replace(TRIAL, rung="ddp"), outcome=OUT_OF_MEMORY, seconds=1.0))
     assert [record.id for record in journal.open(fingerprint="f").records.values()] == [2]
+
+
+@pytest.mark.parametrize("action", ["fix_code", "fix_config"])
+def test_what_a_person_may_have_mended_outside_of_the_workload_is_asked_again(journal: Journal, action: Action) -> None:
+    package = replace(FAILED, failure="user_code", action=action, evidence="ModuleNotFoundError: no module named 'x'")
+    journal.open(fingerprint="f")
+    journal.finished(Record(id=1, trial=TRIAL, outcome=package, seconds=1.0))
+    assert journal.open(fingerprint="f").records == {}
 
 
 def test_trials_that_ask_the_same_question_have_the_same_key() -> None:

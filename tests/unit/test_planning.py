@@ -97,6 +97,18 @@ def test_the_largest_micro_batch_of_a_rung_that_is_too_large_as_asked_is_a_small
     assert rung.largest_micro_batch < 128
 
 
+@pytest.mark.parametrize("kind", ["user_code", "crashed"])
+def test_a_larger_batch_that_cannot_be_simulated_bounds_the_search_and_is_said(kind: str) -> None:
+    def little_data(ask: Ask, micro_batch: int) -> Simulated:
+        if micro_batch > 5:
+            failing(kind, "its data ends")(ask, micro_batch)
+        return shrinking(ask, micro_batch)
+
+    (rung,) = Planned(question(ladder=("zero3",)), little_data).forecast.sites[0].rungs
+    assert (rung.verdict, rung.largest_micro_batch) == ("fits", 5)
+    assert "zero3: micro batch 6 was not simulated: its data ends" in rung.assumed
+
+
 def test_no_search_is_made_when_none_was_asked_for() -> None:
     planned = Planned(question(largest=False))
     assert {batch for _, batch in planned.simulator.measured} == {1}

@@ -20,6 +20,7 @@ _BUILT_IN = {"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "i
 
 _device_of = torch.ops.prim.device.default
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
 
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -83,6 +84,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (device := kwargs.get("device")) is not None and device.type == "cpu" and device.index is not None:
+            kwargs = {**kwargs, "device": _CPU}  # accelerate says cpu:0; a real tensor's device is cpu all the same
         if not kwargs.get("pin_memory"):
             return self._remembered(func, args, kwargs)
         out = func(*args, **{**kwargs, "pin_memory": False})
@@ -189,11 +192,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assume(f"{place}: {what}")
 
 
-# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales; whether there
-# is padding is said by `masks`.
+# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales, losses for a
+# log; whether there is padding is said by `masks`.
 _QUIET = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
-    "/transformers/optimization.py", "/bitsandbytes/", "/torch/utils/data/",
+    "/transformers/optimization.py", "/transformers/trainer.py", "/accelerate/", "/bitsandbytes/", "/torch/utils/data/",
 )  # fmt: skip
 # Passed over on the way to the model's code.
 _OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")

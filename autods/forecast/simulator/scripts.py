@@ -35,6 +35,8 @@ from .speech import say, told
 
 _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second differs, see `engine`
 _LIMIT_S = 300.0  # of one run; simulated steps take seconds, what takes longer is the script's own work
+_ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and asks for more data
+_ANSWERED = 93  # exit code of a run that said what came of it; a script that leaves by itself hardly takes this one
 _MEND = "real trials measure it: autods fit"
 
 _PHASES: Mapping[Phase, ForecastPhase] = {
@@ -62,8 +64,14 @@ def live(
         if code is None:
             what = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
             say(own, {"failed": {"kind": "stuck", "what": what, "where": source.path, "mend": _MEND}})
-        if code != 0:
-            return  # it said why; where it was killed the client sees the end of the line
+            return
+        if code != _ANSWERED:  # one micro batch more or less: the next question is another run
+            what = f"the simulation of micro batch {micro_batch} ended without an answer: {_ending(code)}"
+            say(own, {"failed": {"kind": "crashed", "what": what, "where": source.path, "mend": _MEND}})
+
+
+def _ending(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it left with exit code {code}"
 
 
 def _code_of(pid: int) -> int | None:
@@ -118,7 +126,9 @@ class _Run:
     def job(self) -> RankJob:
         """As the one of a trial."""
         ask = self.ask
-        config = {BATCH_KEYS[2]: 1, **in_scratch(ask.ds_config, self.scratch), BATCH_KEYS[1]: self.micro_batch}
+        config = in_scratch(ask.ds_config, self.scratch)
+        accumulation = min(_ENOUGH_ACCUMULATION, int(config.get(BATCH_KEYS[2], 1)))
+        config |= {BATCH_KEYS[1]: self.micro_batch, BATCH_KEYS[2]: accumulation}
         return RankJob(
             job="survey" if self.only_looks else "train",
             source=self.source,
@@ -128,7 +138,7 @@ class _Run:
             world_size=ask.world_size,
             ds_config=config,
             micro_batch=self.micro_batch,
-            accumulation=int(config[BATCH_KEYS[2]]),
+            accumulation=accumulation,
             steps=_STEPS,
         )
 
@@ -158,7 +168,6 @@ class _Run:
 
     def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
         """Say it and end this process."""
-        failed = isinstance(end, BaseException)
         self.listening.close()  # the next question is no hanging up
         if isinstance(end, BaseException):
             traceback.print_exception(end)
@@ -169,7 +178,7 @@ class _Run:
             self.tell()
             say(self.own, {"simulated": self.report})
         sys.stderr.flush()
-        os._exit(3 if failed else 0)
+        os._exit(_ANSWERED)
 
 
 def _alone(stage: Stage, source: WorkloadSource) -> Ask:

@@ -59,6 +59,10 @@ def _checked(session: Session, real: Any) -> Any:
             raise refusal(
                 "its TrainingArguments look for a GPU, and --device cpu has none", mend="add --use_cpu after --"
             )
+        if job.device == "cuda" and self.use_cpu:
+            raise refusal(
+                "its TrainingArguments train on the CPU", mend="drop --use_cpu after --, or give --device cpu"
+            )
         _check(self.per_device_train_batch_size, job.micro_batch, "per_device_train_batch_size", "micro_batch_size")
         _check(self.gradient_accumulation_steps, job.accumulation, *["gradient_accumulation_steps"] * 2)
         real(self, *args, **kwargs)
