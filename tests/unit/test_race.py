@@ -145,6 +145,7 @@ def raced(tmp_path: Path) -> Callable[..., Found]:
         stop: str = "fastest",
         turns: int = 2,
         tune: int = 0,
+        certify: int = 0,
         foresight: Foresight | None = None,
         **asked: Any,
     ) -> Found:
@@ -153,7 +154,7 @@ def raced(tmp_path: Path) -> Callable[..., Found]:
             profile,
             race=replace(profile.race, checkpointing=checkpointing, stop=stop, turns=turns),  # type: ignore[arg-type]
             tune=replace(profile.tune, trials=tune),
-            certify=replace(profile.certify, most_trials=0),
+            certify=replace(profile.certify, most_trials=certify, parity=None),
         )
         journal = Journal(tmp_path / "journal.jsonl")
         memory = Memory(
@@ -434,6 +435,24 @@ def test_what_was_thought_to_fit_by_far_and_does_not_is_looked_at_again_with_rec
     found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
     assert looked(machine)[:2] == [False, True]
     assert found.best.trial.knobs.checkpointing
+
+
+@dataclass(slots=True)
+class LongTexts(Machine):
+    """Its longest batch fits only where activations are recomputed."""
+
+    def answer(self, trial: Trial) -> Outcome:
+        return out_of_memory() if trial.exam and not trial.knobs.checkpointing else Machine.answer(self, trial)
+
+
+def test_what_was_never_looked_at_with_recomputing_may_back_off_to_it(raced: Callable[..., Found]) -> None:
+    machine = LongTexts({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
+    foresight = Foreseeing(machine, obvious=True)
+    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=foresight, certify=12)
+    assert found.best.trial.knobs.checkpointing
+    assert found.certified is not None
+    assert found.certified.certificate.backed_off
+    assert looked(machine) == [False, True]
 
 
 def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Found]) -> None:
