@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import gpu_results as results
 import measure
 
-ASKED = ["tiny", "--device", "cpu", "--gpus", "1", "--rungs", "ddp", "--cards", "0.0625", "--gpu-memory", "1GiB"]
+ASKED = ["tiny", "--device", "cpu", "--gpus", "1", "--rungs", "ddp", "--cards", "0.11", "--gpu-memory", "1GiB"]
 
 
 def test_trials_without_ray_fill_the_file_and_are_not_run_again(tmp_path: Path, capsys) -> None:
