@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import ipaddress
 import logging
 import os
@@ -11,7 +12,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import psutil
 
 from ..errors import EnvironmentBroken, InputError
 
@@ -74,6 +77,7 @@ def _join(ray: Any, host: str, port: int) -> None:
             _know_the_token()
             ray.init(
                 address=f"{host}:{port}",
+                _node_ip_address=_own_address(host, port),
                 logging_level=logging.ERROR,
                 log_to_driver=False,
                 configure_logging=False,
@@ -91,6 +95,28 @@ def _join(ray: Any, host: str, port: int) -> None:
     finally:
         if main:
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts sys.exit there
+
+
+def _own_address(host: str, port: int) -> str | None:
+    """The address under which the cluster knows this machine; None leaves it to Ray.
+
+    Ray asks which interface leads to the internet, which need not be the one that leads to the other nodes.
+    """
+    own = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
+    with contextlib.suppress(Exception):  # Ray's inner rooms: where they look otherwise, it decides by itself
+        from ray._private.state import GlobalState
+
+        state, raylet = GlobalState(), cast(Any, importlib.import_module("ray._raylet"))  # its types name no options
+        said = raylet.GcsClientOptions.create(
+            f"{host}:{port}", None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+        )
+        state._initialize_global_state(said)
+        nodes = {node["NodeManagerAddress"] for node in state.node_table() if node["Alive"]}
+        state.disconnect()
+        with socket.create_connection((host, port), _ANSWERS_S) as link:
+            towards = str(link.getsockname()[0])
+        return towards if towards in nodes else next(iter(sorted(nodes & own)), None)
+    return None
 
 
 def _know_the_token() -> None:

@@ -21,6 +21,7 @@ from .ray_join import joined
 from .ray_lean import without_monitors
 
 _PREFIX = "autods-ray-"
+_KEPT: list[tuple[str, contextlib.ExitStack]] = []  # a connection that waits for who uses it, by its address
 
 
 @contextlib.contextmanager
@@ -28,6 +29,12 @@ def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
     """The `ray` module, connected: to the cluster this process already is in, else to the one at `address`, else to one
     of our own. Raises InputError when none answers at `address`."""
     ray = _import_ray(joins=address is not None)
+    if _KEPT:
+        kept, held = _KEPT.pop()
+        with held:
+            if kept == address:
+                yield ray
+                return
     if ray.is_initialized():
         yield ray
         return
@@ -46,8 +53,22 @@ def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def kept_session(address: str) -> Iterator[Any]:
+    """`session`, and where the block ends well its connection stays for the next one that asks for this address: the
+    nodes' workers, which have loaded our package by then, are the connection's."""
+    with contextlib.ExitStack() as stack:
+        owned = not is_connected()
+        ray = stack.enter_context(session(cpus=1, address=address))
+        yield ray
+        if owned:
+            _KEPT.append((address, stack.pop_all()))
+
+
 def is_connected() -> bool:
-    """Whether this process is in a cluster already; does not import Ray to find out."""
+    """Whether this process is in a cluster already that is not ours; does not import Ray to find out."""
+    if _KEPT:
+        return False
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 

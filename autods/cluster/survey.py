@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import EnvironmentBroken
 from ..hardware import Card, Hardware, look
 from .placing import RayPlaces
-from .ray_session import session
+from .ray_session import kept_session
 
 _ANSWER_S = 120.0  # the first look at a node takes Ray some seconds: a worker has to start there, and get our package
 
@@ -19,7 +19,8 @@ def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Ha
 
     A rank's limit has to hold on every node that it may come to. Raises InputError when no cluster answers.
     """
-    return weakest(all_of(address), nodes=nodes, each=(gpus or 0) // nodes if device == "cuda" else 0)
+    kind = "GPU" if device == "cuda" else "CPU"
+    return weakest(all_of(address, kind), nodes=nodes, each=(gpus or 0) // nodes if device == "cuda" else 0)
 
 
 def weakest(seen: Sequence[Hardware], *, nodes: int, each: int) -> Hardware:
@@ -39,13 +40,14 @@ def weakest(seen: Sequence[Hardware], *, nodes: int, each: int) -> Hardware:
     )
 
 
-def all_of(address: str) -> list[Hardware]:
-    """Of every living node. Needs no free processor there."""
-    with session(cpus=1, address=address) as ray:
+def all_of(address: str, kind: str) -> list[Hardware]:
+    """Of every living node that has a GPU, or CPU, for Ray. Needs no free one there."""
+    with kept_session(address) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         task = ray.remote(num_cpus=0, max_retries=0)(_look)
-        nodes = RayPlaces(ray).nodes()
+        alive = RayPlaces(ray).nodes()
+        nodes = [node for node in alive if node.total.get(kind)] or alive[:1]
         asked = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote()
             for node in nodes

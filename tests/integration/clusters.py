@@ -7,6 +7,7 @@ with its standard input. A test's own process may be in another cluster already.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,11 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from watching import wait_for
 
-_QUIET = {
+from autods.folders import data_folder
+
+QUIET = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
@@ -34,7 +38,7 @@ def cluster(*cpus: int) -> Iterator[str]:
     with open(folder / "said.txt", "wb") as said:
         process = subprocess.Popen(
             [sys.executable, __file__, str(folder), ",".join(map(str, cpus))],
-            env={**os.environ, **_QUIET},
+            env={**os.environ, **QUIET},
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
@@ -56,6 +60,42 @@ def cluster(*cpus: int) -> Iterator[str]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def begin_fit(workload: Path, out: Path, *asked: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """`autods fit` on CPU ranks without a forecast; what it says goes to `said.txt` in its folder. inside: a command
+    that runs it somewhere else, in a network namespace say."""
+    out.mkdir(parents=True, exist_ok=True)
+    common = ("--device", "cpu", "--no-forecast", "--out", str(out))
+    with open(out / "said.txt", "wb") as file:
+        return subprocess.Popen(
+            [*inside, sys.executable, "-m", "autods", "fit", str(workload), *common, *asked],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+
+
+def short_config(folder: Path) -> str:
+    """The quick config with one trial of growth, none of tuning, no certificate."""
+    text = (data_folder("configs") / "quick.toml").read_text()
+    shorter = {"most_trials = 3\n": "most_trials = 1\n", "\ntrials = 2\n": "\ntrials = 0\n"}
+    for old, new in (shorter | {"most_trials = 4\n": "most_trials = 0\n"}).items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "short.toml").write_text(text)
+    return str(folder / "short.toml")
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """Of the finished trials, in their order."""
+    lines = map(json.loads, (out / "journal.jsonl").read_text().splitlines())
+    return [line["record"] for line in lines if line["kind"] == "finished"]
+
+
+def outcomes(out: Path) -> list[dict[str, Any]]:
+    """Of the finished trials."""
+    return [record["outcome"] for record in records(out)]
 
 
 def raylet_above(pid: int) -> psutil.Process:
