@@ -108,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = arguments(argv)
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # of the processes that we start
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if os.environ.pop(name, None):
+            print(f"measured without {name}: the allocator as torch ships it", flush=True)
     here = look()
     if asked.device == "cuda" and (why := unusable(here)) is not None:
         print(f"measure.py: {why}", file=sys.stderr)
