@@ -7,6 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.set-up
+# Two at a time: most tests wait for ranks that start. Tests of a file stay together, so that they share their ranks.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The Pythons that can make a .venv, the tested ones first; PYTHON=… overrides.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
@@ -40,7 +42,7 @@ demo: setup
 	$(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --config quick --fresh --out autods-out/demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -49,7 +51,7 @@ lint: setup
 	$(BIN)/lint-imports --no-logo
 
 check: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 clean:
 	rm -rf .venv autods-out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .report import Report
-from .settings import Settings, resolve
+from .settings import Settings, check_nodes, resolve
 from .values import Listener, WorkloadSource
 
 if TYPE_CHECKING:
     from .forecast.events import ForecastListener
+    from .hardware import Hardware
     from .probing.question import Question as ProbeQuestion
     from .question import Question
     from .report.plan_result import Forecast
@@ -23,6 +24,8 @@ def find_best_config(
     workload: str | Path | Workload,
     *,
     gpus: int | None = None,
+    nodes: int | None = None,
+    address: str | None = None,
     device: str = "cuda",
     gpu_memory: str | int | None = None,
     global_batch: int | None = None,
@@ -55,6 +58,8 @@ def find_best_config(
     kind: 'model', 'script' or a kind of script, where what the file shows is not to decide.
     task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
     zero_init: under stage 3 the model of a Hugging Face config is split while it is built, as `HfDeepSpeedConfig` does.
+    gpus: ranks, of all nodes together. nodes: of the Ray cluster at `address` ('auto' or 'HOST:PORT') over which they
+    are spread, as many on each; without an address they run on this machine.
     gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
     forecast: False tries every rung, even those that cannot fit by the forecast.
     objective: 'samples', 'tokens' (the most a second) or 'memory' (the least of the device).
@@ -73,12 +78,20 @@ def find_best_config(
 
 def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
     """Check the workload and what was asked (by `find_best_config`'s names) against this machine. Raises InputError."""
+    source = _source_to_try(workload, asked)
+    return resolve(source, hardware=_hardware(asked), **_with_tuples(asked))
+
+
+def _hardware(asked: Mapping[str, Any]) -> Hardware:
+    """This machine's, or that of the weakest node of a cluster that may be used."""
     from .hardware import look
 
-    out = asked.get("out")
-    folder = Path(out) if out is not None else Path("autods-out")
-    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
-    return resolve(source, hardware=look(), **_with_tuples(asked))
+    if asked.get("address") is None:
+        return look()
+    from .cluster.survey import weakest_of
+
+    check_nodes(asked.get("nodes"), asked["address"])
+    return weakest_of(asked["address"], gpus=asked.get("gpus"), nodes=asked.get("nodes") or 1, device=asked["device"])
 
 
 def plan(
@@ -197,9 +210,7 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     from .hardware import look
     from .probing.settle import settle as settle_probe
 
-    out = asked.get("out")
-    folder = Path(out) if out is not None else Path("autods-out")
-    source = _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
+    source = _source_to_try(workload, asked)
     return settle_probe(workload, source, hardware=look(), **_with_tuples(asked))
 
 
@@ -208,6 +219,12 @@ def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeRe
     from .probing.probe import probe
 
     return probe(question, listen=listen, fresh=fresh)
+
+
+def _source_to_try(workload: str | Path | Workload, asked: dict[str, Any]) -> WorkloadSource:
+    """As `_source`, for trials; a pickled workload goes into their output folder."""
+    folder = Path(asked.get("out") or "autods-out")
+    return _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
 
 
 def _source(

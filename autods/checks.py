@@ -25,6 +25,17 @@ def base_of(given: Given, *, world_size: int, filled_in: bool = False) -> tuple[
     return base, where
 
 
+def asked_base(
+    source: WorkloadSource, given: Given, precision: str, *, world_size: int, otherwise: str = "bf16"
+) -> dict[str, Any]:
+    """The workload's base config, or the one `given` in its place, with a precision. Of a script: what goes over it."""
+    users = source.base_config if given is None else given
+    base, where = base_of(users, world_size=world_size, filled_in=fills_in(source))
+    if source.kind == "script":
+        return over_script(base, precision, where)
+    return with_precision(base, precision, where, otherwise=otherwise)
+
+
 def size_of(given: str | int | None, option: str) -> int | None:
     """Bytes of '80GiB', or of a number."""
     if given is None:

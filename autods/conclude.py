@@ -13,6 +13,7 @@ from .search.certificate import as_json
 from .search.walk import Walked
 from .searching import Found, Nothing
 from .settings import Settings
+from .threads import share
 from .values import Fit, Knobs, ModelFacts, Record
 from .workload.script import launched
 
@@ -130,6 +131,7 @@ def _common(
             "experts": facts.experts,
             "device": settings.device,
             "device_bytes": settings.device_bytes,
+            "threads": settings.threads or share(settings.ranks_per_node),
             "global_batch": settings.global_batch,
             "profile": settings.profile.name,
             "objective": settings.objective,

@@ -32,13 +32,15 @@ _LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler"
 class Work:
     """One plan under way. It may be used from several threads.
 
-    seen: what was simulated already, by engine and micro batch. found: what is said, by machine and rung.
+    seen: what was simulated already, by engine and micro batch. found: what is said, by machine and rung. expandable:
+    torch's allocator has expandable segments, see `forecast.alloc_conf`.
     """
 
     question: Question
     facts: ModelFacts
     simulator: Simulator
     listen: ForecastListener
+    expandable: bool = False
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     estimated: set[tuple[str, str]] = field(default_factory=set)  # of what is found: first guesses, to be replaced
@@ -112,9 +114,12 @@ def estimate_rung(work: Work, rung: Rung, site: Site, sizing: Sizing) -> None:
         and whole.live_bytes["init"]["device"] > ask.device_bytes
     ):
         return  # the shallow models were flattened on the device, and the whole one will not be: see `asks.holds_for`
-    need = need_of_deepened(here, whole, deeper, constants)
+    need = need_of_deepened(here, whole, deeper, constants, expandable=work.expandable)
     limits, emulated = limits_of(site, work.question), here.device == "cpu"
-    said = judged(here, whole, limits=limits, emulated=emulated, constants=constants, exact=False, need=need)
+    said = judged(
+        here, whole, limits=limits, emulated=emulated, constants=constants, exact=False, need=need,
+        expandable=work.expandable,
+    )  # fmt: skip
     work.tell(site, said, estimated=True)
 
 
@@ -144,7 +149,9 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
     here = on_site(ask, site)
 
     def said_of(micro_batch: int) -> RungForecast:
-        said = judged(here, measure(micro_batch), limits=limits, emulated=here.device == "cpu")
+        said = judged(
+            here, measure(micro_batch), limits=limits, emulated=here.device == "cpu", expandable=work.expandable
+        )
         return replace(said, assumed=(*said.assumed, *overruled(ask, site.base)))
 
     forecast = said_of(site.micro_batch)

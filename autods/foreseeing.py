@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from .ds_config import without_monitors
+from .forecast.alloc_conf import AllocConf, alloc_conf
 from .forecast.calibration import Pair
 from .forecast.foreseer import Foreseer
 from .forecast.protocol import Start
@@ -40,6 +42,9 @@ def foreseeing(
         yield BLIND
         return
 
+    allocator = alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+    if allocator.said is not None:
+        listen(Note(text=allocator.said))
     stages = {rung.name: rung.stage for rung in settings.ladder}
 
     def ask_of(trial: Trial) -> Ask:
@@ -63,6 +68,7 @@ def foreseeing(
             emulated=settings.device == "cpu" or settings.device_bytes_asked,
             tell=lambda said: listen(Note(text=said)),
             pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
+            expandable=allocator.expandable,
         )
 
         spared = Spared(foreseer, facts, settings.device_bytes)

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 
+from .cards import Card as Card
+from .cards import Seen, see
 from .cgroup import MemoryGroup, memory_groups
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One visible GPU. `index` is NVML's."""
-
-    index: int
-    name: str
-    total_bytes: int
-    free_bytes: int
+_VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One node, as seen by the driver."""
+    """One node, as seen by the driver.
+
+    driver, cuda: the GPU driver's version and the newest CUDA that it runs. unusable: why the cards that there may be
+    cannot be used, with the command that mends it.
+    """
 
     cpu: str
     cores: int
     host_bytes: int
     host_free_bytes: int
     cards: tuple[Card, ...]
+    driver: str | None = None
+    cuda: str | None = None
+    unusable: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +49,16 @@ class HostMemory:
 def look() -> Hardware:
     """Host memory by psutil and the cgroup's limit, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
     memory = host_memory(memory_groups())
+    seen = see(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Hardware(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         host_bytes=memory.total_bytes,
         host_free_bytes=memory.free_bytes,
-        cards=visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        cards=seen.cards,
+        driver=seen.driver,
+        cuda=None if seen.cuda is None else ".".join(map(str, seen.cuda)),
+        unusable=_unusable(seen, torch_build()),
     )
 
 
@@ -62,24 +70,63 @@ def host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
     return HostMemory(total_bytes=min([memory.total, *limits]), free_bytes=min([memory.available, *free]))
 
 
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return None
+
+
 def visible_cards(visible: str | None) -> tuple[Card, ...]:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, in its order; all when it is None, none when NVML has no driver.
+    """The cards that CUDA_VISIBLE_DEVICES leaves, see `cards.see`."""
+    return see(visible).cards
 
-    As for CUDA, the first name that no card has ends the list.
-    """
-    import pynvml
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """Which CUDA an installed torch was built with, (13, 0) say; None: with none."""
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+def torch_build(folder: Path | None = None) -> TorchBuild | None:
+    """Read from torch's version.py: importing it takes seconds. None where there is no such file."""
+    if folder is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        names = map(str, range(pynvml.nvmlDeviceGetCount())) if visible is None else visible.split(",")
-        return tuple(_card(handle) for handle in _handles(names))
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
+        text = (folder / "version.py").read_text()
+    except OSError:
+        return None
+    said = {name: value for name, value in _VERSION.findall(text) if value}
+    if "__version__" not in said or "hip" in said:  # ROCm's has no CUDA and needs none
+        return None
+    major, _, minor = said.get("cuda", "").partition(".")
+    cuda = (int(major), int(minor or 0)) if major.isdigit() else None
+    return TorchBuild(version=said["__version__"], cuda=cuda)
+
+
+def _unusable(seen: Seen, torch: TorchBuild | None) -> str | None:
+    """Within a major version of CUDA each driver runs all minor ones."""
+    if seen.problem is not None:
+        return (
+            f"{seen.problem}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
+        )
+    if not seen.cards or torch is None:
+        return None
+    if torch.cuda is None:
+        return f"torch {torch.version} is built without CUDA\n  install a CUDA build of torch: pytorch.org/get-started"
+    if seen.cuda is not None and torch.cuda[0] > seen.cuda[0]:
+        needs, runs = (".".join(map(str, one)) for one in (torch.cuda, seen.cuda))
+        return (
+            f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {runs} at most\n"
+            f"  update the driver, or install a build of torch for CUDA {seen.cuda[0]}"
+        )
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -91,29 +138,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _handles(names: Iterable[str]) -> Iterator[object]:
-    import pynvml
-
-    for name in (part.strip() for part in names):
-        find = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-        try:
-            yield find(int(name) if name.isdigit() else name)
-        except pynvml.NVMLError:
-            return
-
-
-def _card(handle: object) -> Card:
-    import pynvml
-
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return Card(
-        index=pynvml.nvmlDeviceGetIndex(handle),
-        name=str(pynvml.nvmlDeviceGetName(handle)),
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-    )
 
 
 def _cpu_name() -> str:

@@ -30,7 +30,27 @@ Kind = Annotated[
         show_default="by what the file defines and imports",
     ),
 ]
-Gpus = Annotated[int | None, Option(metavar="N", help="Ranks.", show_default="all visible cards")]
+Gpus = Annotated[
+    int | None, Option(metavar="N", help="Ranks, of all nodes together.", show_default="all visible cards")
+]
+FitNodes = Annotated[
+    int | None,
+    Option(
+        "--nodes",
+        metavar="N",
+        help="Nodes of the Ray cluster that the ranks are spread over; --gpus 8 --nodes 2 is a hostfile of two lines "
+        "with slots=4. Needs --address.",
+        show_default="1",
+    ),
+]
+Address = Annotated[
+    str | None,
+    Option(
+        metavar="auto|HOST:PORT",
+        help="Run the ranks on this Ray cluster.",
+        show_default="a Ray of its own on this machine",
+    ),
+]
 Device = Annotated[str, Option(metavar="cuda|cpu", help="cpu: CPU ranks stand in for GPUs.")]
 GpuMemory = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from .asks import Sizing, checkpointing_of, groups_of
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from .forecast.alloc_conf import AllocConf, alloc_conf
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
 from .forecast.protocol import Simulator, Start
@@ -40,7 +42,8 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
             facts = simulator.facts(question.device)
             question = with_config_of(question, facts)
             checkpointing = checkpointing_of(question, facts)
-            work = Work(question, facts, simulator, listen)
+            allocator = alloc_conf(os.environ) if question.device == "cuda" else AllocConf()
+            work = Work(question, facts, simulator, listen, expandable=allocator.expandable)
             _work_through(work)
     except SimulationFailed as failed:
         raise _told(failed, question.source) from None
@@ -53,7 +56,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
         device=question.device,
         checkpointing=checkpointing,
         zero_init=question.zero_init,
-        assumed=(*question.assumed, *_shared(question)),
+        assumed=(*question.assumed, *_shared(question), *_of_allocator(allocator)),
         versions=versions(),
         seconds=time.monotonic() - began,
     )
@@ -132,6 +135,11 @@ def _shared(question: Question) -> tuple[str, ...]:
     if all(len(sites) == 1 for _, sites in groups_of(question.sites)):
         return ()
     return ("machines with the same ranks and precision share simulations: their buckets suit the smallest of them",)
+
+
+def _of_allocator(conf: AllocConf) -> tuple[str, ...]:
+    expandable = f"expandable segments, as {conf.name} has them" if conf.expandable else None
+    return tuple(said for said in (expandable, conf.said) if said is not None)
 
 
 def _of_site(work: Work, site: Site) -> SiteForecast:

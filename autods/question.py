@@ -8,18 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalogue import Machine, machines_named
-from .checks import (
-    Given,
-    base_of,
-    base_of_script,
-    check_ranks,
-    fills_in,
-    global_batch_of,
-    over_script,
-    precision_of,
-    size_of,
-    with_precision,
-)  # fmt: skip
+from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precision_of, size_of
 from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
@@ -113,13 +102,8 @@ def pose(
     for machine in machines:
         own = replace(machine, host_bytes=host_bytes or machine.host_bytes, nvme_bytes=nvme_bytes or machine.nvme_bytes)
         ranks, per_node = _ranks(gpus, nodes, own)
-        given = source.base_config if base_config is None else base_config
-        base, where = base_of(given, world_size=ranks, filled_in=fills_in(source))
         otherwise = "bf16" if own.bf16 else "fp16"
-        if source.kind == "script":
-            base = over_script(base, precision, where)
-        else:
-            base = with_precision(base, precision, where, otherwise=otherwise)
+        base = asked_base(source, base_config, precision, world_size=ranks, otherwise=otherwise)
         total = global_batch_of(global_batch, base, ranks)
         site = Site(
             machine=own,

@@ -10,20 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .checks import (
-    Given,
-    base_of,
-    base_of_script,
-    check_ranks,
-    fills_in,
-    global_batch_of,
-    over_script,
-    precisions_of,
-    size_of,
-    with_precision,
-)  # fmt: skip
+from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precisions_of, size_of
 from .checks import Precision as Precision
-from .errors import InputError
+from .errors import EnvironmentBroken, InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
 from .profile import Budget as Budget
@@ -33,6 +22,7 @@ from .profile import Stop as Stop
 from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
+from .threads import asked as asked_threads
 from .units import parse_seconds, show_bytes
 from .values import Device, ModelFacts, WorkloadSource
 
@@ -56,10 +46,18 @@ class Settings:
     global_batch: int | None = None
     nvme_path: Path | None = None
     seed: int = 0
+    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
     forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
     objective: Objective = "samples"
     precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
     budget: Budget = field(default_factory=Budget)
+    nodes: int = 1  # of a Ray cluster, each with as many ranks
+    address: str | None = None  # of that cluster, 'auto' or HOST:PORT; None: a Ray of our own on this machine
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Equal on all nodes."""
+        return -(-self.gpus // self.nodes)
 
     def fingerprint(self) -> str:
         """Equal for equal questions; a journal answers only the question it was made for."""
@@ -76,6 +74,8 @@ class Settings:
             "seed": self.seed,
             "objective": self.objective,
             "precisions": self.precisions,
+            **({"nodes": self.nodes} if self.nodes > 1 else {}),
+            **({} if self.threads is None else {"threads": self.threads}),
         }
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -85,6 +85,8 @@ def resolve(
     *,
     hardware: Hardware,
     gpus: int | None = None,
+    nodes: int | None = None,
+    address: str | None = None,
     device: str = "cuda",
     gpu_memory: str | int | None = None,
     global_batch: int | None = None,
@@ -102,34 +104,39 @@ def resolve(
     max_trials: int | None = None,
     max_time: str | float | None = None,
 ) -> Settings:
-    """Check what was asked against what the machine has. Raises InputError, never adjusts silently."""
+    """Check what was asked against what the machine has. Raises InputError, never adjusts silently.
+
+    hardware: of the weakest node that may be used, where `address` says a cluster.
+    """
     profile = _stopping(read_profile(config), stop)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = _device(device, hardware)
-    ranks = _ranks(gpus, kind, hardware)
-    base, where = base_of(
-        source.base_config if base_config is None else base_config, world_size=ranks, filled_in=fills_in(source)
-    )
-    total = global_batch_of(global_batch, base, ranks)
+    spread = check_nodes(nodes, address)
+    ranks = _ranks(gpus, kind, hardware, spread)
     asked = size_of(gpu_memory, "--gpu-memory")
     first, *others = precisions_of(precision)
+    base = asked_base(source, base_config, first, world_size=ranks)
+    total = global_batch_of(global_batch, base, ranks)
     settings = Settings(
         source=source,
         gpus=ranks,
         device=kind,
-        device_bytes=_device_bytes(asked, kind, ranks, hardware),
+        device_bytes=_device_bytes(asked, kind, ranks // spread, hardware),
         device_bytes_asked=asked is not None or kind == "cpu",
         out=Path(),
         profile=profile,
         ladder=rungs,
-        base=over_script(base, first, where) if source.kind == "script" else with_precision(base, first, where),
+        base=base,
         global_batch=total,
         nvme_path=_nvme(nvme_path),
         seed=seed,
+        threads=asked_threads(),
         forecast=forecast,
         objective=_objective(objective),
         precisions=tuple(others),
         budget=_budget(profile.budget, max_trials, max_time),
+        nodes=spread,
+        address=address,
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
@@ -192,6 +199,8 @@ def _device(device: str, hardware: Hardware) -> Device:
         return "cpu"
     if device != "cuda":
         raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+    if hardware.unusable is not None:
+        raise EnvironmentBroken(hardware.unusable)
     if not hardware.cards:
         raise InputError(
             "no CUDA GPU is visible on this machine",
@@ -200,26 +209,47 @@ def _device(device: str, hardware: Hardware) -> Device:
     return "cuda"
 
 
-def _ranks(gpus: int | None, device: Device, hardware: Hardware) -> int:
+def check_nodes(nodes: int | None, address: str | None) -> int:
+    """How many; several need a cluster."""
+    if nodes is not None and nodes < 1:
+        raise InputError(f"--nodes {nodes}: at least one node is needed")
+    if nodes is not None and nodes > 1 and address is None:
+        raise InputError(
+            f"--nodes {nodes} needs a Ray cluster",
+            mend="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
+        )
+    return nodes or 1
+
+
+def _ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
     if gpus is None:
         if device == "cpu":
             raise InputError("--device cpu needs the number of ranks", mend="give --gpus 2, say")
-        return len(hardware.cards)
-    if check_ranks(gpus) > len(hardware.cards) and device == "cuda":
+        return len(hardware.cards) * nodes
+    if check_ranks(gpus) % nodes:
+        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
+    if gpus // nodes > len(hardware.cards) and device == "cuda":
+        shown = f"this machine shows {len(hardware.cards)} GPUs"
+        if nodes > 1:
+            shown = (
+                f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {len(hardware.cards)} GPUs"
+            )
         raise InputError(
-            f"--gpus {gpus}: this machine shows {len(hardware.cards)} GPUs",
-            mend=f"give --gpus {len(hardware.cards)} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
+            f"--gpus {gpus}: {shown}",
+            mend=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
         )
     return gpus
 
 
 def _device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
     if device == "cuda":
-        smallest = min(card.total_bytes for card in hardware.cards[:ranks])
+        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
+        smallest = card.usable_bytes
         if asked is not None and asked > smallest:
+            shared = f", of which other processes hold {show_bytes(card.others_bytes)}" if card.others_bytes else ""
             raise InputError(
-                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(smallest)}",
-                mend="give its size or less; less emulates a smaller card",
+                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(card.total_bytes)}{shared}",
+                mend=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
         return asked or smallest
     fair = int(hardware.host_free_bytes * 0.8 / ranks)

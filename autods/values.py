@@ -94,6 +94,18 @@ class TierUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CardUse:
+    """Peak bytes of the fullest rank's card: given out by torch's allocator, reserved by it, and what NVML saw of all.
+
+    The last has the CUDA context, NCCL and the kernels' code, too; None where NVML did not tell.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    nvml_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s."""
 
@@ -175,6 +187,7 @@ class Fit:
     alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
     examined: Examined | None = None
     communication: Communication | None = None
+    card: CardUse | None = None  # of a CUDA rank
     kind: Literal["fit"] = "fit"
 
     @property

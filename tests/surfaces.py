@@ -51,10 +51,13 @@ class RungSurface:
 
 @dataclass(slots=True)
 class Surface:
-    """One model on one machine, drawn by a seed. Answers trials and forecasts them; knows the truth."""
+    """One model on one machine, drawn by a seed. Answers trials and forecasts them; knows the truth.
+
+    world_size: 0: drawn as well.
+    """
 
     seed: int
-    world_size: int = 8
+    world_size: int = 0
     limit_bytes: int = 0
     sample_bytes: Mapping[bool, float] = field(default_factory=dict)  # with and without checkpointing
     sample_s: Mapping[bool, float] = field(default_factory=dict)
@@ -63,7 +66,8 @@ class Surface:
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
-        self.world_size = draw.choice((2, 4, 8, 16, 64))
+        drawn = draw.choice((2, 4, 8, 16, 64))
+        self.world_size = self.world_size or drawn
         self.limit_bytes = int(draw.choice((16, 24, 40, 80)) * GIB)
         states = self.limit_bytes * math.exp(draw.uniform(math.log(0.15), math.log(4.0)))  # of DDP, on one rank
         one = draw.uniform(0.01, 0.2)
@@ -204,6 +208,9 @@ class ScriptedForesight:
 
     def settle(self) -> None:
         pass
+
+    def is_obvious(self, trial: Trial) -> bool:
+        return False
 
     def forecast(self, trial: Trial) -> RungForecast:
         peak = self.surface.peak_bytes(trial) * self._off[trial.rung]

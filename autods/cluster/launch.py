@@ -17,17 +17,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from ..cards import by_index
 from ..trial.ops import ops_folder
 from ..values import Device, WorkloadSource
 
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # of the zygote, which is forked; a rank gets its own number, see `trial.rank`
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+}
+_ON_CPU = {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
     # Without these a budget is eaten by per-thread arenas and by freed memory that malloc keeps.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+# On CUDA, what the user did not set.
+_ON_CUDA = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's own puts the fastest card first
+    "NCCL_DEBUG": "WARN",  # else NCCL keeps to itself why it failed: out of memory, say
 }
 _TAKEN_S = 30.0  # an actor that was started takes its zygote at once
 
@@ -91,12 +101,18 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
         "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
         "TORCH_EXTENSIONS_DIR": str(ops_folder()),
     }
+    package = Path(__file__).parents[2]
+    if "runtime_resources" in package.parts:  # Ray brought us here: the zygote has to find the same
+        said["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
     if device == "cpu":
-        said |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    else:
-        said |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() must not initialise CUDA before the fork
-    if "CUDA_VISIBLE_DEVICES" in os.environ and device == "cuda":
-        said["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
+        return said | _ON_CPU
+    said = _ON_CUDA | said
+    said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        given = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
+        said["CUDA_VISIBLE_DEVICES"] = by_index(given)
+        if said["CUDA_VISIBLE_DEVICES"] != given:
+            said["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # whose numbers they are
     return said
 
 

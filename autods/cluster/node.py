@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import time
+from dataclasses import asdict
 from typing import Any
 
 from .. import procs
+from ..hardware import look, versions
+from ..trial.ops import is_cached
 from ..trial.spec import RankJob
 from ..values import Device, WorkloadSource
 from .host_watch import HostWatch
 from .launch import Zygote, launch, take
+from .lifeline import hold
 from .supervise import remove_folders
 
 
@@ -28,19 +33,58 @@ class Node:
         self,
         source: dict[str, Any],
         device: Device,
-        driver_pid: int,
+        driver: dict[str, Any],  # its pid, and the machine where that is its pid
         log: str,
         environment: dict[str, str],
         offered: str | None = None,  # where a zygote that already loads can be had
     ) -> None:
         self.source = WorkloadSource(**source)
-        self.device, self.driver_pid, self.log, self.environment = device, driver_pid, log, environment
-        self.offered = offered
+        if os.getppid() > 1:
+            procs.die_with_parent(os.getppid())  # of the raylet: left alone an actor outlives it by some 15 s
+        self.device, self.log, self.environment = device, log, environment
+        # On another machine that pid is a stranger's.
+        self.driver_pid = int(driver["pid"]) if driver["machine"] == procs.machine() else 0
+        self.offered, self.number = offered, 0
         self.zygote: Zygote | None = None
         self.keeper: subprocess.Popen[bytes] | None = None  # of the one that we started
         self.connection: socket.socket | None = None
         self.beat: list[Any] = ["start", 0]
         self.reading = b""
+
+    def seen(self) -> dict[str, Any]:
+        """What this node is, plain: the process and the machine it is on, its clock, its hardware and software."""
+        return {
+            "pid": os.getpid(),
+            "machine": procs.machine(),
+            "clock_s": time.monotonic(),
+            "hardware": asdict(look()),
+            "versions": versions(),
+            "cards": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
+
+    def hold(self, place: dict[str, Any], number: int) -> bool:
+        """Be bound to the driver's life: when it is gone, so are the ranks. See `lifeline.hold`."""
+        return hold(place, number, self.abort)
+
+    def clock(self) -> float:
+        """Seconds of this node's monotonic clock."""
+        return time.monotonic()
+
+    def uncached(self, ops: list[str]) -> list[str]:
+        """Those of these DeepSpeed ops that would have to be built here."""
+        return [op for op in ops if not is_cached(op)]
+
+    def bind(self, address: str) -> dict[str, Any]:
+        """Have the zygote listen for the next job's ranks: {"bound": port}, or None there and why; {"died"}."""
+        if self.connection is None and "pid" not in (ready := self.start()):
+            return ready
+        assert self.connection is not None
+        try:
+            self.connection.sendall(f"bind {address}\n".encode())
+            said = self._next()
+        except OSError:
+            said = None
+        return said if said is not None else {"died": self._death()}
 
     def start(self) -> dict[str, Any]:
         """Start the zygote and wait until it is ready: {"pid"}, or {"error"} with what the user's module raised."""
@@ -52,8 +96,9 @@ class Node:
             return {"died": self._death()}
         return dict(message["ready"])
 
-    def run(self, line: str) -> dict[str, Any]:
+    def run(self, line: str, number: int = 0) -> dict[str, Any]:
         """Run one job to its end. {"died"} when the zygote died under it; the next `run` starts another."""
+        self.number = number
         if self.connection is None:
             ready = self.start()
             if "pid" not in ready:
@@ -77,8 +122,10 @@ class Node:
         """Phase and step of the slowest rank."""
         return self.beat
 
-    def abort(self) -> None:
-        """End the running job: its ranks are killed."""
+    def abort(self, number: int | None = None) -> None:
+        """End the running job, if it still is the one of that number: its ranks are killed."""
+        if number not in (None, self.number):
+            return
         connection = self.connection  # `run` may find the zygote dead and drop it meanwhile
         if connection is not None:
             with contextlib.suppress(OSError):

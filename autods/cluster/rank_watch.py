@@ -106,16 +106,18 @@ class RankWatch:
         self.ends += [self._end(live, live.beat, exit=None, lost=how) for live in suspects]
         self.kill(how)
 
-    def _end(self, live: Live, beat: Beat, **said: Any) -> dict[str, Any]:
-        """What is reported of a rank."""
+    def _end(self, live: Live, beat: Beat, *, record: dict[str, Any] | None = None, **said: Any) -> dict[str, Any]:
+        """What is reported of a rank. The end of its log only where its record does not speak for it: thousands of
+        ranks report to one driver."""
+        spoke = record is not None and bool(said["exit"] == 0 if record["ok"] else record["error"]["types"])
         return {
             "rank": live.rank,
             "killed_by_us": False,
-            "record": None,
+            "record": record,
             "phase": beat.phase,
             "step": beat.step,
             "at_s": beat.at_s,
-            "log_tail": procs.tail(Path(self.job.folder) / f"rank{live.rank}.log"),
+            "log_tail": "" if spoke else procs.tail(Path(self.job.folder) / f"rank{live.rank}.log"),
             **said,
         }
 

@@ -16,10 +16,16 @@ from ..trial.spec import RankJob
 from ..workload import Workload
 
 
-def start_ranks(job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool) -> list[tuple[int, int]]:
-    """Pid and pidfd of every rank of this node, in the order of job.local_ranks. From the main thread only."""
+def start_ranks(
+    job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool, bound: socket.socket | None = None
+) -> list[tuple[int, int]]:
+    """Pid and pidfd of every rank of this node, in the order of job.local_ranks. From the main thread only.
+
+    bound: the socket of the store, where other nodes know its port already.
+    """
     # Bound before the fork and inherited: no other process can take the port in between.
-    store = socket.create_server((job.master_address, 0))
+    # The ranks of another node than the first need none: they are told the port.
+    store = bound or socket.create_server((job.master_address if job.is_whole else "127.0.0.1", 0))
     parent = os.getpid()
     if spawn:
         _job_file(job).write_text(job.to_json())
@@ -48,7 +54,7 @@ def _child(
         os.setsid()
         procs.die_with_parent(parent)
         rank = job.local_ranks[slot]
-        os.environ.update(environment(job, slot, store.getsockname()[1]))
+        os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
         log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         serves = store.fileno() if rank == 0 else -1
         procs.redirect_and_close(log, {serves, board.fd})

@@ -17,17 +17,30 @@ from typing import Any
 import psutil
 
 from ..errors import EnvironmentBroken
+from .ray_join import joined
 from .ray_lean import without_monitors
 
 _PREFIX = "autods-ray-"
+_KEPT: list[tuple[str, contextlib.ExitStack]] = []  # a connection that waits for who uses it, by its address
 
 
 @contextlib.contextmanager
-def session(*, cpus: int) -> Iterator[Any]:
-    """The `ray` module, connected: to the cluster this process already is in, else to one of our own."""
-    ray = _import_ray()
+def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
+    """The `ray` module, connected: to the cluster this process already is in, else to the one at `address`, else to one
+    of our own. Raises InputError when none answers at `address`."""
+    ray = _import_ray(joins=address is not None)
+    if _KEPT:
+        kept, held = _KEPT.pop()
+        with held:
+            if kept == address:
+                yield ray
+                return
     if ray.is_initialized():
         yield ray
+        return
+    if address is not None:
+        with joined(ray, address):
+            yield ray
         return
     _sweep()
     # Short: Ray puts sockets below it, and a socket's path may have 107 characters.
@@ -40,8 +53,22 @@ def session(*, cpus: int) -> Iterator[Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def kept_session(address: str) -> Iterator[Any]:
+    """`session`, and where the block ends well its connection stays for the next one that asks for this address: the
+    nodes' workers, which have loaded our package by then, are the connection's."""
+    with contextlib.ExitStack() as stack:
+        owned = not is_connected()
+        ray = stack.enter_context(session(cpus=1, address=address))
+        yield ray
+        if owned:
+            _KEPT.append((address, stack.pop_all()))
+
+
 def is_connected() -> bool:
-    """Whether this process is in a cluster already; does not import Ray to find out."""
+    """Whether this process is in a cluster already that is not ours; does not import Ray to find out."""
+    if _KEPT:
+        return False
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -80,12 +107,12 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
     _let_agents_go(folder)
 
 
-def _import_ray() -> Any:
+def _import_ray(*, joins: bool = False) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as the user set it
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(
-        "RAY_AUTH_MODE", "token"
-    )  # its default for a local cluster, said aloud so that it prints nothing
+    if not joins:  # whether a cluster has a token is its own affair
+        # Its default for a local cluster, said aloud so that it prints nothing.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")  # one actor is all we start; each idle worker costs 0.6 s
     # By default Ray's workers have 15, and so would our ranks: whatever else runs would be timed along with them.

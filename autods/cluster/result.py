@@ -10,7 +10,19 @@ from typing import Any
 from ..failures import HostMemory, from_end, outcome_of
 from ..trial.act import spread_of
 from ..trial.spec import RankJob
-from ..values import Collective, Communication, Examined, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
+from ..values import (
+    CardUse,
+    Collective,
+    Communication,
+    Examined,
+    Failed,
+    Fit,
+    Outcome,
+    OutOfMemory,
+    Tier,
+    TierUse,
+    Timing,
+)
 
 
 def outcome_from(
@@ -45,6 +57,7 @@ def outcome_from(
         losses=tuple(first["losses"]),
         alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
         examined=_examined([result["examined"] for result in results]),
+        card=_card([result["peaks"] for result in results]),
         communication=_communication([said for result in results if (said := result.get("communication"))]),
         timing=Timing(
             wall_s=wall_s,
@@ -89,6 +102,18 @@ def _communication(said: Sequence[Mapping[str, Any]]) -> Communication | None:
     return Communication(ops=ops, step_s=_over(max, said, "step_s"))
 
 
+def _card(peaks: Sequence[Mapping[str, Any]]) -> CardUse | None:
+    """Each measure of the rank that has most of it; CPU ranks have no card."""
+    if not all("device_allocated" in peak for peak in peaks):
+        return None
+    seen = [peak["device_card"] for peak in peaks if peak.get("device_card") is not None]
+    return CardUse(
+        allocated_bytes=max(peak["device_allocated"] for peak in peaks),
+        reserved_bytes=max(peak["device"] for peak in peaks),
+        nvml_bytes=max(seen, default=None),
+    )
+
+
 def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: str) -> Any:
     """Of the ranks that know it; None where none does."""
     known = [one[name] for one in parts if one[name] is not None]
@@ -97,6 +122,9 @@ def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: st
 
 def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
     """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
+    lost = next((report for report in reports if "lost" in report), None)
+    if lost is not None:
+        return _node_lost(lost, [report for report in reports if "lost" not in report], job)
     for report in reports:
         if "died" in report:
             return _zygote_died(report)
@@ -121,6 +149,26 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
         )
     return None
+
+
+def _node_lost(lost: Mapping[str, Any], others: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome:
+    """What ranks of other nodes say of a peer that is gone is no cause; what they died of themselves is."""
+    own = failure_from(others, job)
+    if isinstance(own, OutOfMemory) or (isinstance(own, Failed) and own.action in ("fix_code", "fix_config")):
+        return own
+    ends = [end for report in others for end in report.get("ends", ())]
+    none: Mapping[str, Any] = {"phase": "start", "step": 0}
+    last = max(ends, key=lambda end: float(end["at_s"]), default=none)
+    said = f"node {lost['address']} was lost in the trial: {lost['lost']}"
+    if "low on memory" in lost["lost"]:  # Ray's own memory monitor
+        return OutOfMemory(
+            tier="host", rank=-1, phase=last["phase"], step=last["step"], evidence=said, action="less_host_memory",
+            advice="the node's memory is full: use fewer ranks on a node, or raise Ray's RAY_memory_usage_threshold",
+        )  # fmt: skip
+    return Failed(
+        failure="infrastructure", rank=-1, phase=last["phase"], step=last["step"], evidence=said, action="retry",
+        advice="`ray status` says which nodes are left; if it happens again, look at its power, network and dmesg",
+    )  # fmt: skip
 
 
 def _types(end: Mapping[str, Any]) -> list[str]:

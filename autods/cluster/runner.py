@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from ..trial.ops import BUILDERS, USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
 from ..values import Event, Failed, Fit, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
 from .launch import Offer, launch
-from .node import Node
+from .mustering import Mustered, muster
 from .ray_session import is_connected, session
 from .result import failure_from, outcome_from
+from .team import Team, parts_of
 
-_POLL_S = 0.25
 _NOTHING: Mapping[str, str] = {}
 
 
@@ -47,35 +48,47 @@ class RayRunner:
         self.built: set[str] = set()
         self.exits = contextlib.ExitStack()
         self.ray: Any = None
-        self.actor: Any = None
-        self.report: Mapping[str, Any] = {}  # what the node said of the last job, for who asks more than the outcome
+        self.asked = settings  # what the nodes were chosen for
+        self.mustered: Mustered | None = None
+        self.report: Mapping[str, Any] = {}  # what the first node said of the last job, for who asks more
 
     def __enter__(self) -> RayRunner:
         with contextlib.ExitStack() as stack:
             self.listen(Note(text="starting Ray and loading torch and DeepSpeed (once a fit)"))
             log = str(self.settings.out / "logs" / "zygote.log")
             offered = self._offered(stack, log)
-            self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2)))
-            gpus = self.settings.gpus if self.settings.device == "cuda" else 0
-            # Two threads: `progress` and `abort` must get through while `run` waits for the ranks.
-            actor = self.ray.remote(num_cpus=1, num_gpus=gpus, max_concurrency=3)(Node)
-            self.actor = actor.remote(
-                asdict(self.settings.source), self.settings.device, os.getpid(), log, self.environment, offered
-            )
+            address = self.settings.address
+            self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=address))
             stack.callback(self._stop)
-            self._check_ready(self._wait(self.actor.start.remote()))
+            self._muster(offered)
             self.exits = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.exits.close()
 
+    @property
+    def actor(self) -> Any:
+        """Of the first node."""
+        assert self.mustered is not None
+        return self.mustered.team.members[0].actor
+
+    def _muster(self, offered: str | None = None) -> None:
+        """Nodes for the ranks, each with a zygote that has loaded everything."""
+        settings = self.asked
+        mustered = muster(self.ray, settings, self.listen, environment=self.environment, offered=offered)
+        self.mustered = mustered
+        if settings.address is not None:
+            self.host_bytes = mustered.host_bytes
+        for ready in mustered.ready():
+            self._check_ready(ready)
+
     def _offered(self, stack: contextlib.ExitStack, log: str) -> str | None:
         """Have a zygote load while Ray starts, for the actor to take; its name.
 
         None where the actor starts it itself: it may be on another machine, or be the one that knows its cards.
         """
-        if self.settings.device != "cpu" or is_connected():
+        if self.settings.device != "cpu" or self.settings.address is not None or is_connected():
             return None
         zygote = launch(self.settings.source, self.settings.device, os.getpid(), log, self.environment)
         return stack.enter_context(Offer(*zygote)).name
@@ -99,16 +112,16 @@ class RayRunner:
             ds_config=self._native_config(self.settings.ladder[0]),
             stall_s=self.settings.profile.limits.init_s,
         )
-        report = self._execute(job)
-        failure = failure_from([report], job)
-        if failure is not None and self.settings.gpus > 1 and _may_want_ranks(report, job):
+        reports = self._execute(job)
+        failure = failure_from(reports, job)
+        if failure is not None and self.settings.gpus > 1 and _may_want_ranks(reports, job):
             self.listen(Note(text="it does not run on one rank alone, so it is looked at on all of them"))
             job = replace(job, world_size=self.settings.gpus, local_ranks=tuple(range(self.settings.gpus)))
-            report = self._execute(job)
-            failure = failure_from([report], job)
+            reports = self._execute(job)
+            failure = failure_from(reports, job)
         if failure is not None:
             raise _unusable(failure, job.source.path, Path(job.folder) / f"rank{_rank_of(failure)}.log")
-        result = next(end["record"]["result"] for end in report["ends"] if end["rank"] == 0)
+        result = next(end["record"]["result"] for report in reports for end in report["ends"] if end["rank"] == 0)
         self.facts = ModelFacts(**result["facts"])
         self.settings = with_config_of(self.settings, self.facts)
         for said in said_of(self.settings, self.facts):
@@ -157,11 +170,11 @@ class RayRunner:
 
     def _train(self, job: RankJob, id: int) -> Outcome:
         began = time.monotonic()
-        report = self._execute(job, id)
+        reports = self._execute(job, id)
         facts = self.facts
         assert facts is not None
         return outcome_from(
-            [report],
+            reports,
             job,
             wall_s=time.monotonic() - began,
             tokens_per_sample=facts.tokens_per_sample,
@@ -174,22 +187,22 @@ class RayRunner:
         A build takes minutes: one that is not cached waits until the model alone is seen to fit.
         """
         ops = [op for op in ops_of(job.ds_config) if op not in self.built]
-        if not all(is_cached(op) for op in ops):
+        if self._uncached(ops):
             look = replace(job, only_build=True)
-            failure = failure_from([self._execute(look)], look)
+            failure = failure_from(self._execute(look), look)
             if failure is not None:
                 return failure
         return self._build(ops)
 
     def _build(self, ops: list[str]) -> Failed | None:
         for op in ops:
-            if not is_cached(op):
+            if self._uncached([op]):
                 usual = f"about {USUAL_BUILD_S[op]} s on two cores, once on this machine"
                 self.listen(Note(text=f"building DeepSpeed's {op}: {usual}"))
             limit = self.settings.profile.limits.build_s
             job = self._job("ops", f"build-{op}", ops=(op,), init_s=limit, wall_s=limit)
-            report = self._execute(job)
-            failure = failure_from([report], job)
+            reports = self._execute(job, everywhere=True)
+            failure = failure_from(reports, job)
             if failure is not None:
                 said = failure.evidence if not hasattr(failure, "memory") else ""
                 return Failed(
@@ -199,24 +212,59 @@ class RayRunner:
             self.built.add(op)
         return None
 
-    def _execute(self, job: RankJob, id: int | None = None) -> dict[str, Any]:
-        """Hand a job to the node and wait; heartbeats are passed on while it runs."""
-        pending = self.actor.run.remote(job.to_json())
-        while True:
-            done, _ = self.ray.wait([pending], timeout=_POLL_S)
-            if done:
-                break
-            if id is not None:
-                phase, step = self._wait(self.actor.progress.remote())
-                self.listen(TrialMoved(id=id, phase=phase, step=step))
-        self.report = dict(self._wait(pending))
-        return dict(self.report)
+    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> list[Mapping[str, Any]]:
+        """The report of each node that has a part in the job; heartbeats are passed on while it runs.
 
-    def _wait(self, reference: Any) -> Any:
-        try:
-            return self.ray.get(reference)
-        except self.ray.exceptions.RayActorError as error:
-            raise EnvironmentBroken(f"the Ray actor of this node died: {str(error).splitlines()[0]}") from None
+        everywhere: every node does all of it by itself; else its ranks are cut along the nodes.
+        """
+        team = self._whole_team()
+        members, port = team.members, None
+        if everywhere:
+            parts = [(member, replace(job, folder=_of_node(job.folder, n))) for n, member in enumerate(members)]
+        elif job.world_size <= self.asked.ranks_per_node:
+            parts = [(members[0], job)]  # one node is enough
+        else:
+            bound = team.bind(members[0].node.address)
+            port = bound.get("bound")
+            if port is None:
+                self.report = bound if "bound" not in bound else {"lost": bound["why"], "address": ""}
+                return [self.report]
+            parts = parts_of(job, members, self.asked.ranks_per_node, port)
+        for folder in {part.checkpoints for _, part in parts if part.checkpoints}:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        reports = team.execute(parts, lambda phase, step: self._moved(id, phase, step))
+        for folder in {part.checkpoints for _, part in parts if part.checkpoints}:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.report = reports[0]
+        for text in (text for report in reports for text in report.get("said", ())):
+            self.listen(Note(text=text))  # a card that did not come back, ranks that can no longer be forked
+        if team.lost is not None and self.asked.address is None:
+            raise EnvironmentBroken(f"the Ray actor of this node died: {team.lost.lost}")
+        return reports
+
+    def _whole_team(self) -> Team:
+        """The nodes, or others in place of those that were lost. Raises EnvironmentBroken where too few are left."""
+        assert self.mustered is not None
+        lost = self.mustered.team.lost
+        if lost is not None:
+            self.listen(
+                Note(text=f"node {lost.node.address} was lost ({lost.lost}); the ranks are placed on what is left")
+            )
+            self._stop()
+            self.built.clear()  # a node that is new may not have them
+            self._muster()
+        return self.mustered.team
+
+    def _uncached(self, ops: list[str]) -> bool:
+        """Whether one of them has to be built on any node."""
+        if self.asked.address is None:
+            return not all(is_cached(op) for op in ops)
+        actors = [member.actor for member in self._whole_team().members]
+        return any(self.ray.get([actor.uncached.remote(ops) for actor in actors]))
+
+    def _moved(self, id: int | None, phase: Any, step: int) -> None:
+        if id is not None:
+            self.listen(TrialMoved(id=id, phase=phase, step=step))
 
     def _check_ready(self, ready: Mapping[str, Any]) -> None:
         if "error" in ready:
@@ -233,12 +281,9 @@ class RayRunner:
             self.listen(Note(text=f"ranks start as new processes, some 10 s slower a trial: {ready['unfit']}"))
 
     def _stop(self) -> None:
-        """All ranks gone, then the zygote, then the actor; Ray itself is the session's."""
-        with contextlib.suppress(Exception):  # Ray may already be going down
-            self.ray.get(self.actor.abort.remote(), timeout=1)
-            self.ray.get(self.actor.stop.remote(), timeout=5)
-        with contextlib.suppress(Exception):
-            self.ray.kill(self.actor)
+        """All ranks gone, then the zygotes, then the actors; Ray itself is the session's."""
+        if self.mustered is not None:
+            self.mustered.dismiss()
 
     def _job(self, kind: Any, name: str, **said: Any) -> RankJob:
         limits = self.settings.profile.limits
@@ -248,8 +293,10 @@ class RayRunner:
             source=self.settings.source,
             rebind=self.settings.source != self.loaded,
             device=self.settings.device,
+            threads=self.settings.threads,
             folder=str(folder),
             scratch=str(folder / "scratch"),
+            checkpoints=str(folder / "checkpoints") if self.asked.nodes > 1 else None,
             **{"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s, **said},
         )
 
@@ -275,13 +322,18 @@ class RayRunner:
         )
 
 
-def _may_want_ranks(report: Mapping[str, Any], job: RankJob) -> bool:
+def _may_want_ranks(reports: Sequence[Mapping[str, Any]], job: RankJob) -> bool:
     """Whether a script that failed on one rank checks how many there are, as a pipeline of stages does."""
-    errors = [(end["record"] or {}).get("error", {}) for end in report.get("ends", ())]
+    errors = [(end["record"] or {}).get("error", {}) for report in reports for end in report.get("ends", ())]
     return job.source.kind == "script" and any(
         not error.get("contract") and {"AssertionError", "ValueError", "RuntimeError"} & set(error.get("types", ()))
         for error in errors
     )
+
+
+def _of_node(folder: str, number: int) -> str:
+    """Where a node that does the same as the first one keeps its logs."""
+    return folder if number == 0 else f"{folder}-node{number}"
 
 
 def _rank_of(failure: Outcome) -> int:

@@ -17,6 +17,7 @@ from .. import procs
 from ..trial.heartbeat import Beat, Heartbeats
 from ..trial.spec import RankJob
 from ..workload import Workload
+from .card_watch import CardWatch
 from .host_watch import HostWatch
 from .rank_watch import Live, RankWatch
 from .ranks import start_ranks
@@ -33,15 +34,17 @@ def supervise(
     driver: int | None,
     told: Callable[[Beat], None],
     spawn: bool = False,
+    bound: socket.socket | None = None,
 ) -> dict[str, Any]:
     """Run the job to its end: every rank gone, every stray gone.
 
     owner: the connection to the node actor; its end of file, or a word on it, ends the job. driver: a pidfd of the
     driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second. spawn: start
-    ranks as new processes, because this one must not be forked.
+    ranks as new processes, because this one must not be forked. bound: see `start_ranks`.
     """
     began = time.monotonic()
-    watch = _started(job, workload, spawn)
+    cards = CardWatch.begin(job.device, len(job.local_ranks))
+    watch = _started(job, workload, spawn, bound)
     pids = [live.pid for live in watch.live.values()]
     _until_gone(watch, began, owner, driver, told)
     strays = procs.kill_children(STRAYS_S)
@@ -59,19 +62,20 @@ def supervise(
         "why_killed": watch.why_killed,
         "swap_bytes": swapped,
         "host": watch.host.report(),
+        "said": cards.said(),
     }
 
 
-def _started(job: RankJob, workload: Workload | None, spawn: bool) -> RankWatch:
+def _started(job: RankJob, workload: Workload | None, spawn: bool, bound: socket.socket | None) -> RankWatch:
     """The job's folders made and its ranks running."""
-    shutil.rmtree(job.folder, ignore_errors=True)  # what an earlier attempt left must not speak for this one
-    Path(job.folder).mkdir(parents=True)
+    _clear(job)
+    Path(job.folder).mkdir(parents=True, exist_ok=True)
     for folder in filter(None, (job.scratch, job.swap)):
         Path(folder).mkdir(parents=True, exist_ok=True)
     board = Heartbeats.of(len(job.local_ranks))
     host = HostWatch.begin()
     now = time.monotonic()
-    started = start_ranks(job, board, workload, spawn=spawn)
+    started = start_ranks(job, board, workload, spawn=spawn, bound=bound)
     live = {
         pidfd: Live(job.local_ranks[slot], slot, pid, Beat("start", 0, now), now)
         for slot, (pid, pidfd) in enumerate(started)
@@ -105,6 +109,16 @@ def _until_gone(
         if time.monotonic() - last_told > 0.2 and watch.live:
             last_told = time.monotonic()
             told(min((live.beat for live in watch.live.values()), key=lambda beat: beat.at_s))
+
+
+def _clear(job: RankJob) -> None:
+    """What an earlier attempt left must not speak for this one. Other nodes may have files of theirs in there."""
+    if job.is_whole:
+        shutil.rmtree(job.folder, ignore_errors=True)
+        return
+    for rank in job.local_ranks:
+        for kind in ("log", "json"):
+            Path(job.folder, f"rank{rank}.{kind}").unlink(missing_ok=True)
 
 
 def remove_folders(job: RankJob) -> None:

@@ -18,6 +18,7 @@ import traceback
 from typing import Any
 
 from .. import procs
+from ..trial import lean, preload
 from ..trial.heartbeat import Beat
 from ..trial.rank import describe
 from ..trial.spec import RankJob
@@ -41,8 +42,6 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare(source: WorkloadSource, preload_workload: bool, argv: list[str]) -> tuple[dict[str, Any], Workload | None]:
-    from ..trial import lean, preload
-
     gc.disable()  # nearly all that imports make stays
     lean.install()
     preload.preload()
@@ -72,7 +71,7 @@ def _serve(owner: socket.socket, driver: int | None, workload: Workload | None, 
     poll.register(owner, select.POLLIN | select.POLLHUP)
     if driver is not None:
         poll.register(driver, select.POLLIN)
-    pending = b""
+    pending, bound = b"", None
     while True:
         ready = [fd for fd, _ in poll.poll()]
         if driver in ready:
@@ -85,19 +84,49 @@ def _serve(owner: socket.socket, driver: int | None, workload: Workload | None, 
             line, _, pending = pending.partition(b"\n")
             if line == b"abort":  # crossed the end of the job that it meant
                 continue
-            _run(line.decode(), owner, driver, workload, spawn)
+            if line.startswith(b"bind "):
+                bound = _bound(line[5:].decode(), owner, bound)
+                continue
+            _run(line.decode(), owner, driver, workload, spawn, bound)
+            bound = None
 
 
-def _run(line: str, owner: socket.socket, driver: int | None, workload: Workload | None, spawn: bool) -> None:
+def _bound(address: str, owner: socket.socket, earlier: socket.socket | None) -> socket.socket | None:
+    """A listening socket for the store of the next job, whose ranks inherit it; its port is said."""
+    if earlier is not None:
+        earlier.close()  # of a job that never came
+    try:
+        bound = socket.create_server((address, 0))
+    except OSError as error:
+        _say(owner, {"bound": None, "why": f"{address}: {error.strerror}"})
+        return None
+    _say(owner, {"bound": bound.getsockname()[1]})
+    return bound
+
+
+def _run(
+    line: str,
+    owner: socket.socket,
+    driver: int | None,
+    workload: Workload | None,
+    spawn: bool,
+    bound: socket.socket | None,
+) -> None:
     job = RankJob.from_json(line)
 
     def told(beat: Beat) -> None:
         with contextlib.suppress(OSError):
             _say(owner, {"beat": [beat.phase, beat.step]})
 
-    result = supervise(job, workload, owner=owner, driver=driver, told=told, spawn=spawn)
-    if job.job == "ops" and all(end["exit"] == 0 for end in result["ends"]):
-        _load_ops(job)
+    became = preload.unfit_to_fork() if job.device == "cuda" and not spawn else None
+    result = supervise(
+        job, workload, owner=owner, driver=driver, told=told, spawn=spawn or became is not None, bound=bound
+    )
+    if became is not None:
+        slower = f"ranks start as new processes from here on, some 10 s slower a trial: {became}"
+        result["said"] = [*result.get("said", ()), slower]
+    if job.job == "ops" and job.device == "cpu" and all(end["exit"] == 0 for end in result["ends"]):
+        _load_ops(job)  # on CUDA DeepSpeed asks each card for its architecture, which initialises CUDA here
     with contextlib.suppress(OSError):  # the owner may be gone; then the main loop ends
         _say(owner, {"done": result})
 

@@ -26,6 +26,8 @@ autods fit model.py --gpus 8 --stop first-fit      the first rung that fits is e
 
 autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB      without a GPU
 
+autods fit model.py --gpus 8 --nodes 2 --address auto      on two nodes of a Ray cluster
+
 autods fit train.py --gpus 8 -- --deepspeed_config {ds_config} --micro-batch {micro_batch_size}      your own script
 
 Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
@@ -37,6 +39,8 @@ def fit_command(
     workload: options.Workload,
     script_args: options.ScriptArgs = None,
     gpus: options.Gpus = None,
+    nodes: options.FitNodes = None,
+    address: options.Address = None,
     device: options.Device = "cuda",
     gpu_memory: options.GpuMemory = None,
     global_batch: options.GlobalBatch = None,
@@ -67,7 +71,8 @@ def fit_command(
     Finished trials are journaled: the same command goes on where a stopped one ended.
     """
     asked = {
-        "gpus": gpus, "device": device, "gpu_memory": gpu_memory, "global_batch": global_batch,
+        "gpus": gpus, "nodes": nodes, "address": address, "device": device, "gpu_memory": gpu_memory,
+        "global_batch": global_batch,
         "precision": precision, "base_config": base_config, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
         "nvme_path": nvme_path, "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "seed": seed,
@@ -107,4 +112,6 @@ def _question(settings: Settings) -> Event:
     from ..values import Note
 
     what = f"{settings.gpus} {settings.device} ranks × {show_bytes(settings.device_bytes)}"
+    if settings.nodes > 1:
+        what += f" on {settings.nodes} nodes"
     return Note(text=f"{settings.source.name} on {what}, {settings.profile.name} config → {settings.out}")

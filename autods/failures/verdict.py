@@ -22,23 +22,25 @@ _EVIDENCE_CHARS = 400
 
 def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     """The verdict on a trial whose ranks did not all succeed: that of the first rank that failed by itself."""
-    rows = {evidence.rank: row_of(evidence) for evidence in ends}
-
-    def order(evidence: Evidence) -> tuple[bool, float]:
-        row = rows[evidence.rank]
-        return (row is not None and row.weight == "secondary") or evidence.waits, evidence.at_s
-
-    cause = min(ends, key=order)
-    row = rows[cause.rank]
+    # In time, and read only until one speaks for itself: thousands of ranks may have something to say.
+    in_time = sorted(ends, key=lambda evidence: evidence.at_s)
+    cause = next((evidence for evidence in in_time if not _noticed(evidence)), in_time[0])
+    row = row_of(cause)
     said = _by_row(cause, row) if row is not None and not cause.contract and not cause.lost else meaning_of(cause)
     if said.kind == "out_of_memory":
         return _out_of_memory(cause, said)
     return _failed(cause, said)
 
 
+def _noticed(evidence: Evidence) -> bool:
+    """Whether it only saw another rank fail."""
+    row = row_of(evidence)
+    return (row is not None and row.weight == "secondary") or evidence.waits
+
+
 def row_of(evidence: Evidence) -> Signature | None:
     """The row that its exception matches, or the last words of a process that died by a signal."""
-    row = _by_exception(evidence) if evidence.types else _by_last_words(evidence)
+    row = _by_exception(evidence) if evidence.types else _by_last_words(evidence.text)
     if row is None:
         return None
     if row.name == "missing-package" and evidence.user_frame:
@@ -60,16 +62,16 @@ def _by_exception(evidence: Evidence) -> Signature | None:
     if row is None or row.kind == "unknown":
         causes = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)
         row = next((found for found in causes if found is not None and found.kind == "out_of_memory"), row)
+    if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.types:
+        row = _by_last_words(evidence.log_tail) or row  # NCCL writes why into the log, its exception only that
     return row
 
 
-def _by_last_words(evidence: Evidence) -> Signature | None:
-    return next(filter(None, (_last_words(line) for line in reversed(evidence.text.splitlines()[-40:]))), None)
-
-
-def _last_words(line: str) -> Signature | None:
-    row = first_match(line)
-    return row if row is not None and row.weight in ("decisive", "cause") and row.kind == "out_of_memory" else None
+def _by_last_words(text: str) -> Signature | None:
+    """Memory that ran out, whatever was said after it; else that a peer was waited for in vain."""
+    rows = [row for line in reversed(text.splitlines()[-40:]) if (row := first_match(line)) is not None]
+    gone = (row for row in rows if row.weight in ("decisive", "cause") and row.kind == "out_of_memory")
+    return next(gone, next((row for row in rows if row.weight == "secondary"), None))
 
 
 def _by_row(cause: Evidence, row: Signature) -> Said:

@@ -28,6 +28,7 @@ class Foreseer:
 
     ask_of: the engine that a trial runs. limits: bytes, device a rank, host a node. emulated: the device's limit is
     torch's, on a larger card. pairs: key of a trial → forecast and measured; those of an earlier run of the fit count.
+    expandable: the trials' allocator has expandable segments, see `alloc_conf`.
     """
 
     simulator: Simulator
@@ -37,6 +38,7 @@ class Foreseer:
     emulated: bool
     tell: Callable[[str], None]
     pairs: dict[str, Pair] = field(default_factory=dict)
+    expandable: bool = False
     said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _seen: dict[str, Future[Simulated]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
@@ -58,6 +60,10 @@ class Foreseer:
     def close(self) -> None:
         """At the end; what is under way ends with the simulator."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def is_obvious(self, trial: Trial) -> bool:
+        """Never: it is the one that is asked."""
+        return False
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """What the trial will need; None when it cannot be simulated."""
@@ -99,7 +105,7 @@ class Foreseer:
         key = self.key_of(trial)
         if future is None or not future.done() or future.cancelled() or future.exception() or key in self.pairs:
             return None
-        pair = pair_of(self.ask_of(trial), future.result(), outcome)
+        pair = pair_of(self.ask_of(trial), future.result(), outcome, expandable=self.expandable)
         if pair is None:
             return None
         self.pairs[key] = pair
@@ -107,7 +113,10 @@ class Foreseer:
 
     def _judged(self, ask: Ask, simulated: Simulated) -> RungForecast:
         calibration = learned(ask, self.pairs.values())
-        return judged(ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration)
+        return judged(
+            ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration,
+            expandable=self.expandable,
+        )  # fmt: skip
 
     def _simulated(self, trial: Trial) -> Simulated | None:
         try:

@@ -50,4 +50,6 @@ def hardware_of(machine: Machine, ranks: int, here: Hardware) -> Hardware:
         for index in range(ranks)
     )
     host = machine.host_bytes or _NO_LIMIT
-    return replace(here, cards=cards, host_bytes=max(host, ranks * machine.device_bytes), host_free_bytes=host)
+    return replace(
+        here, cards=cards, unusable=None, host_bytes=max(host, ranks * machine.device_bytes), host_free_bytes=host
+    )

@@ -25,6 +25,12 @@ _TAKERS = {
     "lightning": "DeepSpeedStrategy(config",
 }
 
+# What the libraries themselves make of CPU ranks, outside of a trial. accelerate: `PartialState._prepare_backend`.
+_ON_CPU_RANKS = {
+    "lightning": "on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks",
+    "accelerate": "on CPU ranks accelerate does not share out the data: each rank trains on all of it; on GPUs it does",
+}
+
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -32,7 +38,7 @@ def commands(report: Report) -> dict[str, str]:
     """Launcher → the whole command line. `train.py` stands for the user's script where the workload is none.
 
     A script's own command line comes with its placeholders filled. DS_ACCELERATOR=cpu says that CPU ranks are meant
-    where there are GPUs, too.
+    where there are GPUs, too; OMP_NUM_THREADS gives each rank the threads that it had in trials.
     """
     script = _script(report)
     ranks, cpu = int(report.question.get("gpus", 1)), report.question.get("device") == "cpu"
@@ -42,7 +48,8 @@ def commands(report: Report) -> dict[str, str]:
         "deepspeed": ("deepspeed", *(("--num_accelerators", str(ranks)) if cpu else _cards(report, ranks)), *plain),
         "accelerate": ("accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)),
     }
-    prefix = "DS_ACCELERATOR=cpu " if cpu else ""
+    threads = report.question.get("threads")
+    prefix = "DS_ACCELERATOR=cpu " * cpu + (f"OMP_NUM_THREADS={threads} " if threads else "")
     return {name: prefix + shlex.join((*start, *_program(report, name))) for name, start in starts.items()}
 
 
@@ -81,13 +88,13 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         yield "code", f"{_TAKERS[script['kind']]}={str(folder / _config_of(script['kind']))!r})"
     if script["kind"] == "accelerate" and not given:
         yield "launch", said["accelerate"]  # the only one that gives the script its config
-        return
-    yield "launch", said["torchrun"]
-    yield "or", said["deepspeed"]
-    if script["kind"] in ("accelerate", "hf_trainer"):
-        yield "or", said["accelerate"]
-    if script["kind"] == "lightning" and report.question.get("device") == "cpu":
-        yield "note", "on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks"
+    else:
+        yield "launch", said["torchrun"]
+        yield "or", said["deepspeed"]
+        if script["kind"] in ("accelerate", "hf_trainer"):
+            yield "or", said["accelerate"]
+    if report.question.get("device") == "cpu" and script["kind"] in _ON_CPU_RANKS:
+        yield "note", _ON_CPU_RANKS[script["kind"]]
 
 
 def _config_of(kind: str) -> str:

@@ -27,7 +27,8 @@ class Report:
     importances: tuned key → share of the variation in throughput.
     closest: when nothing fits, {"rung", "missing_bytes", "exact"} of the rung that came nearest; missing_bytes is a
     lower bound unless exact, and None when it is not known.
-    question: what was asked: workload, gpus, device, device_bytes, global_batch, profile, ladder (names in order).
+    question: what was asked: workload, gpus, device, device_bytes, threads (of a rank), global_batch,
+    profile, ladder (names in order).
     """
 
     status: Literal["fit", "nothing_fits"]

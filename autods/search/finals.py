@@ -44,6 +44,7 @@ def finals(
     usable_bytes: float,
     score: Score,
     purpose: Purpose = "verify",
+    may_run: Callable[[int], bool] = lambda trials: True,
 ) -> Finals:
     """Measure all again in turn (A B C A B C …), drop who is clearly slower, until one is left or the turns are spent.
 
@@ -51,6 +52,7 @@ def finals(
     measurements that the contestants come with do not count: they were chosen for being high. On a tie the earlier one
     wins. Who does not fit within usable_bytes again is out; one that never left that room has only to run. purpose, and
     the repeats counted on from the contestants' own, make each new trial one that no journal has answered before.
+    may_run: whether the budget allows so many more trials; a turn that it does not allow for all is for the best ones.
     """
     if not contestants:
         raise ValueError("finals need a contestant")
@@ -71,8 +73,10 @@ def finals(
                 left.remove(place)
         scores = {place: [score(record) for record in measured[place]] for place in left}
         left = _still_in(scores, _spread([record for place in left for record in measured[place]]))
-        if len(left) <= 1:
+        following = _affordable(sorted(left, key=lambda place: mean(scores[place]), reverse=True), may_run)
+        if len(following) <= 1:
             break
+        left = sorted(following) if turn < turns else left
     return final.ended(records, measured, left)
 
 
@@ -119,18 +123,19 @@ class _Final:
             best=next(record for record in measured[winner] if self.score(record) == middle),
             records=tuple(records),
             scores=scores,
-            reason=self._reason(winner, scores, len(measured[winner])),
+            reason=self._reason(winner, scores, {place: len(again) for place, again in measured.items()}),
             measured={place: tuple(again) for place, again in measured.items() if again},
         )
 
-    def _reason(self, winner: int, scores: Mapping[int, float], turns: int) -> str:
+    def _reason(self, winner: int, scores: Mapping[int, float], turns_of: Mapping[int, int]) -> str:
         best, times = comparison(self.score)
+        turns = turns_of[winner]
         how_often = f"measured again in {turns} turn{'s' if turns > 1 else ''}"
         said = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
         others = {place: score for place, score in scores.items() if place != winner and score > 0}
         if not others:
             return f"{said}: no other fitted again"
-        following = max(others, key=lambda place: others[place])
+        following = max(others, key=lambda place: (turns_of[place], others[place]))
         ratio = scores[winner] / others[following]
         return f"{said}: {ratio:.2f} {times} as {_named(self.contestants[following])}"
 
@@ -157,6 +162,11 @@ def _still_in(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]
     quantile = _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
     least = max(means.values()) - quantile * noise * sqrt(2 / len(turns))
     return [place for place, one in means.items() if one >= least]
+
+
+def _affordable(best_first: Sequence[int], may_run: Callable[[int], bool]) -> Sequence[int]:
+    """As many of them as may be measured once more."""
+    return best_first[: max((count for count in range(len(best_first) + 1) if may_run(count)), default=0)]
 
 
 def _spread(records: Sequence[Record]) -> float:

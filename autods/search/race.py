@@ -138,12 +138,6 @@ class _Field:
         """Whether one more trial leaves enough to measure the leaders again."""
         return self.may_run(1 + self.limits.finalists * min(1, self.limits.turns))
 
-    def _turns(self, finalists: int) -> int:
-        """How often the leaders may be measured again."""
-        if not self.rules.grows:
-            return 0
-        return max((turns for turns in range(self.limits.turns + 1) if self.may_run(turns * finalists)), default=0)
-
     def _learn(self, rival: Entrant) -> None:
         rival.out = rival.out or self.lessons.against(rival.candidate.rung, rival.candidate.ops)
 
@@ -219,14 +213,16 @@ class _Field:
         timed = [(record, one) for one in standing for record in one.climb.eligible()]
         close = [(record, one) for record, one in timed if self.rules.score(record) >= to_beat]
         close.sort(key=lambda item: self.rules.score(item[0]), reverse=True)
-        contestants = [_longer(record, self.limits.finals) for record, _ in close[: self.limits.finalists]]
+        finalists = max(1, sum(self.may_run(count) for count in range(1, self.limits.finalists + 1)))
+        contestants = [_longer(record, self.limits.finals) for record, _ in close[:finalists]]
         final = finals(
             contestants,
             self.rules.run,
-            turns=self._turns(len(contestants)),
+            turns=self.limits.turns if self.rules.grows else 0,
             usable_bytes=self.rules.usable_bytes,
             score=self.rules.score,
             purpose="race",
+            may_run=self.may_run,
         )
         won = next(one for record, one in close if is_alike(record, final.best))
         won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")

@@ -1,7 +1,7 @@
 """Peak bytes of one rank, measured by us: DeepSpeed's own CPU `memory_allocated` is the process's RSS.
 
-CUDA: the allocator's statistics. CPU ranks: what the process added to its private memory since the trial began, which
-is also what the budget (RLIMIT_DATA) counts.
+Of a card see `cuda_meter`. CPU ranks: what the process added to its private memory since the trial began, which is also
+what the budget (RLIMIT_DATA) counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from .malloc import Mapped, mapped
 
@@ -122,72 +122,3 @@ class CpuMeter:
 
     def synchronize(self) -> None:
         """CPU operators are done when they return."""
-
-
-@dataclass(slots=True)
-class CudaMeter:
-    """A CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit."""
-
-    limit_bytes: int | None
-    local_rank: int
-    _anon_at_start: int = 0
-    _total: int = 0
-    _retries_before: int = 0
-
-    def start(self) -> None:
-        import torch
-
-        torch.cuda.set_device(self.local_rank)
-        self._total = int(torch.cuda.get_device_properties(self.local_rank).total_memory)
-        if self.limit_bytes is not None and self.limit_bytes < self._total:
-            torch.cuda.set_per_process_memory_fraction(self.limit_bytes / self._total, self.local_rank)
-        torch.cuda.reset_peak_memory_stats(self.local_rank)
-        self._anon_at_start = status_bytes("RssAnon")["RssAnon"]
-
-    def lift(self) -> None:
-        """Nothing to lift: results are written from host memory."""
-
-    def sample(self) -> None:
-        """The allocator keeps its own peak."""
-
-    def peaks(self) -> dict[str, int | None]:
-        import torch
-
-        now = status_bytes("VmHWM", "RssFile", "RssShmem")
-        pinned: Any = getattr(torch.cuda, "host_memory_stats", dict)()
-        return {
-            # Reserved, not allocated: what the card must hold.
-            "device": int(torch.cuda.max_memory_reserved(self.local_rank)),
-            "device_allocated": int(torch.cuda.max_memory_allocated(self.local_rank)),
-            "host": now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start,
-            "pinned": pinned.get("allocated_bytes.peak"),
-            **self.allocator(),
-        }
-
-    def leave_device(self) -> dict[str, int]:
-        """The card is still the card: what gathering the weights needs there counts."""
-        return {}
-
-    def begin_steps(self) -> None:
-        self._retries_before = 0
-        self._retries_before = self.allocator()["alloc_retries"]
-
-    def allocator(self) -> dict[str, int]:
-        import torch
-
-        said = torch.cuda.memory_stats(self.local_rank)
-        idle = said.get("reserved_bytes.all.current", 0) - said.get("allocated_bytes.all.current", 0)
-        return {"idle_bytes": int(idle), "alloc_retries": int(said.get("num_alloc_retries", 0)) - self._retries_before}
-
-    def free_bytes(self) -> int | None:
-        import torch
-
-        free, _ = torch.cuda.mem_get_info(self.local_rank)
-        if self.limit_bytes is None:
-            return int(free)
-        return min(int(free), max(0, self.limit_bytes - int(torch.cuda.memory_reserved(self.local_rank))))
-
-    def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize(self.local_rank)

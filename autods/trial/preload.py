@@ -16,7 +16,7 @@ from typing import Any
 from ..values import WorkloadSource
 from ..workload.model_py import parsed
 from ..workload.script import imports_of, local_files
-from . import lean
+from . import driver, lean
 from .processor import remember
 
 # Imported by DeepSpeed at the first initialize or step; each costs tenths of a second in every rank otherwise.
@@ -87,22 +87,15 @@ def settle() -> None:
 
 
 def unfit_to_fork() -> str | None:
-    """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork."""
+    """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork. NVML is let go."""
     import torch
 
     if os.environ.get("AUTODS_SPAWN"):
         return "AUTODS_SPAWN is set"
-    if torch.cuda.is_initialized() or _holds_nvidia_device():  # type: ignore[no-untyped-call]
+    driver.let_go_of_nvml()
+    if torch.cuda.is_initialized() or driver.began() or driver.holds_device():  # type: ignore[no-untyped-call]
         return "CUDA was initialised while importing"
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"{threads - 1} threads were started while importing"
     return None
-
-
-def _holds_nvidia_device() -> bool:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
-                return True
-    return False

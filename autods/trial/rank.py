@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..ds_config import get
+from ..hardware import interface_of
+from ..threads import share
 from ..values import Phase
 from ..workload import Workload, WorkloadError, bound, load, partitioned
+from .cuda_meter import CudaMeter
 from .heartbeat import Heartbeats
-from .meter import CpuMeter, CudaMeter, Meter
+from .meter import CpuMeter, Meter
 from .seeds import seed_all
 from .spec import RankJob, write_json
 
@@ -67,6 +70,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watcher asks a stuck rank where it is
     board.beat(slot, "start", 0)
+    _take_threads(job)
     meter = _meter(job, slot)
     observer = Observer(board, slot, meter)
     jobs = _OF_A_SCRIPT if job.source.kind == "script" else _JOBS
@@ -74,6 +78,17 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
         return _written(job, observer, jobs[job.job](job, slot, observer, store, workload))
     except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
         return _written(job, observer, error)
+
+
+def _take_threads(job: RankJob) -> None:
+    """The zygote, from which torch's number comes, had one, so that it could fork; from here on there is no fork."""
+    import torch
+
+    torch.set_num_threads(_threads(job))
+
+
+def _threads(job: RankJob) -> int:
+    return job.threads or share(len(job.local_ranks))
 
 
 def _written(job: RankJob, observer: Observer, end: Mapping[str, Any] | BaseException) -> int:
@@ -186,7 +201,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         synchronize=observer.meter.synchronize,
         ranks=ranks_of(job, slot),
         exam=job.exam,
-        scratch=Path(job.scratch),
+        scratch=Path(job.checkpoints or job.scratch),
         seed=job.seed,
     )
     return {
@@ -257,15 +272,22 @@ _OF_A_SCRIPT = {**_JOBS, "train": _train_script, "survey": _survey_script}
 
 
 def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """What torchrun would set, and as many threads as the rank may have."""
     said = {
         "RANK": str(job.local_ranks[slot]),
         "LOCAL_RANK": str(slot),
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
+        "NODE_RANK": str(job.node_rank),
+        "GROUP_RANK": str(job.node_rank),
         "MASTER_ADDR": job.master_address,
         "MASTER_PORT": str(port),
     }
     if job.master_address == "127.0.0.1":
         said["GLOO_SOCKET_IFNAME"] = "lo"
+    elif (interface := interface_of(job.node_address)) is not None:
+        # Left alone they ask what the host's name resolves to, which is a loopback address on many machines.
+        said |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+    # Beside a card the host works, too: an offloaded optimizer takes all cores that it gets.
+    said["OMP_NUM_THREADS"] = said["MKL_NUM_THREADS"] = str(_threads(job))
     return {**os.environ, **said}

@@ -29,6 +29,10 @@ class RankJob:
     replica_ranks: int = 1  # see `ModelFacts`
     local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
     master_address: str = "127.0.0.1"
+    master_port: int | None = None  # where another node serves the store; None: the first of these ranks does
+    node_rank: int = 0
+    node_address: str = "127.0.0.1"  # of this node, as the others reach it
+    checkpoints: str | None = None  # a folder that all nodes see; None: scratch is one
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int = 1
     accumulation: int = 1
@@ -38,10 +42,16 @@ class RankJob:
     only_build: bool = False  # end before the engine is initialised
     limit_bytes: int | None = None  # of the device; None: not limited
     ops: tuple[str, ...] = ()
+    threads: int | None = None  # of each rank; None: its share of the node's processors
     seed: int = 0
     stall_s: float = 120.0
     init_s: float = 900.0
     wall_s: float = 1800.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its ranks are on this node."""
+        return len(self.local_ranks) == self.world_size
 
     @property
     def train_batch(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+
+from wrong import Wrong
 
 GOOD = """\
 import os
@@ -25,20 +27,7 @@ for epoch in range(100):
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bad:
-    """A change of GOOD. line: where the message says that it is wrong, None: in the file as a whole."""
-
-    old: str
-    new: str
-    line: int | None
-    says: str
-
-    @property
-    def text(self) -> str:
-        assert self.old in GOOD
-        return GOOD.replace(self.old, self.new, 1)
-
+Bad = partial(Wrong, good=GOOD)
 
 # Found before any trial.
 IN_THE_SURVEY = {

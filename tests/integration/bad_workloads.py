@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+
+from wrong import Wrong
 
 GOOD = """import torch
 
@@ -25,20 +27,7 @@ def build_batch(micro_batch_size):
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bad:
-    """`old` in GOOD becomes `new`; `line` is where the fault is, None when the place is the file as a whole."""
-
-    old: str
-    new: str
-    line: int | None
-    says: str
-
-    @property
-    def text(self) -> str:
-        assert self.old in GOOD
-        return GOOD.replace(self.old, self.new)
-
+Bad = partial(Wrong, good=GOOD)
 
 # Found without running anything.
 ON_SIGHT = {

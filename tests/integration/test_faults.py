@@ -41,7 +41,7 @@ def runner(ray, scene):
 
 
 def a_runner(scene: Scene) -> RayRunner:
-    return RayRunner(question(str(scene.path), scene.out), ignore)
+    return RayRunner(question(str(scene.path), scene.out, stall_s=6.0), ignore)
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -62,7 +62,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 _SETTLED = (
     "gpus", "device", "gpu_memory", "out", "config", "global_batch", "precision", "objective", "stop", "max_trials",
-    "max_time",
+    "max_time", "nodes", "address",
 )  # fmt: skip
 CPU = ("fit", "model.py", "--device", "cpu", "--gpus", "2", "--gpu-memory", "416MiB")
 
@@ -101,15 +101,16 @@ def test_every_option_reaches_the_fit() -> None:
     rest = ("--ladder", "zero1,zero2", "--strategies", "a", "--strategies", "b", "--nvme-path", "/n", "--seed", "7")
     last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh", "--no-forecast")
     search = ("--objective", "memory", "--stop", "first-fit", "--max-trials", "9", "--max-time", "20m")
+    place = ("--nodes", "2", "--address", "10.0.0.1:6379")
     script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
-    assert fake(*CPU, *more, *rest, *last, *search, *script) == 0
+    assert fake(*CPU, *more, *rest, *last, *search, *place, *script) == 0
     assert fake.asked == {
         "workload": "model.py", "gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "global_batch": 64,
         "precision": "fp16", "base_config": "base.json", "config": "quick", "ladder": "zero1,zero2",
         "strategies": (Path("a"), Path("b")), "nvme_path": "/n", "task": "seq2seq", "seq_len": 512,
         "target_len": 64, "out": "here", "seed": 7, "forecast": False, "objective": "memory", "stop": "first-fit",
         "max_trials": 9, "max_time": "20m", "zero_init": False, "kind": "script",
-        "script_args": ("--epochs", "3", "{ds_config}"),
+        "script_args": ("--epochs", "3", "{ds_config}"), "nodes": 2, "address": "10.0.0.1:6379",
     }  # fmt: skip
     assert fake.fresh is True
 
@@ -125,6 +126,9 @@ def test_every_option_reaches_the_fit() -> None:
         ((*CPU, "--objective", "fun"), "there is no objective 'fun'"),
         ((*CPU, "--stop", "never"), "neither first-fit nor fastest"),
         ((*CPU, "--max-trials", "0"), "at least one trial"),
+        ((*CPU, "--nodes", "2"), "--nodes 2 needs a Ray cluster"),
+        ((*CPU, "--nodes", "0", "--address", "auto"), "at least one node"),
+        ((*CPU, "--gpus", "3", "--nodes", "2", "--address", "auto"), "cannot be split evenly over 2 nodes"),
         ((*CPU, "--max-time", "soon"), "'soon' is not a time"),
         ((*CPU, "--precision", "bf16,int4"), "there is no precision 'int4'"),
         (("fit",), "Missing argument 'WORKLOAD'"),

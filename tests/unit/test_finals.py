@@ -94,6 +94,28 @@ def test_noisy_turns_keep_alive_what_quiet_ones_drop() -> None:
     assert len(held(script(**noisy), contestant("a"), contestant("b"), turns=6)[1].trials) == 12
 
 
+def test_a_turn_that_the_budget_does_not_allow_for_all_is_for_the_best_ones() -> None:
+    runner = ScriptedRunner(script(a=[100, 104], b=[103, 90], c=[102, 103], d=[99]))
+    contestants = [contestant(rung) for rung in "abcd"]
+    final = finals(
+        contestants, runner.run, turns=2, usable_bytes=USABLE, score=samples_per_second,
+        may_run=lambda trials: len(runner.trials) + trials <= 7,
+    )  # fmt: skip
+    assert rungs(runner) == ["a", "b", "c", "d", "a", "b", "c"]
+    assert final.best.trial.rung == "c"
+    assert "of 4 measured again in 2 turns: 1.00 times as fast as a" in final.reason
+
+
+def test_one_alone_is_not_measured_again_when_the_budget_ends_there() -> None:
+    runner = ScriptedRunner(script(a=[100], b=[103]))
+    final = finals(
+        [contestant("a"), contestant("b")], runner.run, turns=9, usable_bytes=USABLE, score=samples_per_second,
+        may_run=lambda trials: len(runner.trials) + trials <= 3,
+    )  # fmt: skip
+    assert rungs(runner) == ["a", "b"]
+    assert final.best.trial.rung == "b"
+
+
 def test_what_drifts_for_all_alike_is_no_noise() -> None:
     drifting = {"a": [100.0, 50.0, 25.0], "b": [85.0, 42.5, 21.25]}
     final, runner = held(script(**drifting), contestant("a"), contestant("b"))

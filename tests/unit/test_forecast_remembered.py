@@ -85,6 +85,7 @@ def test_a_cache_that_cannot_be_written_harms_nobody(monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_py_and_who_turned_it_off_are_always_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTODS_FORECAST_CACHE", raising=False)
     plain = Scripted(FACTS, traced)
     assert remembered(plain, replace(SOURCE, kind="file")) is plain
     assert remembered(plain, SOURCE) is not plain

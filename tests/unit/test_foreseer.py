@@ -6,13 +6,14 @@ import threading
 from dataclasses import replace
 
 import pytest
+from test_forecast_judge import grown
 from test_walk import FACTS, SETTINGS
 
 from autods.cluster.scripted import fit, out_of_memory
 from autods.ds_config import compose
 from autods.forecast.foreseer import Foreseer
 from autods.forecast.scripted import Script, Scripted, allocates, failing
-from autods.forecast.values import Ask, Simulated
+from autods.forecast.values import Ask, Simulated, Trace
 from autods.journal import key_of
 from autods.search.candidates import candidates
 from autods.values import Outcome, Trial
@@ -51,6 +52,26 @@ def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: st
     assert forecast is not None
     assert forecast.verdict == verdict
     assert forecast.memory["device"].limit_bytes == 16 * GIB
+
+
+def test_a_trial_whose_allocator_has_expandable_segments_is_forecast_with_them() -> None:
+    events, marks = grown(steps=3)
+
+    def pieces(ask: Ask, micro_batch: int) -> Simulated:
+        made = allocates(micro_batch, init=GIB, backward=3020 * MIB)
+        return replace(made, traces={"device": Trace(events=events, marks=marks)})
+
+    held = []
+    for expandable in (False, True):
+        made = replace(foreseer(pieces)[0], expandable=expandable, ask_of=lambda trial: on_card(ask_of(trial)))
+        said = made.forecast(trial())
+        assert said is not None
+        held.append(said.memory["device"].peak_bytes)
+    assert held[1] < 0.9 * held[0]
+
+
+def on_card(ask: Ask) -> Ask:
+    return replace(ask, device="cuda")
 
 
 def test_trials_that_allocate_the_same_are_simulated_once() -> None:

@@ -1,86 +1,62 @@
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
+from scripted_nvml import FakeCard, FakeNvml, NVMLError
 
 from autods.cgroup import MemoryGroup
-from autods.hardware import host_memory, look, versions, visible_cards
-
-
-class FakeNvml(ModuleType):
-    """As much of NVML as is asked of it: `count` cards of 16 GiB with UUIDs GPU-a, GPU-b, …"""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, count: int, *, driver: bool = True) -> None:
-        super().__init__("pynvml")
-        self.count, self.driver, self.open = count, driver, False
-
-    def nvmlInit(self) -> None:
-        if not self.driver:
-            raise self.NVMLError("no driver")
-        self.open = True
-
-    def nvmlShutdown(self) -> None:
-        self.open = False
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self.count
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if not 0 <= index < self.count:
-            raise self.NVMLError("not found")
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        if len(uuid) != 5 or not 0 <= (index := ord(uuid[-1]) - ord("a")) < self.count:
-            raise self.NVMLError("not found")
-        return index
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=16 * 2**30, free=(16 - handle) * 2**30)
-
-    def nvmlDeviceGetIndex(self, handle: int) -> int:
-        return handle
-
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return "A Card"
+from autods.hardware import Hardware, TorchBuild, host_memory, look, torch_build, versions
 
 
 @pytest.mark.parametrize(
-    ("visible", "indices"),
+    ("lines", "version", "cuda"),
     [
-        (None, [0, 1, 2, 3]),
-        ("0,1", [0, 1]),
-        (" 3 , 1", [3, 1]),
-        ("GPU-c,0", [2, 0]),
-        ("", []),
-        ("-1", []),
-        ("1,-1,2", [1]),
-        ("0,9,1", [0]),
-        ("GPU-z", []),
+        ("__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n",
+         "2.11.0+cu130", (13, 0)),
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", "2.13.0+cpu", None),
+        ("__version__ = '2.9.1+cu126'\ncuda: str | None = '12.6'\n", "2.9.1+cu126", (12, 6)),
     ],
-)
-def test_cuda_visible_devices_is_honoured_as_cuda_does(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, indices: list[int]
+)  # fmt: skip
+def test_torch_says_which_cuda_it_was_built_with(
+    tmp_path: Path, lines: str, version: str, cuda: tuple[int, int] | None
 ) -> None:
-    nvml = FakeNvml(4)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert [card.index for card in visible_cards(visible)] == indices
-    assert not nvml.open
+    (tmp_path / "version.py").write_text(lines)
+    build = torch_build(tmp_path)
+    assert build is not None
+    assert (build.version, build.cuda) == (version, cuda)
 
 
-def test_a_card_says_its_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(2))
-    card = visible_cards("1")[0]
-    assert (card.name, card.total_bytes, card.free_bytes) == ("A Card", 16 * 2**30, 15 * 2**30)
+def test_of_a_torch_that_cannot_be_read_or_is_for_rocm_nothing_is_said(tmp_path: Path) -> None:
+    assert torch_build(tmp_path) is None
+    (tmp_path / "version.py").write_text(
+        "__version__ = '2.11.0+rocm7'\ncuda: str | None = None\nhip: str | None = '7'\n"
+    )
+    assert torch_build(tmp_path) is None
 
 
-def test_a_machine_without_a_driver_shows_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(0, driver=False))
-    assert visible_cards(None) == ()
+def looked(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, build: TorchBuild) -> Hardware:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("autods.hardware.torch_build", lambda: build)
+    return look()
+
+
+def test_cards_with_a_driver_that_runs_torchs_cuda_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = looked(monkeypatch, FakeNvml([FakeCard()], cuda=13000), TorchBuild(version="2.13.0", cuda=(13, 2)))
+    assert (here.unusable, here.cuda, here.driver, len(here.cards)) == (None, "13.0", "580.95.05", 1)
+
+
+def test_a_driver_that_is_too_old_for_torch_is_said_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([FakeCard()], driver="535.54.03", cuda=12020)
+    here = looked(monkeypatch, nvml, TorchBuild(version="2.11.0+cu130", cuda=(13, 0)))
+    assert here.unusable is not None
+    assert "torch 2.11.0+cu130 needs CUDA 13.0, and the driver 535.54.03 runs 12.2 at most" in here.unusable
+
+
+def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = TorchBuild(version="2.13.0+cpu", cuda=None)
+    assert "built without CUDA" in str(looked(monkeypatch, FakeNvml([FakeCard()]), build).unusable)
+    assert looked(monkeypatch, FakeNvml(problem=NVMLError("none", 12)), build).unusable is None
 
 
 def test_this_machine_has_cores_and_memory() -> None:

@@ -42,6 +42,12 @@ def test_a_scripts_own_command_comes_back_with_its_placeholders_filled():
     assert said["accelerate"].startswith("accelerate launch --config_file out/accelerate.yaml train.py --epochs 3")
 
 
+def test_each_rank_gets_the_threads_that_it_had_in_trials():
+    report = scripted(device="cpu")
+    report = replace(report, question={**report.question, "threads": 4})
+    assert commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
+
+
 def test_braces_that_are_no_placeholder_stay():
     assert filled(('{"a": 1}', "{seed}", "{micro_batch_size}x"), {"micro_batch_size": 4}) == (
         '{"a": 1}',
@@ -139,6 +145,11 @@ def test_a_lightning_script_gets_a_config_without_accumulation_steps(tmp_path: P
 def test_an_accelerate_script_that_takes_no_config_is_launched_by_accelerate():
     assert [name for name, _ in lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
     assert dict(lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
+
+
+def test_what_accelerate_makes_of_cpu_ranks_is_said():
+    said = dict(lines(scripted("--epochs", "3", kind="accelerate", device="cpu")))
+    assert "does not share out the data" in said["note"]
 
 
 def test_where_nothing_fits_there_is_nothing_to_launch():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,3 +53,16 @@ def test_a_rank_that_computes_may_not(tmp_path: Path, pid: int, phase: Phase) ->
     watch = silent(phase, tmp_path, pid)
     watch.look(time.monotonic())
     assert watch.why_killed == "stuck"
+
+
+@pytest.mark.parametrize(("said", "tail"), [({"types": ["ValueError"], "message": "no"}, ""), (None, "last words\n")])
+def test_the_log_of_a_rank_is_reported_where_its_exception_is_not(
+    tmp_path: Path, pid: int, said: dict[str, object] | None, tail: str
+) -> None:
+    watch = silent("step", tmp_path, pid)
+    (tmp_path / "rank0.log").write_text("last words\n")
+    if said is not None:
+        (tmp_path / "rank0.json").write_text(json.dumps({"ok": False, "error": said, "at_s": 1.0}))
+    os.kill(pid, signal.SIGKILL)
+    watch.ended(next(iter(watch.live)))
+    assert [end["log_tail"] for end in watch.ends] == [tail]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autods.errors import InputError
+from autods.errors import EnvironmentBroken, InputError
 from autods.folders import data_folder
 from autods.hardware import Card, Hardware
 from autods.settings import Settings, read_profile, resolve, with_config_of
@@ -45,6 +45,21 @@ def test_all_visible_cards_and_their_whole_memory_are_used_when_nothing_is_said(
 def test_the_smallest_card_counts() -> None:
     cards = (replace(EIGHT_CARDS.cards[0], total_bytes=8 * GIB), *EIGHT_CARDS.cards)
     assert asked(hardware=replace(EIGHT_CARDS, cards=cards)).device_bytes == 8 * GIB
+
+
+def test_what_other_processes_hold_of_a_card_is_no_ranks_to_use() -> None:
+    cards = (replace(EIGHT_CARDS.cards[0], others_bytes=3 * GIB, free_bytes=13 * GIB), *EIGHT_CARDS.cards[1:])
+    shared = replace(EIGHT_CARDS, cards=cards)
+    assert asked(hardware=shared).device_bytes == 13 * GIB
+    assert "the card has 16.0 GiB, of which other processes hold 3.0 GiB" in refusal(
+        hardware=shared, gpu_memory="14GiB"
+    )
+
+
+def test_cards_that_cannot_be_used_are_the_environments_fault() -> None:
+    with pytest.raises(EnvironmentBroken, match="built without CUDA"):
+        asked(hardware=replace(EIGHT_CARDS, unusable="torch 2.13.0+cpu is built without CUDA\n  install another"))
+    assert asked(hardware=replace(EIGHT_CARDS, unusable="no"), device="cpu", gpus=1).device == "cpu"
 
 
 def test_cpu_ranks_stand_in_for_gpus_with_the_budget_as_their_memory() -> None:

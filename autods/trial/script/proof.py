@@ -66,5 +66,5 @@ class Proof:
             synchronize=self.observer.meter.synchronize,
         )
         longest = Longest(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
-        folder = Path(self.job.scratch) / "checkpoint"
+        folder = Path(self.job.checkpoints or self.job.scratch) / "checkpoint"
         return exams.parts_of(self.engine, hands, self.ranks, longest=longest, folder=folder, index=self.steps)

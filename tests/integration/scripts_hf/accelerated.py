@@ -37,7 +37,8 @@ def main():
                 break
     if asked.save:
         accelerator.save_state(asked.save)
-    accelerator.print("trained", steps, "steps in batches of", asked.batch_size, flush=True)
+    # One write: on CPU ranks accelerate takes each for the main process, and their lines would run into each other.
+    accelerator.print(f"trained {steps} steps in batches of {asked.batch_size}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

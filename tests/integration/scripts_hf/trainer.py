@@ -19,7 +19,9 @@ def main():
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train()
     trainer.save_model()
-    print("trained", trainer.state.global_step, "steps in batches of", trainer.state.train_batch_size, flush=True)
+    state = trainer.state
+    # One write: on CPU ranks their lines would run into each other.
+    print(f"trained {state.global_step} steps in batches of {state.train_batch_size}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""A TCP connection between the driver and each node's actor, so that each sees the other's end at once.
+
+Ray needs some 15 s for that, and a minute for a link that is cut. Where a process ends, its kernel closes the
+connection; where the machine or the link is gone, no keepalive is answered, however busy the processes are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_CONNECTS_S = 10.0
+# A silent link is dead after _IDLE_S + _TRIES × _EVERY_S.
+_IDLE_S, _EVERY_S, _TRIES = 2, 2, 3
+
+
+class Lifelines:
+    """The driver's ends, by the number of the node. `close` lets the nodes know that nobody wants them any more."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._token = secrets.token_hex(16)
+        self._door: socket.socket | None = None
+        self._lines: dict[int, socket.socket] = {}
+
+    def open(self) -> dict[str, Any]:
+        """Where nodes connect, for `hold`."""
+        self._door = socket.create_server((self._address, 0))
+        return {"address": self._address, "port": self._door.getsockname()[1], "token": self._token}
+
+    def admit(self, nodes: int) -> list[int]:
+        """Wait until so many nodes have connected; those that did not in time."""
+        assert self._door is not None
+        until = time.monotonic() + _CONNECTS_S
+        with self._door as door:
+            while len(self._lines) < nodes and (left := until - time.monotonic()) > 0:
+                door.settimeout(left)
+                with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                    self._admit(door.accept()[0])
+        return [number for number in range(nodes) if number not in self._lines]
+
+    def ended(self) -> dict[int, str]:
+        """Nodes whose line has ended, and how."""
+        return {number: said for number, line in self._lines.items() if (said := _end_of(line)) is not None}
+
+    def close(self) -> None:
+        """End all of them."""
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
+    def _admit(self, caller: socket.socket) -> None:
+        """A stranger is sent away."""
+        caller.settimeout(1.0)
+        said = json.loads(caller.recv(1024))
+        if not hmac.compare_digest(str(said["token"]), self._token):
+            caller.close()
+            return
+        _watched(caller)
+        self._lines[int(said["node"])] = caller
+
+
+def hold(place: dict[str, Any], number: int, gone: Callable[[], None]) -> bool:
+    """Connect this node to the driver; `gone` is called, in a thread of its own, when the driver's end is no more.
+
+    False where the driver cannot be reached.
+    """
+    try:
+        line = socket.create_connection((place["address"], place["port"]), _CONNECTS_S)
+        line.sendall(json.dumps({"token": place["token"], "node": number}).encode())
+    except OSError:
+        return False
+    _watched(line)
+    threading.Thread(target=_wait, args=(line, gone), daemon=True).start()
+    return True
+
+
+def _wait(line: socket.socket, gone: Callable[[], None]) -> None:
+    line.settimeout(None)
+    with line, contextlib.suppress(OSError):
+        line.recv(1)  # nothing is ever said
+    gone()
+
+
+def _end_of(line: socket.socket) -> str | None:
+    """How it ended, if it did."""
+    ready, _, _ = select.select([line], [], [], 0)
+    if not ready:
+        return None
+    try:
+        line.recv(1)
+    except TimeoutError:
+        return f"it cannot be reached any more: no answer for {_IDLE_S + _EVERY_S * _TRIES} s"
+    except OSError as error:
+        return f"its connection broke: {error.strerror}"
+    return "its actor's process ended"
+
+
+def _watched(line: socket.socket) -> None:
+    """With keepalives."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _EVERY_S), ("TCP_KEEPCNT", _TRIES)):
+        line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,186 @@
+"""Find nodes for a fit's ranks, start an actor and a zygote on each, and say in time what does not fit together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .. import procs
+from ..errors import EnvironmentBroken
+from ..settings import Settings
+from ..units import show_bytes
+from ..values import Event, Note
+from .lifeline import Lifelines
+from .node import Node
+from .placing import Need, Places, RayPlaces, Spot, reserve
+from .team import Member, Team
+
+_SOFTWARE = ("python", "torch", "deepspeed", "transformers")  # ranks of one job must have the same
+
+
+@dataclass(slots=True)
+class Mustered:
+    """The team of a fit and its reservation. seen: what each node is, see `Node.seen`."""
+
+    team: Team
+    seen: Sequence[Mapping[str, Any]]
+    places: Places
+    group: Any
+    ready_references: Sequence[Any] = field(default=())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the node that has the least."""
+        return min(int(one["hardware"]["host_bytes"]) for one in self.seen)
+
+    def ready(self) -> list[dict[str, Any]]:
+        """What each zygote said when it had loaded everything. Raises EnvironmentBroken when an actor died."""
+        ray = self.team.ray
+        try:
+            return [dict(said) for said in ray.get(list(self.ready_references))]
+        except ray.exceptions.RayActorError as error:
+            raise EnvironmentBroken(f"a Ray actor died while it loaded: {str(error).splitlines()[0]}") from None
+
+    def dismiss(self) -> None:
+        """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
+        if self.team.lines is not None:
+            self.team.lines.close()
+        ray, actors = self.team.ray, [member.actor for member in self.team.members if member.lost is None]
+        with contextlib.suppress(Exception):  # Ray may already be going down
+            ray.get([actor.abort.remote() for actor in actors], timeout=1)
+            ray.get([actor.stop.remote() for actor in actors], timeout=5)
+        for member in self.team.members:
+            with contextlib.suppress(Exception):
+                ray.kill(member.actor)
+        with contextlib.suppress(Exception):
+            self.places.free(self.group)
+
+
+def need_of(settings: Settings) -> Need:
+    """What the ranks of a node need.
+
+    On a cluster that others use too, CPU ranks need a processor each; a Ray of our own is nobody else's.
+    """
+    ranks = settings.ranks_per_node
+    shared = settings.address is not None
+    cpus = ranks if shared and settings.device == "cpu" else 1
+    return Need(nodes=settings.nodes, cpus=cpus, gpus=ranks if settings.device == "cuda" else 0)
+
+
+def muster(
+    ray: Any,
+    settings: Settings,
+    listen: Callable[[Event], None],
+    *,
+    environment: Mapping[str, str],
+    offered: str | None = None,
+    places: Places | None = None,
+) -> Mustered:
+    """Nodes reserved, an actor on each, their zygotes loading: wait with `Mustered.ready`.
+
+    Raises EnvironmentBroken when the cluster can never hold the ranks, or its nodes do not go together.
+    """
+    places = places or RayPlaces(ray)
+    here = ray.get_runtime_context().get_node_id()
+    need = need_of(settings)
+    group, spots = reserve(places, need, say=lambda text: listen(Note(text=text)), first=here)
+    members: list[Member] = []
+    mustered = Mustered(team=Team(ray, members), seen=(), places=places, group=group)
+    try:
+        for number, spot in enumerate(spots):
+            actor = _actor(ray, need, group, spot, settings, number, environment, offered)
+            members.append(Member(spot.node, actor))
+        mustered.seen = ray.get([member.actor.seen.remote() for member in members])
+        if settings.address is not None:
+            check_alike(mustered.seen, spots)
+            for said in differences(mustered.seen, spots):
+                listen(Note(text=said))
+            listen(Note(text=_where(spots, settings)))
+            _bind(mustered, listen, next(node.address for node in places.nodes() if node.id == here))
+        if len(members) > 1:
+            mustered.team.set_clocks()
+        mustered.ready_references = [member.actor.start.remote() for member in members]
+    except ray.exceptions.RayActorError as error:
+        mustered.dismiss()
+        raise EnvironmentBroken(f"a node of the Ray cluster cannot be used: {str(error).splitlines()[0]}") from None
+    except BaseException:
+        mustered.dismiss()
+        raise
+    return mustered
+
+
+def _bind(mustered: Mustered, listen: Callable[[Event], None], address: str) -> None:
+    """Let the driver and each node see each other's end at once."""
+    team = mustered.team
+    team.lines = Lifelines(address)
+    place = team.lines.open()
+    held = [member.actor.hold.remote(place, number) for number, member in enumerate(team.members)]
+    for number in team.lines.admit(len(held)):
+        node = team.members[number].node.address
+        listen(Note(text=f"{node} cannot reach {address}:{place['port']}: only Ray will notice the loss of this node"))
+
+
+def _actor(
+    ray: Any,
+    need: Need,
+    group: Any,
+    spot: Spot,
+    settings: Settings,
+    number: int,
+    environment: Mapping[str, str],
+    offered: str | None,
+) -> Any:
+    """The node's actor, in its bundle."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    log = settings.out / "logs" / ("zygote.log" if number == 0 else f"zygote-node{number}.log")
+    # Three threads: `progress` and `abort` must get through while `run` waits for the ranks.
+    options = {
+        "num_cpus": need.cpus,
+        "num_gpus": need.gpus,
+        "max_concurrency": 3,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=spot.bundle
+        ),
+    }
+    driver = {"pid": os.getpid(), "machine": procs.machine()}
+    return ray.remote(**options)(Node).remote(
+        asdict(settings.source), settings.device, driver, str(log), dict(environment), offered
+    )
+
+
+def _where(spots: Sequence[Spot], settings: Settings) -> str:
+    ranks = f"{settings.ranks_per_node} ranks"
+    return f"{ranks} on each of {', '.join(spot.node.address for spot in spots)}; the package came to them with the fit"
+
+
+def check_alike(seen: Iterable[Mapping[str, Any]], spots: Sequence[Spot]) -> None:
+    """Ranks of one job speak one language. Raises EnvironmentBroken with the first difference."""
+    known: dict[str, tuple[str, str]] = {}
+    for one, spot in zip(seen, spots, strict=True):
+        for name in _SOFTWARE:
+            version = one["versions"][name]
+            first, address = known.setdefault(name, (version, spot.node.address))
+            if version != first:
+                raise EnvironmentBroken(
+                    f"the nodes differ in software: {name} {first} on {address}, {version} on {spot.node.address}\n"
+                    f"  install the same on all: pip install {name}=={first}"
+                )
+
+
+def differences(seen: Sequence[Mapping[str, Any]], spots: Sequence[Spot]) -> list[str]:
+    """What a person should know of cards that are not alike: the slowest and the smallest decide."""
+    cards: dict[tuple[str, int], list[str]] = {}
+    for one, spot in zip(seen, spots, strict=True):
+        for card in one["hardware"]["cards"]:
+            cards.setdefault((card["name"], card["total_bytes"]), []).append(spot.node.address)
+    if len(cards) < 2:
+        return []
+    said = "; ".join(
+        f"{len(where)} × {name} with {show_bytes(size)} on {', '.join(dict.fromkeys(where))}"
+        for (name, size), where in cards.items()
+    )
+    return [f"the cards differ, the slowest and the smallest decide: {said}"]

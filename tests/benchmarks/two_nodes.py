@@ -1,0 +1,229 @@
+"""Fits on several nodes of a Ray cluster, all of them raylets of this machine, and what is left when one goes.
+
+python tests/benchmarks/two_nodes.py [ladder] [kill] [concurrent] [cut] [--json FILE]
+
+ladder: examples/gpt.py on 4 CPU ranks of one node, and on 2 × 2 of two raylets: are the outcomes of the rungs the same?
+kill: the raylet of a node is killed (SIGKILL) in mid-trial, with a spare node and without one.
+concurrent: two fits at once on a cluster that has room for both, and on one that has room for one at a time.
+cut: three nodes in network namespaces with addresses of their own; the link of one goes down in mid-trial. They lie
+inside a namespace of our own, nothing outside sees them; where none can be made, that is said.
+
+"gone" runs from the kill, or the cut, to the end of the last rank on that side. Prints a table; writes
+tests/benchmarks/results/two_nodes.json, parts that were not run keep their figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+from clusters import begin_fit, cluster, raylet_above, records, short_config
+from namespaces import HEAD, Lab, inside_own, why_impossible
+from watching import Scene, wait_gone
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results" / "two_nodes.json"
+DEMO = REPOSITORY / "examples" / "gpt.py"
+TWO = ("--gpus", "4", "--nodes", "2")
+TINY = ("--gpu-memory", "1GiB", "--ladder", "zero1")
+LONG_S = 900
+
+Row = dict[str, Any]
+
+
+def ladder() -> Iterator[Row]:
+    """The same question on one node and on two."""
+    for memory in ("416MiB", "288MiB"):
+        asked = ("--gpu-memory", memory, "--config", "quick", "--max-trials", "8")
+        with folder() as out:
+            one = ended(begin_fit(DEMO, out, "--gpus", "4", *asked), out)
+        with folder() as out, cluster(2, 2) as address:
+            two = ended(begin_fit(DEMO, out, *TWO, "--address", address, *asked), out)
+        walks = [
+            [rung_of(record) for record in each["records"] if record["trial"]["purpose"] == "walk"]
+            for each in (one, two)
+        ]
+        for first, second in zip(*walks, strict=True):
+            yield {
+                "limit": memory,
+                "rung": first["rung"],
+                "one node": first["said"],
+                "two nodes": second["said"],
+                "same": (first["rung"], first["kind"]) == (second["rung"], second["kind"]),
+            }
+        yield {
+            "limit": memory, "rung": "the fit", "one node": f"exit {one['code']}, {one['seconds']:.0f} s",
+            "two nodes": f"exit {two['code']}, {two['seconds']:.0f} s", "same": one["code"] == two["code"],
+        }  # fmt: skip
+
+
+def walked(fit: Row) -> list[Row]:
+    return [rung_of(record) for record in fit["records"] if record["trial"]["purpose"] == "walk"]
+
+
+def rung_of(record: Row) -> Row:
+    outcome = record["outcome"]
+    said = outcome["kind"].replace("_", " ")
+    if outcome["kind"] == "fit":
+        said += f", peak {outcome['memory']['device']['peak_bytes'] / 2**20:.0f} MiB"
+    elif outcome["kind"] == "out_of_memory":
+        said += f" ({outcome['tier']}, rank {outcome['rank']}, {outcome['phase']})"
+    else:
+        said += f": {outcome['failure']}"
+    return {"rung": record["trial"]["rung"], "kind": outcome["kind"], "said": said}
+
+
+def kill() -> Iterator[Row]:
+    """A raylet goes in mid-trial."""
+    for phase in ("forward", "step"):
+        for spare in (True, False):
+            with scene() as one, cluster(0, *[2] * (3 if spare else 2)) as address:
+                one.choose("hang", phase)
+                fit = begin(one, address)
+                yield lost(one, fit, phase, lambda pid: raylet_above(pid).kill(), "killed", spare)
+
+
+def begin(one: Scene, address: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    asked = (*TWO, "--address", address, *TINY, "--config", short_config(one.out.parent))
+    return begin_fit(one.path, one.out, *asked, inside=inside)
+
+
+def lost(
+    one: Scene, fit: subprocess.Popen[bytes], phase: str, strike: Callable[[int], None], how: str, spare: bool
+) -> Row:
+    """Strike the node of the last rank in mid-trial, and see what becomes of both nodes' ranks and of the fit."""
+    note = one.struck()
+    time.sleep(0.5)
+    (one.out / "fault.json").unlink()
+    family = one.family()
+    zygotes = [process for pid in family if (process := psutil.Process(pid)).ppid() not in family]
+    nodes = [{child.pid for child in zygote.children()} for zygote in zygotes]
+    own = next(ranks for ranks in nodes if note["pid"] in ranks)
+    other = next(ranks for ranks in nodes if note["pid"] not in ranks)
+    strike(note["pid"])
+    began = time.monotonic()
+    other_s = wait_gone(other, 120) - began
+    own_s = wait_gone(own, 120) - began
+    code = fit.wait(LONG_S)
+    first, *after = records(one.out)
+    outcome = first["outcome"]
+    return {
+        "event": f"node {how} in {phase}, {'a spare node' if spare else 'no spare node'}",
+        "reported": f"{outcome['failure']}: {outcome['evidence']}",
+        "other node's ranks gone s": round(other_s, 2),
+        "own ranks gone s": round(own_s, 2),
+        "then": f"exit {code}: {', '.join(rung_of(record)['said'] for record in after) or last_error(one.out)}",
+        "whole s": round(time.monotonic() - began, 1),
+    }
+
+
+def last_error(out: Path) -> str:
+    lines = (out / "said.txt").read_text().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "nothing said")
+
+
+def concurrent() -> Iterator[Row]:
+    """Two fits at once: side by side where there is room, one after the other where there is none."""
+    for cpus in (4, 2):
+        with scene() as one, scene() as two, cluster(0, cpus, cpus) as address:
+            began = time.monotonic()
+            fits = [(each, begin(each, address)) for each in (one, two)]
+            ends: dict[int, float] = {}
+            while len(ends) < 2:
+                for each, fit in fits:
+                    if fit.poll() is not None:
+                        ends.setdefault(id(each), time.monotonic() - began)
+                time.sleep(0.05)
+            waited = [line for each in (one, two) for line in (each.out / "said.txt").read_text().splitlines()]
+            yield {
+                "cluster": f"2 nodes × {cpus} CPUs, two fits of 2 × 2 ranks",
+                "exit codes": [fit.returncode for _, fit in fits],
+                "outcomes": [sorted({rung_of(record)["kind"] for record in records(each.out)}) for each in (one, two)],
+                "ended s": [round(ends[id(each)], 1) for each in (one, two)],
+                "said": next((line for line in waited if "waiting for" in line), "nobody had to wait"),
+            }
+
+
+def cut() -> Iterator[Row]:
+    """The link of a node goes down in mid-trial."""
+    why = why_impossible()
+    if why is not None:
+        yield {"event": "link cut", "reported": f"not measured: {why}"}
+        return
+    said = subprocess.run(inside_own([sys.executable, __file__, "--inside"]), stdout=subprocess.PIPE, check=True)
+    yield json.loads(said.stdout.splitlines()[-1])
+
+
+def cut_inside() -> Row:
+    """In a network namespace of our own."""
+    with scene() as one, Lab(3, cpus=2) as lab:
+        one.choose("hang", "forward")
+        fit = begin(one, lab.address, inside=lab.at(HEAD))
+        try:
+            return lost(one, fit, "forward", lambda pid: lab.cut(lab.node_of(pid)), "cut off", True)
+        finally:
+            fit.kill()
+
+
+def ended(fit: subprocess.Popen[bytes], out: Path) -> Row:
+    began = time.monotonic()
+    try:
+        code = fit.wait(LONG_S)
+    finally:
+        if fit.poll() is None:
+            fit.send_signal(signal.SIGINT)
+            fit.wait(30)
+    return {"code": code, "seconds": time.monotonic() - began, "records": records(out)}
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="two_nodes_", ignore_cleanup_errors=True) as name:
+        yield Path(name) / "out"
+
+
+@contextmanager
+def scene() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="two_nodes_", ignore_cleanup_errors=True) as name:
+        yield Scene.at(Path(name))
+
+
+PARTS = {"ladder": ladder, "kill": kill, "concurrent": concurrent, "cut": cut}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all, if none is named")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.inside:
+        print(json.dumps(cut_inside()))
+        return
+    results: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    results["machine"] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    for name in asked.parts or PARTS:
+        results[name] = []
+        print(f"\n{name}")
+        for row in PARTS[name]():
+            results[name].append(row)
+            print("  " + "\n    ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+        asked.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Fits on a Ray cluster of several raylets on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from clusters import begin_fit, cluster, outcomes, raylet_above, short_config
+from watching import Scene, wait_gone
+
+
+def test_of_two_fits_on_one_cluster_one_loses_a_node_and_goes_on_and_the_other_is_not_disturbed(tmp_path):
+    """Two nodes for one fit, one for the other, which after the loss waits for the first to end. The head has none."""
+    wide, lone = (Scene.at(made(tmp_path / name)) for name in ("wide", "lone"))
+    lone.choose("hang", "forward")
+    with cluster(0, 2, 2, 2) as address:
+        first = begun(wide, address, "--gpus", "4", "--nodes", "2")
+        other = begun(lone, address, "--gpus", "2")
+        struck = lone.struck()
+        (lone.out / "fault.json").unlink()
+        ranks = {process.pid for process in lone.zygote().children()}
+        raylet_above(struck["pid"]).kill()
+        wait_gone(ranks, 60)
+        assert struck["pid"] in ranks
+        codes = first.wait(120), other.wait(120)
+    assert codes == (0, 0), said(wide) + said(lone)
+    assert {one["kind"] for one in outcomes(wide.out)} == {"fit"}
+    lost, *after = outcomes(lone.out)
+    assert (lost["failure"], lost["rank"]) == ("infrastructure", -1)
+    assert "was lost" in lost["evidence"]
+    assert {one["kind"] for one in after} == {"fit"}
+    assert "2 ranks on each of 127.0.0.1, 127.0.0.1" in said(wide)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def begun(scene: Scene, address: str, *asked: str) -> subprocess.Popen[bytes]:
+    more = ("--gpu-memory", "1GiB", "--ladder", "zero1", "--config", short_config(scene.out.parent))
+    return begin_fit(scene.path, scene.out, "--address", address, *asked, *more)
+
+
+def said(scene: Scene) -> str:
+    return (scene.out / "said.txt").read_text()

@@ -1,0 +1,21 @@
+"""A file that is wrong by one change of a good one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrong:
+    """`old` in `good` becomes `new`. line: of the fault, None: in the file as a whole. says: what is said of it."""
+
+    good: str
+    old: str
+    new: str
+    line: int | None
+    says: str
+
+    @property
+    def text(self) -> str:
+        assert self.old in self.good
+        return self.good.replace(self.old, self.new)

@@ -1,0 +1,127 @@
+"""An NVML that answers as it is told, for tests of what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass
+class FakeCard:
+    """total_bytes: what CUDA says, reserved_bytes: beside it, the driver's. slices: MIG devices; None: no MIG mode."""
+
+    name: str = "A Card"
+    uuid: str = "GPU-a"
+    total_bytes: int = 16 * GIB
+    reserved_bytes: int = GIB // 2
+    used_bytes: int = 0
+    pids: tuple[int, ...] = ()
+    slices: list[FakeCard | None] | None = None
+    knows_mig: bool = True
+
+
+class NVMLError(Exception):
+    def __init__(self, said: str, value: int | None = None) -> None:
+        super().__init__(said)
+        self.value = value
+
+
+@dataclass
+class FakeNvml:
+    """`sys.modules["pynvml"]`, or the `nvml` argument. new: the driver knows the second version of the memory call."""
+
+    cards: Sequence[FakeCard] = ()
+    problem: NVMLError | None = None
+    new: bool = True
+    driver: str | bytes = "580.95.05"
+    cuda: int = 13000
+    open: int = 0
+    asked: list[str] = field(default_factory=list)
+
+    NVMLError: Any = NVMLError
+    NVML_ERROR_DRIVER_NOT_LOADED: int = 9
+    NVML_ERROR_LIBRARY_NOT_FOUND: int = 12
+    nvmlMemory_v2: int = 0x02000028
+
+    def nvmlInit(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        if not self.open:
+            raise NVMLError("Uninitialized", 1)
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeCard:
+        if not 0 <= index < len(self.cards):
+            raise NVMLError("Invalid Argument", 2)
+        return self.cards[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeCard:
+        slices = [one for card in self.cards for one in card.slices or () if one is not None]
+        for card in (*self.cards, *slices):
+            if card.uuid == uuid:
+                return card
+        raise NVMLError("Not Found", 6)
+
+    def nvmlDeviceGetMigMode(self, card: FakeCard) -> list[int]:
+        if not card.knows_mig:
+            raise NVMLError("Not Supported", 3)
+        return [int(card.slices is not None)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, card: FakeCard) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, card: FakeCard, place: int) -> FakeCard:
+        found = card.slices[place] if card.slices is not None and place < len(card.slices) else None
+        if found is None:
+            raise NVMLError("Not Found", 6)
+        return found
+
+    def nvmlDeviceGetMemoryInfo(self, card: FakeCard, version: int | None = None) -> SimpleNamespace:
+        free = card.total_bytes - card.used_bytes
+        whole = card.total_bytes + card.reserved_bytes
+        if version is None:
+            return SimpleNamespace(total=whole, free=free, used=whole - free)
+        if not self.new:
+            raise NVMLError("Function Not Found", 13)
+        return SimpleNamespace(total=whole, reserved=card.reserved_bytes, free=free, used=card.used_bytes)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: FakeCard) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in card.pids]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, card: FakeCard) -> list[SimpleNamespace]:
+        raise NVMLError("Not Supported", 3)
+
+    def nvmlDeviceGetUUID(self, card: FakeCard) -> str:
+        return card.uuid
+
+    def nvmlDeviceGetIndex(self, card: FakeCard) -> int:
+        for number, one in enumerate(self.cards):
+            if one is card:
+                return number
+            if card in (one.slices or ()):
+                return (one.slices or []).index(card)
+        raise NVMLError("Not Found", 6)
+
+    def nvmlDeviceGetName(self, card: FakeCard) -> str | bytes:
+        return card.name
+
+    def nvmlSystemGetDriverVersion(self) -> str | bytes:
+        return self.driver
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.cuda
+
+
+def four() -> FakeNvml:
+    """Cards of 16 GiB with UUIDs GPU-a, GPU-b, …"""
+    return FakeNvml([FakeCard(uuid=f"GPU-{letter}") for letter in "abcd"])

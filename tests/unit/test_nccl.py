@@ -1,0 +1,91 @@
+"""What a job on cards reports when NCCL fails: the first cause, not what its watchdog says of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autods.cluster.result import failure_from
+from autods.trial.spec import RankJob
+from autods.values import Failed, OutOfMemory, WorkloadSource
+
+SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
+JOB = RankJob(job="train", source=SOURCE, device="cuda", folder="/f", scratch="/s", world_size=2, local_ranks=(0, 1))
+
+WATCHDOG = """\
+[rank{rank}]:[E1122 01:10:14.210000000 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=500000, NumelOut=500000, Timeout(ms)=600000) ran for 600055 \
+milliseconds before timing out.
+[rank{rank}]:[E1122 01:10:14.410000000 ProcessGroupNCCL.cpp:1816] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] \
+Exception (either an error or timeout) detected by watchdog at work: 41, last enqueued work: 41, last completed: 40.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated with exception: [Rank \
+{rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE)
+"""
+OUT = (
+    "CUDA out of memory. Tried to allocate 1.91 GiB. GPU 1 has a total capacity of 15.77 GiB of which 1.02 GiB is "
+    "free. Including non-PyTorch memory, this process has 14.74 GiB memory in use. Of the allocated memory 13.02 GiB "
+    "is allocated by PyTorch, and 612.31 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def end(rank: int, *, at_s: float, exit: int | None = 1, log: str = "", **error: Any) -> dict[str, Any]:
+    """As the watcher reports a rank: by a signal, or with what it raised."""
+    record = None
+    if error:
+        record = {"ok": False, "phase": "backward", "step": 1, "at_s": at_s, "error": {"traceback": "", **error}}
+    return {
+        "rank": rank, "killed_by_us": False, "record": record, "phase": "backward", "step": 1, "at_s": at_s,
+        "exit": exit, "log_tail": log,
+    }  # fmt: skip
+
+
+def raised(rank: int, kind: str, message: str, *, at_s: float, log: str = "") -> dict[str, Any]:
+    return end(rank, at_s=at_s, log=log, types=[kind, "RuntimeError", "Exception"], message=message)
+
+
+def outcome(*ends: dict[str, Any]) -> Any:
+    return failure_from([{"ends": list(ends)}], JOB)
+
+
+def test_a_rank_out_of_memory_is_the_cause_though_the_other_ones_watchdog_spoke_first() -> None:
+    aborted = end(0, at_s=10.0, exit=-6, log=WATCHDOG.format(rank=0))
+    found = outcome(aborted, raised(1, "OutOfMemoryError", OUT, at_s=10.2))
+    assert isinstance(found, OutOfMemory)
+    assert (found.tier, found.rank) == ("device", 1)
+    assert found.wanted_bytes == int(1.91 * 2**30)
+
+
+def test_nccl_that_gets_no_memory_is_the_devices_shortage() -> None:
+    said = (
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.7\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nCuda failure 2 'out of memory'"
+    )
+    found = outcome(raised(0, "DistBackendError", said, at_s=1.0))
+    assert isinstance(found, OutOfMemory)
+    assert found.tier == "device"
+
+
+def test_what_nccl_wrote_into_the_log_says_why_its_error_came() -> None:
+    said = "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
+    log = "node-1:812:990 [0] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
+    found = outcome(raised(0, "DistBackendError", said, at_s=1.0, log=log))
+    assert isinstance(found, OutOfMemory)
+    assert found.tier == "device"
+
+
+def test_a_time_out_alone_is_no_shortage_and_worth_another_try() -> None:
+    found = outcome(end(0, at_s=1.0, exit=-6, log=WATCHDOG.format(rank=0)))
+    assert isinstance(found, Failed)
+    assert found.failure in ("secondary", "communication")
+
+
+def test_an_error_of_the_card_is_the_cause_of_its_peers_asynchronous_one() -> None:
+    peer = "NCCL communicator was aborted on rank 0. Original reason for failure was: remote process exited"
+    found = outcome(
+        raised(0, "DistBackendError", peer, at_s=1.0),
+        raised(1, "AcceleratorError", "CUDA error: an illegal memory access was encountered", at_s=1.1),
+    )
+    assert isinstance(found, Failed)
+    assert found.rank == 1
+    assert "illegal memory access" in found.evidence
