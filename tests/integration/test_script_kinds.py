@@ -177,8 +177,9 @@ def test_accumulation_steps_that_do_not_reach_the_trainer_are_said(started):
     assert "gradient_accumulation_steps is 1, where the trial asks for 2" in outcome.evidence
 
 
-def test_the_worst_case_exam_saves_loads_and_goes_on(started):
-    outcome = started(*KINDS["hf_trainer"]).run(a_trial("zero2", exam="worst_case"), id=1).outcome
+@pytest.mark.parametrize("kind", ["hf_trainer", "lightning"])
+def test_the_worst_case_exam_saves_loads_and_goes_on(started, kind):
+    outcome = started(*KINDS[kind]).run(a_trial("zero2", exam="worst_case"), id=1).outcome
     assert isinstance(outcome, Fit), outcome
     assert outcome.examined.restored is True
     assert json.loads(json.dumps(outcome.examined.batch_shape)) == [4, 32]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,10 @@ class Loader:
 
 @dataclass(slots=True)
 class Batches:
-    """Told of the arguments of each training forward. longest_shape: of the largest tensor of the longest batch."""
+    """Told of the arguments of each training forward. longest_shape: of the largest tensor of the longest batch. call:
+    how a forward is asked for again, of the engine, the arguments and the keywords."""
 
+    call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda engine, args, kwargs: engine(*args, **kwargs)
     seen: int = 0
     tokens_per_sample: int | None = None
     longest_shape: tuple[int, ...] = ()
@@ -79,7 +81,7 @@ class Batches:
         seed_all(0)  # layers of experts choose tokens at random in evaluation, too: the same ones each time
         engine.eval()
         with torch.no_grad():
-            out = engine(*args, **kwargs)
+            out = self.call(engine, args, kwargs)
         engine.train()
         loss = loss_of(out)
         if loss is not None:

@@ -43,10 +43,25 @@ def _with_our_config(session: Session, real: Any) -> Any:
     @functools.wraps(real)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
+        session.batches.call = _as_a_training_step(self)
         self.config = for_lightning(filling.in_place_of(session, dict(self.config or {})))
         self.config["train_micro_batch_size_per_gpu"] = session.job.micro_batch
 
     return init
+
+
+def _as_a_training_step(strategy: Any) -> Any:
+    """The strategy turns a training step into a forward of the engine; a module need have no forward of its own."""
+
+    def call(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = strategy.lightning_module
+        module.log = module.log_dict = lambda *args, **kwargs: None  # its Trainer would refuse it between two steps
+        try:
+            return strategy.training_step(*args, **kwargs)
+        finally:
+            del module.log, module.log_dict
+
+    return call
 
 
 def _counted(session: Session) -> Any:
