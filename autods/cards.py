@@ -83,6 +83,34 @@ def _who(pids: tuple[int, ...]) -> str:
     return f" (pid {', '.join(map(str, pids))})" if pids else ""
 
 
+def by_index(visible: str, nvml: Any = None) -> str:
+    """CUDA_VISIBLE_DEVICES with the numbers of cards in place of their UUIDs, where that can be said.
+
+    DeepSpeed 0.19.8 takes each name for a number when ZeRO-1 and -2 ask how much of the card is free. A MIG slice has
+    no number.
+    """
+    if not any(name.strip().startswith("GPU-") for name in visible.split(",")):
+        return visible
+    cards = see(visible, nvml).cards
+    if not cards or any(card.slice for card in cards):
+        return visible
+    return ",".join(str(card.index) for card in cards)
+
+
+def said_of_names(visible: str | None, nvml: Any = None) -> tuple[str, ...]:
+    """What a person should know of the names that they gave to cards."""
+    names = [] if visible is None else [name.strip() for name in visible.split(",")]
+    if any(name.startswith("MIG-") for name in names):
+        return ("CUDA_VISIBLE_DEVICES names a MIG slice, which DeepSpeed's ZeRO-1 and -2 cannot read: they will fail",)
+    numbers = by_index(visible, nvml) if visible is not None else None
+    if numbers == visible:
+        return ()
+    return (
+        f"CUDA_VISIBLE_DEVICES names cards by UUID, which DeepSpeed's ZeRO-1 and -2 cannot read: trials run with "
+        f"CUDA_VISIBLE_DEVICES={numbers} CUDA_DEVICE_ORDER=PCI_BUS_ID, and so has to be what comes after",
+    )
+
+
 def used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:
     """What is held of each card that CUDA shows, by whomever; None where NVML does not tell."""
     with _open(nvml) as (api, _):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import report as reports
-from .cards import said_of
+from .cards import said_of, said_of_names
 from .conclude import nothing_fits, result_of
 from .errors import EnvironmentBroken, Interrupted
 from .failures import input_error
@@ -133,6 +134,7 @@ def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Runn
     from .cluster.runner import RayRunner
 
     here = look()
-    for said in said_of(here.cards[: settings.gpus]) if settings.device == "cuda" else ():
-        listen(Note(text=said))
+    if settings.device == "cuda" and settings.address is None:
+        for said in (*said_of(here.cards[: settings.gpus]), *said_of_names(os.environ.get("CUDA_VISIBLE_DEVICES"))):
+            listen(Note(text=said))
     return RayRunner(settings, listen, host_bytes=here.host_bytes)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from .checks import precision_of
 from .ds_config import get
+from .journal import key_of
 from .resume import Memory
 from .search.applies import check_ranks, idle, tunable, unforeseeable
 from .search.ask import is_alike, score_of
@@ -22,7 +23,8 @@ from .search.grow import climbed
 from .search.race import Raced, race
 from .search.shortfall import Closest, shortfall
 from .search.tune import Tuned, tune
-from .search.walk import Walked, tried, walk
+from .search.variants import without_checkpointing
+from .search.walk import Walked, first_trial, tried, walk
 from .settings import Settings, with_config_of
 from .values import Fit, ModelFacts, Note, Record, Trial
 
@@ -94,7 +96,8 @@ class Search:
 
     def _found(self, facts: ModelFacts, op_problems: Mapping[str, str]) -> Found | Nothing:
         rungs = candidates(self.settings, facts, op_problems)
-        walked = walk(rungs, self.memory.run, self.settings.profile.walk, self.memory.listen, self.foresight)
+        steps = self.settings.profile.walk
+        walked = walk(rungs, self.memory.run, steps, self.memory.listen, self.foresight, before=self._keeping)
         if walked.winner is None:
             closest = None if walked.stopped else self._closest(walked)
             return Nothing(facts=facts, walked=walked, closest=closest)
@@ -103,7 +106,8 @@ class Search:
         self.so_far(raced.best)
         tuned = self._tuned(raced, facts)
         self.so_far(tuned.best)
-        certified = self._certified(tuned, raced, walked.winner, rivals_of(rungs, walked), facts)
+        untried = (*self._recomputing(walked.winner, rungs), *rivals_of(rungs, walked))
+        certified = self._certified(tuned, raced, walked.winner, untried, facts)
         best = tuned.best if certified is None else certified.best
         return Found(
             facts=facts, walked=walked, raced=raced, tuned=tuned, certified=certified,
@@ -128,6 +132,25 @@ class Search:
         return not (budget.trials and len(records) + trials + aside > budget.trials) and not (
             budget.seconds and spent_s >= budget.seconds
         )
+
+    def _keeping(self, candidate: Candidate) -> Candidate | None:
+        """The rung without recomputing, where the first rung that fits is taken and this one fits by far: recomputing
+        would cost it time, and a trial to see that."""
+        race = self.settings.profile.race
+        if race.stop != "first-fit" or not race.checkpointing or self.settings.objective == "memory":
+            return None
+        if not candidate.knobs.checkpointing or candidate.stand_in:
+            return None
+        lighter = without_checkpointing(candidate)
+        trial = first_trial(lighter, self.settings.profile.walk)
+        known = key_of(trial) in self.memory.past.records  # what ran out later, before a kill, changes no first look
+        return lighter if known or self.foresight.is_obvious(trial) else None
+
+    def _recomputing(self, winner: Record, rungs: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """The winner's rung with recomputing, where nobody looked at that: what it may back off to."""
+        rung = winner.trial.rung
+        known = [one for one in self.memory.records if one.trial.rung == rung and one.trial.knobs.checkpointing]
+        return () if known else tuple(one for one in rungs if one.rung.name == rung and one.knobs.checkpointing)
 
     def _closest(self, walked: Walked) -> Closest | None:
         settings = self.settings

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from ..cards import by_index
 from ..trial.ops import ops_folder
 from ..values import Device, WorkloadSource
 
@@ -108,7 +109,10 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
     said = _ON_CUDA | said
     said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        said["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
+        given = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
+        said["CUDA_VISIBLE_DEVICES"] = by_index(given)
+        if said["CUDA_VISIBLE_DEVICES"] != given:
+            said["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # whose numbers they are
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import ipaddress
 import logging
 import os
@@ -11,7 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -104,10 +105,11 @@ def _own_address(host: str, port: int) -> str | None:
     own = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
     with contextlib.suppress(Exception):  # Ray's inner rooms: where they look otherwise, it decides by itself
         from ray._private.state import GlobalState
-        from ray._raylet import GcsClientOptions
 
-        state = GlobalState()
-        said = GcsClientOptions.create(f"{host}:{port}", None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+        state, raylet = GlobalState(), cast(Any, importlib.import_module("ray._raylet"))  # its types name no options
+        said = raylet.GcsClientOptions.create(
+            f"{host}:{port}", None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+        )
         state._initialize_global_state(said)
         nodes = {node["NodeManagerAddress"] for node in state.node_table() if node["Alive"]}
         state.disconnect()

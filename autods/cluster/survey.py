@@ -30,7 +30,7 @@ def weakest(seen: Sequence[Hardware], *, nodes: int, each: int) -> Hardware:
         fit = sorted(seen, key=lambda one: len(one.cards), reverse=True)[:nodes]
     least = min(fit, key=lambda one: len(one.cards))
     cards = [card for one in fit for card in one.cards]
-    smallest = min(cards, key=lambda card: card.total_bytes, default=None)
+    smallest = min(cards, key=lambda card: card.usable_bytes, default=None)
     return Hardware(
         cpu=least.cpu,
         cores=min(one.cores for one in fit),

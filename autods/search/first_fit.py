@@ -16,6 +16,7 @@ from .race import Raced
 from .variants import without_checkpointing
 
 _CHOSEN = "the first rung of the ladder that fits"
+_LEFT_OUT = f"{_CHOSEN}; recomputing was left out, since memory is not what ends its growth"
 
 
 def first_fit(
@@ -31,8 +32,10 @@ def first_fit(
 
     Recomputing buys memory with time, and memory is worth a larger micro batch. So it is first grown without: where
     something else than memory ends that, recomputing has nothing to give. Otherwise both are grown, and the faster one
-    is taken.
+    is taken. winner: of the candidate as it is, or of what keeps its activations.
     """
+    if candidate.knobs.checkpointing and not winner.trial.knobs.checkpointing:
+        return _beside(winner, candidate, rules, walk_steps, may_run)
     tries = limits.checkpointing and rules.grows and may_run(2)
     keeps = _keeping(candidate, rules, walk_steps) if tries else None
     if keeps is None or keeps.climb.best() is None:
@@ -40,14 +43,33 @@ def first_fit(
         return _raced([climbed(winner, rules)], {candidate.rung.name: _CHOSEN, **reasons}, others=())
     assert keeps.climb.stop is not None
     if not keeps.climb.stop.is_limit:
-        why = f"{_CHOSEN}; recomputing was left out, since memory is not what ends its growth"
-        return _raced([keeps.climb], {keeps.name: why}, others=(winner,))
-    recomputes = climbed(winner, rules)
-    raced = _raced([keeps.climb, recomputes], {}, others=())
-    first, second = (keeps.name, candidate.rung.name)
+        return _raced([keeps.climb], {keeps.name: _LEFT_OUT}, others=(winner,))
+    return _faster(keeps.climb, climbed(winner, rules), keeps.name, candidate.rung.name)
+
+
+def _beside(
+    winner: Record, candidate: Candidate, rules: Rules, walk_steps: Steps, may_run: Callable[[int], bool]
+) -> Raced:
+    """The winner keeps its activations; recomputing enters beside it where memory ends its growth."""
+    keeps, name = climbed(winner, rules), entrant_of(without_checkpointing(candidate), rules, recomputes=True).name
+    assert keeps.stop is not None
+    if not keeps.stop.is_limit or not may_run(2):
+        return _raced([keeps], {name: _CHOSEN if keeps.stop.is_limit else _LEFT_OUT}, others=())
+    recomputes = entrant_of(candidate, rules, recomputes=True)
+    recomputes.enter(walk_steps)
+    if recomputes.out is not None:
+        return _raced([keeps], {name: _CHOSEN, recomputes.name: recomputes.out}, others=())
+    recomputes.climb.ends()
+    return _faster(keeps, recomputes.climb, name, recomputes.name)
+
+
+def _faster(keeps: Climb, recomputes: Climb, keeps_name: str, recomputes_name: str) -> Raced:
+    """Of the two, both grown."""
+    raced = _raced([keeps, recomputes], {}, others=())
+    first, second = keeps_name, recomputes_name
     if raced.best.trial.knobs.checkpointing:
         first, second = second, first
-    slower = max(map(rules.score, raced.others), default=0.0) / rules.score(raced.best)
+    slower = max(map(keeps.rules.score, raced.others), default=0.0) / keeps.rules.score(raced.best)
     return replace(raced, reasons={first: _CHOSEN, second: f"{slower:.2f} times as fast as {first}"})
 
 

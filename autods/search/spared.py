@@ -41,7 +41,7 @@ class Spared:
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Of those that will be asked for."""
         if not self._unforeseeable():
-            self.inner.prepare([trial for trial in trials if not self._obvious(trial)])
+            self.inner.prepare([trial for trial in trials if not self.is_obvious(trial)])
 
     def settle(self) -> None:
         """As the inner one does."""
@@ -49,7 +49,7 @@ class Spared:
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """None as well where the trial obviously fits."""
-        return None if self._obvious(trial) or self._unforeseeable() else self.inner.forecast(trial)
+        return None if self.is_obvious(trial) or self._unforeseeable() else self.inner.forecast(trial)
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """By the measured peak where that is small: what fits even if all of it grew; growing measures on there."""
@@ -78,5 +78,6 @@ class Spared:
             return False
         return _BYTES_A_PARAMETER * facts.parameters + _BESIDES <= self.device_bytes * _SHARE
 
-    def _obvious(self, trial: Trial) -> bool:
+    def is_obvious(self, trial: Trial) -> bool:
+        """Whether it is a small model's first trial, and nothing has run out yet."""
         return trial.knobs.micro_batch == 1 and not self._ran_out and self._small()

@@ -33,15 +33,17 @@ def walk(
     steps: Steps,
     on_skip: Callable[[Skipped], None] = lambda skipped: None,
     foresight: Foresight = BLIND,
+    before: Callable[[Candidate], Candidate | None] = lambda candidate: None,
 ) -> Walked:
     """Try each rung until one fits. A rung is never passed over because another ran out: the ladder is a ranking by
     speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say).
     What is full on the host, or broken, is another matter: see `lessons`. Nor is a rung tried that cannot fit by its
     own forecast; but where nothing fits, the one that lacks least is tried all the same: that is then seen, not said.
+    before: a faster variant of a rung, which is looked at first and wins if it fits.
     """
     rungs = tuple(candidates)
     _prepare(rungs, steps, foresight)
-    walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip), foresight)
+    walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip, before=before), foresight)
     foresight.settle()
     return walked
 
@@ -79,6 +81,7 @@ class _Walking:
     run: Run
     steps: Steps
     on_skip: Callable[[Skipped], None]
+    before: Callable[[Candidate], Candidate | None]
     records: list[Record] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     lessons: Lessons = field(default_factory=Lessons)
@@ -88,9 +91,12 @@ class _Walking:
 
     def ends_with(self, candidate: Candidate) -> bool:
         """Try the rung; whether that ends the walk."""
-        answers = tried(candidate, self.run, self.steps)
-        self.records.extend(answers)
-        last = answers[-1]
+        variant = self.before(candidate)
+        if variant is not None:
+            self.records.extend(tried(variant, self.run, self.steps))
+        if variant is None or not (fits_well(self.records[-1]) or _stops_all(self.records[-1])):
+            self.records.extend(tried(candidate, self.run, self.steps))
+        last = self.records[-1]
         if fits_well(last):
             self.winner = last
         elif _stops_all(last):

@@ -109,7 +109,9 @@ class CudaMeter:
     def _pinned(self) -> int | None:
         """Page-locked bytes at most, with what rounding adds; None where torch does not count them."""
         said: Any = getattr(self._api(), "host_memory_stats", dict)()
-        peak = said.get("allocated_bytes.peak")
+        # What the allocator owns, whether in use or cached: torch calls it so now, and called it reserved at first,
+        # when allocated was what is in use.
+        peak = said.get("reserved_bytes.peak", said.get("allocated_bytes.peak"))
         return None if peak is None else int(peak)
 
     def _api(self) -> Any:

@@ -1,7 +1,8 @@
-"""DeepSpeed Autotuning and `autods fit` on the same GPT-2 on one CPU rank: time to the answer, and its throughput.
+"""DeepSpeed Autotuning and `autods fit` on the same GPT-2 on one rank: time to the answer, and its throughput.
 
 apt install pdsh; pip install --group bench -c constraints.txt
 python tests/benchmarks/autotuner.py [--size gpt2_4x256|gpt2_8x384] [--profiles quick,default] [--memory 4GiB] [--json]
+    [--device cuda]          one card in place of a CPU rank, without a limit of the micro batch or of the memory
 
 Both look for the fastest config of one script's model, in fp32: the autotuner knows no bf16, and fp16 means little on a
 CPU. The autotuner runs as documented: `deepspeed --autotuning tune --num_gpus 1 train.py …`, "fast" on (its default),
@@ -108,6 +109,7 @@ class Side:
     """One size, side by side."""
 
     size: str
+    device: str = "cpu"
     answers: list[Answer] = field(default_factory=list)
     turns: dict[str, list[float]] = field(default_factory=dict)  # samples/s
     cpu_turns: dict[str, list[float]] = field(default_factory=dict)  # samples a processor second
@@ -119,7 +121,7 @@ def main() -> int:
     asked = arguments()
     check_requirements()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what runs is ended
-    side = Side(size=asked.size)
+    side = Side(size=asked.size, device=asked.device)
     with tempfile.TemporaryDirectory(prefix="autods-autotuner-") as name:
         folder = Path(name)
         for profile in asked.profiles:
@@ -140,7 +142,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(MOST_MICRO_BATCH), default="gpt2_4x256")
     parser.add_argument("--profiles", type=lambda text: text.split(","), default=["quick", "default"])
-    parser.add_argument("--memory", default="4GiB", help="the budget of a rank of autods's trials")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--memory", help="the budget of a rank of autods's trials; 4GiB of a CPU rank, else the card's")
     parser.add_argument("--most-micro-batch", type=int, help="the autotuner's limit; 32, for gpt2_8x384 8")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-seconds", type=float, default=6.0)
@@ -149,7 +152,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--local-size", action="store_true", help="the autotuner on 2 ranks with LOCAL_SIZE=2, too")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    asked.most_micro_batch = asked.most_micro_batch or MOST_MICRO_BATCH[asked.size]
+    if asked.device == "cpu":
+        asked.most_micro_batch = asked.most_micro_batch or MOST_MICRO_BATCH[asked.size]
+        asked.memory = asked.memory or "4GiB"
     return asked
 
 
@@ -170,22 +175,20 @@ def check_requirements() -> None:
 
 def autotuned(asked: argparse.Namespace, folder: Path, *, ranks: int, local_size: bool = False) -> Answer:
     folder.mkdir()
+    most = asked.most_micro_batch
+    limit = {"max_train_micro_batch_size_per_gpu": most} if most else {}
     (folder / "ds_config.json").write_text(
         json.dumps(
             {
                 "train_micro_batch_size_per_gpu": "auto",
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-                "autotuning": {
-                    "enabled": True,
-                    "fast": True,
-                    "max_train_micro_batch_size_per_gpu": asked.most_micro_batch,
-                },
+                "autotuning": {"enabled": True, "fast": True, **limit},
             }
         )
     )
     command = ["deepspeed", "--autotuning", "tune", "--num_gpus", str(ranks), str(HERE / "train.py")]
     command += ["--model", str(HERE / f"{asked.size}.py"), "--deepspeed", "--deepspeed_config", "ds_config.json"]
-    more = {"DS_ACCELERATOR": "cpu", **({"LOCAL_SIZE": str(ranks)} if local_size else {})}
+    more = {"DS_ACCELERATOR": asked.device, **({"LOCAL_SIZE": str(ranks)} if local_size else {})}
     ran = run(command, cwd=folder, more=more, limit_s=asked.limit)
     log = "\n".join([ran.out, *(line for _, line in ran.lines)])
     tried = experiments(folder / "autotuning_results", log)
@@ -227,8 +230,9 @@ def experiments(results: Path, log: str) -> tuple[Tried, ...]:
 
 
 def fitted(asked: argparse.Namespace, profile: str, out: Path, *, ranks: int) -> Answer:
-    command = [sys.executable, "-m", "autods", "fit", str(HERE / f"{asked.size}.py"), "--device", "cpu"]
-    command += ["--gpus", str(ranks), "--gpu-memory", asked.memory, "--precision", "fp32", "--config", profile]
+    command = [sys.executable, "-m", "autods", "fit", str(HERE / f"{asked.size}.py"), "--device", asked.device]
+    command += ["--gpus", str(ranks), "--precision", "fp32", "--config", profile]
+    command += ["--gpu-memory", asked.memory] if asked.memory else []
     ran = run([*command, "--fresh", "--json", "--out", str(out)], cwd=REPOSITORY, more={}, limit_s=asked.limit)
     report = json.loads(ran.out) if ran.out.strip() else {}
     trials = report.get("trials", [])
@@ -358,7 +362,8 @@ def race(asked: argparse.Namespace, side: Side) -> None:
         return
     command = [sys.executable, str(HERE / "loop.py"), "--model", str(HERE / f"{asked.size}.py")]
     command += ["--turns", str(asked.turns), "--seconds", str(asked.turn_seconds)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    # The loop forks its turns: looking whether there is a card must not initialise CUDA before.
+    environment = {**os.environ, "DS_ACCELERATOR": asked.device, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with tempfile.TemporaryFile("w+") as said:
         said.write(json.dumps(entries))
         said.seek(0)
@@ -449,7 +454,9 @@ def text_of(answer: Answer) -> str:
 
 
 def shown(side: Side, rows: Sequence[Mapping[str, Any]]) -> str:
-    table = Table(title=f"{side.size}, one CPU rank, fp32", box=None, title_justify="left", header_style="bold")
+    table = Table(
+        title=f"{side.size}, one {side.device} rank, fp32", box=None, title_justify="left", header_style="bold"
+    )
     for name in ("", "s", "sooner", "CPU s", "less", "trials", "failed", "answer", "samples/s", "faster", "by CPU"):
         table.add_column(name, justify="left" if name in ("", "answer") else "right", no_wrap=True)
     for row in rows:

@@ -96,9 +96,7 @@ def planted(report: Report) -> str:
 RANKS: dict[str, Any] = {"gpus": 2, "device": "cpu", "config": str(CASES / "cases.toml")}
 WITH_PLANTED = {"ladder": "planted", "strategies": [CASES / "strategies"], "precision": "fp32"}
 ALL = {
-    "leaner": Case(
-        workload=HERE.parents[1] / "examples" / "gpt.py", asked={**RANKS, "gpu_memory": "900MiB"}, holds=leaner
-    ),
+    "leaner": Case(workload=CASES / "few_samples.py", asked={**RANKS, "gpu_memory": "270MiB"}, holds=leaner),
     "short_batch": Case(
         workload=CASES / "short_then_long.py", asked={**RANKS, "gpu_memory": "160MiB"}, holds=short_batch
     ),

@@ -38,14 +38,16 @@ IN_THE_SURVEY = {
         says="it ended and never called deepspeed.initialize",
     ),
     "it exits at once": Bad(old="# HERE", new="sys.exit(0)", line=None, says="never called deepspeed.initialize"),
-    "it leaves with an exit code": Bad(old="# HERE", new="sys.exit(3)", line=6, says="sys.exit(3) was called"),
+    "it leaves with an exit code": Bad(old="# HERE", new="sys.exit(3)", line=6, says="it left with exit code 3"),
     "it needs input": Bad(old="# HERE", new="input('which? ')", line=6, says="it waits for input"),
     "it moves to CUDA": Bad(old="Linear(8, 8)", new="Linear(8, 8).cuda()", line=8, says="needs CUDA"),
     "it chooses a CUDA device": Bad(old="# HERE", new="torch.cuda.set_device(0)", line=6, says="needs CUDA"),
     "it starts CUDA while it is imported": Bad(
         old="# HERE", new="torch.zeros(1, device='cuda')", line=6, says="needs CUDA"
     ),
-    "a package is missing": Bad(old="# HERE", new="import nowhere_to_be_found", line=6, says="nowhere_to_be_found"),
+    "a package is missing": Bad(
+        old="# HERE", new="import nowhere_to_be_found", line=6, says="it needs nowhere_to_be_found, which"
+    ),
     "a command line that its parser refuses": Bad(
         old="# HERE",
         new="import argparse; argparse.ArgumentParser().parse_args()",
@@ -53,6 +55,12 @@ IN_THE_SURVEY = {
         says="its command line is refused: unrecognized arguments",
     ),
     "no config": Bad(old=", config=config", new="", line=12, says="it gives deepspeed.initialize no config"),
+    "nothing to train with": Bad(
+        old="model_parameters=model.parameters(), config=config",
+        new="config={'train_micro_batch_size_per_gpu': size}",
+        line=12,
+        says="it trains an engine that has no optimizer",
+    ),
     "ranks of its own": Bad(
         old="# HERE", new="torch.multiprocessing.spawn(print, nprocs=2)", line=6, says="starts ranks of its own"
     ),
@@ -108,6 +116,11 @@ FINE = {
         "        engine.step()\n",
         "        try:\n            engine.step()\n        except BaseException:\n            import time\n"
         "            time.sleep(1000)\n",
+    ),
+    "it asks a frozen model in an engine of its own": (
+        "for epoch in range(100):\n    for x, y in loader:\n",
+        "frozen = deepspeed.initialize(model=torch.nn.Linear(8, 8), config={'train_batch_size': 2 * size})[0]\n"
+        "for epoch in range(100):\n    for x, y in loader:\n        y = frozen(x).detach()\n",
     ),
     "it forks a helper": ("# HERE", "if not os.fork():\n    import time; time.sleep(1000)"),
     "it leaves with an error on its way out": (

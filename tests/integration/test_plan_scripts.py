@@ -7,7 +7,9 @@ import hashlib
 import shutil
 from pathlib import Path
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from autods import api
 from autods.ds_config import compose
@@ -48,12 +50,14 @@ import sys
 import deepspeed
 import numpy
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.distributed.init_process_group("nccl")
 torch.cuda.set_device(0)
 torch.manual_seed(1)
 model = torch.nn.Linear(64, 64)
+model.load_state_dict(load_file("weights.safetensors"), assign=True)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
 data = TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
 losses = []
@@ -86,6 +90,8 @@ def users(tmp_path):
     shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name, text in (("curious", CURIOUS), ("lost", LOST), ("twin", TWIN)):
         (folder / f"{name}.py").write_text(text)
+    weights = {"weight": numpy.zeros((64, 64), "float32"), "bias": numpy.zeros(64, "float32")}
+    save_file(weights, folder / "weights.safetensors")
     before = _digest(folder)
     with contextlib.chdir(folder):
         yield folder
@@ -130,7 +136,7 @@ def test_values_that_a_script_asks_for_are_stood_for_and_that_is_said(users):
     assert rung.verdict == "fits"
     assert forecast.facts.parameters == 64 * 64 + 64
     said = " ".join(forecast.all_assumed)
-    assert "curious.py:23: values were not computed: 0 stood for them" in said
+    assert "curious.py:25: values were not computed: 0 stood for them" in said
     assert "workers were not started" in said
     assert "first two optimizer steps" in said
 

@@ -1,7 +1,7 @@
 import pytest
 from scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError, four
 
-from autods.cards import said_of, see, used_bytes
+from autods.cards import by_index, said_of, said_of_names, see, used_bytes
 
 
 def slices() -> FakeNvml:
@@ -91,6 +91,19 @@ def test_a_machine_without_a_driver_shows_no_cards_and_has_no_problem(value: int
 def test_a_driver_that_was_updated_under_us_is_a_problem() -> None:
     seen = see(None, FakeNvml(problem=NVMLError("RM has detected an NVML/RM version mismatch.", 18)))
     assert seen.problem == "NVML: RM has detected an NVML/RM version mismatch."
+
+
+def test_names_of_cards_become_numbers_which_deepspeed_can_read_and_that_is_said() -> None:
+    assert by_index("GPU-c,0", four()) == "2,0"
+    (said,) = said_of_names("GPU-c,0", four())
+    assert "CUDA_VISIBLE_DEVICES=2,0 CUDA_DEVICE_ORDER=PCI_BUS_ID" in said
+    for numbers in ("3,1", "", None):
+        assert said_of_names(numbers, four()) == ()
+
+
+def test_a_slice_has_no_number() -> None:
+    assert by_index("MIG-1", slices()) == "MIG-1"
+    assert "they will fail" in said_of_names("MIG-1", slices())[0]
 
 
 def test_used_bytes_are_those_of_the_cards_that_cuda_shows() -> None:

@@ -146,8 +146,10 @@ def test_pinned_memory_is_unknown_where_torch_does_not_count_it() -> None:
     meter, cuda, _ = meter_on(FakeCard())
     meter.start()
     assert meter.peaks()["pinned"] is None
-    cuda.pinned = {"allocated_bytes.peak": 2**30}
-    assert meter.peaks()["pinned"] == 2**30
+    cuda.pinned = {"allocated_bytes.peak": GIB, "active_bytes.peak": 1}
+    assert meter.peaks()["pinned"] == GIB
+    cuda.pinned = {"allocated_bytes.peak": 1, "reserved_bytes.peak": GIB}  # as torch 2.8 has them
+    assert meter.peaks()["pinned"] == GIB
 
 
 def test_clocks_wait_for_the_card() -> None:

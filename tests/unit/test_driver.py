@@ -1,11 +1,15 @@
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted_nvml import four
 
 from autods.cluster import launch
 from autods.trial import driver
+from autods.trial.preload import unfit_to_fork
 from autods.trial.rank import environment
 from autods.trial.spec import RankJob
 from autods.values import Device, WorkloadSource
@@ -61,6 +65,24 @@ def test_cudas_own_device_says_that_it_began_and_nvmls_do_not(links: list[str], 
     assert driver.holds_device(lambda: links) is held
 
 
+@pytest.mark.parametrize(
+    ("torch_began", "driver_began", "device_held"),
+    [(True, False, False), (False, True, False), (False, False, True)],
+)
+def test_a_process_in_which_cuda_began_by_whomever_is_not_forked(
+    monkeypatch: pytest.MonkeyPatch, torch_began: bool, driver_began: bool, device_held: bool
+) -> None:
+    shut: list[bool] = []
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: torch_began))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.delenv("AUTODS_SPAWN", raising=False)
+    monkeypatch.setattr(driver, "began", lambda: driver_began)
+    monkeypatch.setattr(driver, "holds_device", lambda: device_held)
+    monkeypatch.setattr(driver, "let_go_of_nvml", lambda: shut.append(True))
+    assert unfit_to_fork() == "CUDA was initialised while importing"
+    assert shut == [True]
+
+
 def job(device: Device, ranks: int = 2) -> RankJob:
     return RankJob(
         job="train", source=SOURCE, device=device, folder="/f", scratch="/s", world_size=ranks,
@@ -111,6 +133,13 @@ def test_what_the_user_set_for_cards_stays(monkeypatch: pytest.MonkeyPatch) -> N
     assert (said["NCCL_DEBUG"], said["CUDA_DEVICE_ORDER"]) == ("INFO", "FASTEST_FIRST")
     assert said["OMP_NUM_THREADS"] == "1"  # the zygote forks; a rank gets those six
     assert said["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
+def test_cards_that_are_named_by_uuid_are_given_to_ranks_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", four())  # type: ignore[arg-type]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-d,GPU-b")
+    said = started("cuda", monkeypatch, CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    assert (said["CUDA_VISIBLE_DEVICES"], said["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
 
 
 def test_a_zygote_of_cpu_ranks_sees_no_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,11 +192,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.assume(f"{place}: {what}")
 
 
-# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales; whether there
-# is padding is said by `masks`.
+# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales, losses for a
+# log; whether there is padding is said by `masks`.
 _QUIET = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
-    "/transformers/optimization.py", "/bitsandbytes/", "/torch/utils/data/",
+    "/transformers/optimization.py", "/transformers/trainer.py", "/accelerate/", "/bitsandbytes/", "/torch/utils/data/",
 )  # fmt: skip
 # Passed over on the way to the model's code.
 _OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")

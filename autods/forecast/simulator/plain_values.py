@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...trial.script.users import everywhere
+from . import weights
 from .dispatch import outside_frame
 from .ledger import Ledger
 
@@ -31,6 +32,7 @@ _OF_MEMORY = (
 def install(ledger: Ledger) -> None:
     """For the rest of this process."""
     _answer_values(ledger)
+    weights.install()
     _load_in_this_process(ledger)
     _draw_real_samples()
     _keep_random_states()

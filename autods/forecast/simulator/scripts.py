@@ -35,6 +35,7 @@ from .speech import say, told
 
 _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second differs, see `engine`
 _LIMIT_S = 300.0  # of one run; simulated steps take seconds, what takes longer is the script's own work
+_ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and asks for more data
 _ANSWERED = 93  # exit code of a run that said what came of it; a script that leaves by itself hardly takes this one
 _MEND = "real trials measure it: autods fit"
 
@@ -125,7 +126,9 @@ class _Run:
     def job(self) -> RankJob:
         """As the one of a trial."""
         ask = self.ask
-        config = {BATCH_KEYS[2]: 1, **in_scratch(ask.ds_config, self.scratch), BATCH_KEYS[1]: self.micro_batch}
+        config = in_scratch(ask.ds_config, self.scratch)
+        accumulation = min(_ENOUGH_ACCUMULATION, int(config.get(BATCH_KEYS[2], 1)))
+        config |= {BATCH_KEYS[1]: self.micro_batch, BATCH_KEYS[2]: accumulation}
         return RankJob(
             job="survey" if self.only_looks else "train",
             source=self.source,
@@ -135,7 +138,7 @@ class _Run:
             world_size=ask.world_size,
             ds_config=config,
             micro_batch=self.micro_batch,
-            accumulation=int(config[BATCH_KEYS[2]]),
+            accumulation=accumulation,
             steps=_STEPS,
         )
 

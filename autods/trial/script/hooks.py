@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...ds_config import without_monitors
 from ...values import ScriptKind
 from .. import pipeline
 from ..survey import parameters_of
 from .engine import watch
 from .session import Session
-from .users import caller, everywhere, refusal
+from .users import Place, caller, everywhere, refusal
 
 # Modules of this package that know a library. One that calls `deepspeed.initialize` itself needs none.
 KINDS: Mapping[ScriptKind, str] = {"hf_trainer": "huggingface", "accelerate": "accelerate", "lightning": "lightning"}
@@ -46,12 +47,17 @@ def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(real).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
-    if session.engine is not None:
-        raise refusal(
-            "it calls deepspeed.initialize a second time", mend="one engine can be tuned: give a script that has one"
-        )
     users, from_file = _config_of(asked)
     own_optimizer = asked["optimizer"] is not None
+    if users is not None and _only_serves(asked, users):
+        asked["config"], asked["config_params"] = without_monitors(users), None
+        asked["args"] = _without_config(asked["args"])
+        return _serving(real(*given.args, **given.kwargs), session, caller())
+    if session.engine is not None:
+        raise refusal(
+            "it calls deepspeed.initialize a second time, to train another model",
+            mend="one engine can be tuned, beside models that are only evaluated: give a script that trains one",
+        )
     session.takes(asked["model"])
     if session.looks_only:
         session.looked(_facts(session, asked, users, from_file=from_file, own_optimizer=own_optimizer))
@@ -66,6 +72,26 @@ def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
         raise
     session.began(made[0])
     watch(made[0], session)
+    return made
+
+
+def _only_serves(asked: Mapping[str, Any], users: Mapping[str, Any]) -> bool:
+    """Whether nothing is there that an engine could train with: it is a frozen model's, a reference or a teacher."""
+    return asked["optimizer"] is None and not asked["model_parameters"] and "optimizer" not in users
+
+
+def _serving(made: Any, session: Session, place: Place | None) -> Any:
+    """What the script gets for such a model: an engine as the script asked for it, whose steps are nobody's."""
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        session.failure = refusal(
+            "it trains an engine that has no optimizer",
+            mend='give deepspeed.initialize an optimizer, model_parameters, or a config with "optimizer"',
+            at=place,
+        )
+        raise session.failure
+
+    made[0].backward = made[0].step = train
     return made
 
 

@@ -127,6 +127,15 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
     if isinstance(error, EOFError) and _waits_for_input(error):
         mend = "give it the answer as an argument, or in a file"
         return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
+    if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
+        mend = f"install it into the Python that autods runs in, {sys.executable}"
+        return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
+    if isinstance(error, SystemExit):
+        how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
+        return refusal(f"it left {how}", mend="why may stand in its log, above the end", at=place)
+    if isinstance(error, AssertionError) and "min_capacity" in str(error):
+        what = f"its experts take no batch of so few tokens as micro batch {session.job.micro_batch} has (min_capacity)"
+        return refusal(what, mend="give MoE(…, min_capacity=0): trials begin with micro batch 1", at=place)
     return error
 
 

@@ -20,6 +20,7 @@ import time
 import traceback
 
 import deepspeed
+import pynvml
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  loaded once
 
@@ -34,6 +35,7 @@ def main() -> None:
     asked = parser.parse_args()
     answers = json.load(sys.stdin)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    close_nvml()
     for _ in range(asked.turns):
         for answer in answers:
             print(json.dumps({"name": answer["name"], **forked(asked, answer)}), flush=True)
@@ -46,6 +48,7 @@ def forked(asked: argparse.Namespace, answer: dict) -> dict:
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(2, 1)  # standard output is for our lines alone
+            open_nvml()
             said = measured(asked, answer)
         except BaseException:
             said = {"error": traceback.format_exc().strip().splitlines()[-1]}
@@ -56,6 +59,22 @@ def forked(asked: argparse.Namespace, answer: dict) -> dict:
         said = pipe.read()
     _, status = os.waitpid(pid, 0)
     return json.loads(said) if said else {"error": f"ended with {os.waitstatus_to_exitcode(status)}"}
+
+
+def close_nvml() -> None:
+    """DeepSpeed opened it when it was imported on a machine with cards; it does not survive a fork."""
+    while True:
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            return
+
+
+def open_nvml() -> None:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return
 
 
 def measured(asked: argparse.Namespace, answer: dict) -> dict:
@@ -71,10 +90,13 @@ def measured(asked: argparse.Namespace, answer: dict) -> dict:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=answer["ds_config"])
     for _ in range(2):
         step(engine, workload)
+    accelerator = deepspeed.get_accelerator()
+    accelerator.synchronize()
     began, used, steps = time.perf_counter(), time.process_time(), 0
     while steps < 2 or time.perf_counter() - began < asked.seconds:
         step(engine, workload)
         steps += 1
+        accelerator.synchronize()
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - used
     samples = engine.train_batch_size() * steps
     return {"samples_per_second": samples / seconds, "samples_per_cpu_second": samples / cpu_s, "steps": steps}

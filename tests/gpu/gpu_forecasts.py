@@ -1,0 +1,101 @@
+"""The forecast of each cell that was measured. Needs no card: it may be made later, on another machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from gpu_cells import source
+
+from autods.forecast.caching import replay
+from autods.forecast.constants import read_constants
+from autods.forecast.judge import judged
+from autods.forecast.learn import pair_of
+from autods.forecast.need import need_of
+from autods.forecast.simulator import SimulationFailed, Simulator
+from autods.forecast.values import Ask, Simulated
+from autods.typed import read_as
+from autods.units import show_bytes
+from autods.values import Device, Fit, ModelFacts
+
+Row = dict[str, Any]
+_SAME = ("model", "precision", "rung", "world_size", "card_bytes", "checkpointing")
+
+
+def foreseen(cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int) -> Iterator[Row]:
+    """Each cell with its forecast, those of one engine together. usable_bytes: of a rank's device as it is."""
+
+    def engine(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(str(cell[name]) for name in _SAME)
+
+    with tempfile.TemporaryDirectory(prefix="autods-gpu-") as folder:
+        for model, of_model in groupby(sorted(cells, key=engine), key=lambda cell: cell["model"]):
+            with Simulator(source(model, Path(folder)), processes=1) as simulator:
+                for _, same in groupby(list(of_model), key=engine):
+                    yield from _of_engine(simulator, list(same), device, usable_bytes)
+
+
+def _of_engine(
+    simulator: Simulator, cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int
+) -> Iterator[Row]:
+    asks = [ask_of(cell, device, usable_bytes) for cell in cells]
+    try:
+        with simulator.engine(asks[0]) as running:
+            for cell, ask in zip(cells, asks, strict=True):
+                yield {**cell, "forecast": said_of(cell, ask, running.measure(cell["micro_batch"]))}
+    except SimulationFailed as failed:
+        problem = {"problem": " ".join(str(failed.what).split())}
+        yield from ({**cell, "forecast": problem} for cell in cells)
+
+
+def ask_of(cell: Mapping[str, Any], device: Device, usable_bytes: int) -> Ask:
+    """The engine that the trial ran."""
+    facts = ModelFacts(**cell["facts"])
+    return Ask(
+        rung=cell["rung"], ds_config=cell["ds_config"], world_size=cell["world_size"],
+        ranks_per_node=cell["world_size"], device_bytes=cell["card_bytes"] or usable_bytes, device=device,
+        checkpointing=cell["checkpointing"] and facts.checkpointing,
+    )  # fmt: skip
+
+
+def said_of(cell: Mapping[str, Any], ask: Ask, simulated: Simulated) -> Row:
+    """Bytes a rank. at_limit_bytes: what is expected to be reserved within the limit, inside_bytes of it by constants.
+
+    peak_bytes, low and high: what the card must hold: a trial may reserve more where it has more. The verdict is that
+    of the tier that trials limit, the device.
+    """
+    rows, emulated = read_constants(), cell["card_bytes"] is not None or ask.device == "cpu"
+    forecast = judged(ask, simulated, limits={"device": ask.device_bytes}, emulated=emulated)
+    need = need_of(ask, simulated, rows, expandable=False)
+    held = forecast.memory["device"]
+    at_limit = held.peak_bytes
+    if cell["outcome"]["kind"] == "fit":
+        pair = pair_of(ask, simulated, read_as(Fit, cell["outcome"]))
+        at_limit = at_limit if pair is None else pair.predicted_bytes
+    inside = need.device.peak_bytes - need.tensors_bytes
+    trace = simulated.traces.get("device")
+    roomy = replay(trace).peak_reserved_bytes if trace is not None and ask.device == "cuda" else None
+    return {
+        "verdict": forecast.verdict,
+        "reason": forecast.reason,
+        "low_bytes": held.low_bytes,
+        "peak_bytes": held.peak_bytes,
+        "high_bytes": held.high_bytes,
+        "live_bytes": need.live_bytes,
+        "at_limit_bytes": at_limit,
+        "inside_bytes": inside,
+        "beside_bytes": need.beside.peak_bytes,
+        "unlimited_bytes": roomy,
+        "host_bytes": need.host.peak_bytes,
+        "seconds": simulated.seconds,
+    }
+
+
+def line_of(cell: Mapping[str, Any]) -> str:
+    """For who waits."""
+    said = cell["forecast"]
+    what = said.get("problem") or f"{show_bytes(said['at_limit_bytes'])}, {said['verdict']}"
+    return f"forecast: {cell['model']} {cell['rung']}, micro batch {cell['micro_batch']}: {what}"

@@ -1,0 +1,135 @@
+"""Trials without Ray: a zygote of our own that forks the ranks of this machine, as a fit's node does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autods.cluster.launch import Zygote, launch
+from autods.cluster.result import failure_from, outcome_from
+from autods.trial.spec import RankJob
+from autods.values import Device, ModelFacts, Outcome, WorkloadSource
+
+
+class NoRanks(Exception):
+    """No trial can be run here; the message says why."""
+
+
+class Ranks:
+    """A context manager. `survey` once, then `run` trials one at a time; said: what a person should know of them."""
+
+    def __init__(
+        self, source: WorkloadSource, device: Device, ranks: int, out: Path, said: Callable[[str], None] = print
+    ) -> None:
+        self.source, self.device, self.ranks, self.out, self.said = source, device, ranks, out, said
+        self.zygote: Zygote | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pending, self.count = b"", 0
+        self.facts: ModelFacts | None = None
+
+    def __enter__(self) -> Ranks:
+        self._start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def survey(self) -> ModelFacts:
+        """What the model is."""
+        job = self._job(job="survey", ranks=1)
+        report = self._execute(job)
+        failure = failure_from([report], job)
+        if failure is not None:
+            raise NoRanks(f"{self.source.name}: {getattr(failure, 'evidence', failure)}")
+        self.facts = ModelFacts(**report["ends"][0]["record"]["result"]["facts"])
+        return self.facts
+
+    def build(self, op: str, limit_s: float) -> bool:
+        """Whether this op of DeepSpeed can be had here."""
+        job = self._job(job="ops", ranks=1, ops=(op,), init_s=limit_s, wall_s=limit_s)
+        return failure_from([self._execute(job)], job) is None
+
+    def run(self, **said: Any) -> tuple[Outcome, Mapping[str, int | None], float]:
+        """One trial: its outcome, the largest of each peak over the ranks, and its wall seconds."""
+        assert self.facts is not None, "survey first"
+        job, began = self._job(job="train", ranks=self.ranks, **said), time.monotonic()
+        report = self._execute(job)
+        wall_s = time.monotonic() - began
+        outcome = outcome_from(
+            [report], job, wall_s=wall_s, tokens_per_sample=self.facts.tokens_per_sample, host_bytes=None
+        )
+        for sentence in report.get("said", ()):
+            self.said(sentence)
+        return outcome, peaks_of(report), wall_s
+
+    def _job(self, *, job: Any, ranks: int, **said: Any) -> RankJob:
+        self.count += 1
+        folder = self.out / f"{self.count:03d}-{job}"
+        made = RankJob(
+            job=job, source=self.source, device=self.device, folder=str(folder), scratch=str(folder / "scratch"),
+            world_size=ranks, local_ranks=tuple(range(ranks)),
+        )  # fmt: skip
+        return replace(made, **said)
+
+    def _execute(self, job: RankJob) -> dict[str, Any]:
+        """Hand the job to the zygote; a dead one is told as a fit tells it, and replaced."""
+        assert self.zygote is not None
+        self.zygote.connection.sendall(job.to_json().encode() + b"\n")
+        while (message := self._next()) is not None:
+            if "done" in message:
+                return dict(message["done"])
+        code = self.zygote.wait(5)
+        self._stop()
+        self._start()
+        return {"died": f"exit {code}"}
+
+    def _start(self) -> None:
+        log = str(self.out / "zygote.log")
+        self.zygote, self.process = launch(self.source, self.device, os.getpid(), log, dict(os.environ))
+        self.pending = b""
+        message = self._next()
+        if message is None or "pid" not in message["ready"]:
+            why = "died" if message is None else message["ready"].get("error", {}).get("message", "failed")
+            raise NoRanks(f"torch, DeepSpeed or the workload could not be loaded: {why}; see {log}")
+        if message["ready"].get("unfit"):
+            self.said(f"ranks start as new processes, some 10 s slower a trial: {message['ready']['unfit']}")
+
+    def _next(self) -> dict[str, Any] | None:
+        assert self.zygote is not None
+        while b"\n" not in self.pending:
+            data = self.zygote.connection.recv(1 << 20)
+            if not data:
+                return None
+            self.pending += data
+        line, _, self.pending = self.pending.partition(b"\n")
+        return dict(json.loads(line))
+
+    def _stop(self) -> None:
+        if self.zygote is None or self.process is None:
+            return
+        try:
+            self.zygote.connection.shutdown(socket.SHUT_RDWR)
+            self.process.wait(5)
+        except (OSError, subprocess.TimeoutExpired):
+            self.zygote.kill()
+            self.process.wait()
+        self.zygote.close()
+        self.zygote = None
+
+
+def peaks_of(report: Mapping[str, Any]) -> dict[str, int | None]:
+    """The largest of each measure over the ranks that left a result."""
+    found: dict[str, int | None] = {}
+    for end in report.get("ends", ()):
+        result = (end["record"] or {}).get("result") or {}
+        for name, value in (result.get("peaks") or {}).items():
+            if value is not None:
+                found[name] = max(value, found.get(name) or 0)
+    return found
