@@ -51,6 +51,7 @@ class RayRunner:
         self.asked = settings  # what the nodes were chosen for
         self.mustered: Mustered | None = None
         self.report: Mapping[str, Any] = {}  # what the first node said of the last job, for who asks more
+        self.reports: Sequence[Mapping[str, Any]] = ()  # what all of them said
 
     def __enter__(self) -> RayRunner:
         with contextlib.ExitStack() as stack:
@@ -235,7 +236,7 @@ class RayRunner:
         reports = team.execute(parts, lambda phase, step: self._moved(id, phase, step))
         for folder in {part.checkpoints for _, part in parts if part.checkpoints}:
             shutil.rmtree(folder, ignore_errors=True)
-        self.report = reports[0]
+        self.report, self.reports = reports[0], reports
         for text in (text for report in reports for text in report.get("said", ())):
             self.listen(Note(text=text))  # a card that did not come back, ranks that can no longer be forked
         if team.lost is not None and self.asked.address is None:

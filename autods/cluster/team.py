@@ -17,6 +17,7 @@ POLL_S = 0.25
 SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
 ENDS_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
 _REMIND_S = 0.5
+_SAYS_S = 1.5  # where one node is stuck the others are, too: time for them to say which rank lets the others wait
 
 Report = Mapping[str, Any]
 
@@ -134,7 +135,7 @@ class _Run:
                 self._given_up(reference, member, f"it has not answered for {SILENT_S:.0f} s")
             elif self.ending_s is not None and now - self.ending_s > ENDS_S:
                 self._given_up(reference, member, "it did not end the trial when it was told to")
-        if self.ending_s is not None and now - self.reminded_s > _REMIND_S:
+        if self.ending_s is not None and now >= self.ending_s and now - self.reminded_s > _REMIND_S:
             self._end_others()
 
     def settle(self) -> None:
@@ -145,8 +146,10 @@ class _Run:
     def _ended(self, member: Member, report: Report) -> None:
         self.reports[id(member)] = report
         if is_bad(report) and self.ending_s is None:
-            self.ending_s = time.monotonic()
-            self._end_others()
+            stuck = report.get("why_killed") in ("stuck", "wall limit")
+            self.ending_s = time.monotonic() + (_SAYS_S if stuck else 0.0)
+            if not stuck:
+                self._end_others()
 
     def _given_up(self, reference: Any, member: Member, why: str) -> None:
         del self.pending[reference]
