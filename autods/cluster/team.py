@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..trial.spec import RankJob
@@ -197,6 +199,19 @@ def on_our_clock(report: dict[str, Any], ahead_s: float) -> dict[str, Any]:
     return report
 
 
+@contextlib.contextmanager
+def shared_folders(parts: Sequence[tuple[Member, RankJob]]) -> Iterator[None]:
+    """What no single node may make or remove is there inside: the folder of a checkpoint that all ranks write."""
+    folders = {job.checkpoints for _, job in parts if job.checkpoints is not None}
+    try:
+        for folder in folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def parts_of(
     job: RankJob, members: Sequence[Member], ranks_per_node: int, port: int | None
 ) -> list[tuple[Member, RankJob]]:
@@ -218,6 +233,7 @@ def parts_of(
                     master_address=first,
                     master_port=port,
                     scratch=job.scratch if number == 0 else f"{job.scratch}-node{number}",
+                    checkpoints=f"{job.folder}/checkpoints",
                 ),
             )
         )
