@@ -56,10 +56,11 @@ class RayRunner:
 
     def __enter__(self) -> RayRunner:
         with contextlib.ExitStack() as stack:
-            self.listen(Note(text="starting Ray and loading torch and DeepSpeed (once a fit)"))
+            address = self.settings.address
+            begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
+            self.listen(Note(text=f"{begins} and loading torch and DeepSpeed (once a fit)"))
             log = str(self.settings.out / "logs" / "zygote.log")
             offered = self._offered(stack, log)
-            address = self.settings.address
             self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=address))
             stack.callback(self._stop)
             self._muster(offered)
