@@ -73,7 +73,7 @@ def _join(ray: Any, host: str, port: int) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     package = Path(__file__).parents[1]
     try:
-        with _as_said(host):
+        with as_said(host):
             _know_the_token()
             ray.init(
                 address=f"{host}:{port}",
@@ -133,7 +133,7 @@ def _know_the_token() -> None:
 
 
 @contextlib.contextmanager
-def _as_said(host: str) -> Iterator[None]:
+def as_said(host: str) -> Iterator[None]:
     """A loopback address stays one: Ray takes it for this machine's outer address, where nothing may listen."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):
