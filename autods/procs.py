@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import re
 import signal
@@ -29,6 +30,31 @@ def machine() -> str:
     """Equal for two processes that can find each other by pid: of one boot of one kernel and one pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
+
+
+@functools.cache
+def has_pidfd() -> bool:
+    """Whether the kernel has descriptors of processes. Sandboxes such as gVisor, in which cards are let, may not."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def watched_fork() -> tuple[int, int, int]:
+    """(pid, a descriptor that becomes readable when the child ends, −1); in the child (0, −1, what it must keep open).
+
+    Without pidfd it is a pipe whose other end the child holds: what the child forks holds it too.
+    """
+    pair = None if has_pidfd() else os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        return 0, -1, -1 if pair is None else pair[1]
+    if pair is None:
+        return pid, os.pidfd_open(pid), -1
+    os.close(pair[1])
+    return pid, pair[0], -1
 
 
 def adopt_orphans() -> None:

@@ -31,10 +31,10 @@ def start_ranks(
         _job_file(job).write_text(job.to_json())
     started = []
     for slot in range(len(job.local_ranks)):
-        pid = os.fork()
+        pid, ending, kept = procs.watched_fork()
         if pid == 0:
-            _child(job, slot, board, store, parent, workload, spawn)
-        started.append((pid, os.pidfd_open(pid)))
+            _child(job, slot, board, store, parent, workload, spawn, kept)
+        started.append((pid, ending))
     store.close()
     return started
 
@@ -47,8 +47,9 @@ def _child(
     parent: int,
     workload: Workload | None,
     spawn: bool,
+    kept: int,
 ) -> NoReturn:
-    """In the child: cut every tie to the zygote, then live the rank's life."""
+    """In the child: cut every tie to the zygote but `kept`, by which it sees our end, then live the rank's life."""
     code = 98
     try:
         os.setsid()
@@ -57,10 +58,10 @@ def _child(
         os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
         log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         serves = store.fileno() if rank == 0 else -1
-        procs.redirect_and_close(log, {serves, board.fd})
+        procs.redirect_and_close(log, {serves, board.fd, kept})
         os.chdir(job.scratch)
         if spawn:
-            _become(slot, board.fd, serves, job)
+            _become(slot, board.fd, serves, job, kept)
         code = run_rank(job, slot, board, store if rank == 0 else None, workload)
     except BaseException:
         traceback.print_exc()
@@ -69,9 +70,9 @@ def _child(
         os._exit(code)  # no atexit, no buffers of the zygote
 
 
-def _become(slot: int, heartbeat: int, store: int, job: RankJob) -> NoReturn:
-    """Give this process up for a new Python that inherits the two descriptors."""
-    for fd in (heartbeat, store):
+def _become(slot: int, heartbeat: int, store: int, job: RankJob, kept: int) -> NoReturn:
+    """Give this process up for a new Python that inherits the descriptors."""
+    for fd in (heartbeat, store, kept):
         if fd >= 0:
             os.set_inheritable(fd, True)
     words = [str(slot), str(heartbeat), str(store), str(_job_file(job))]

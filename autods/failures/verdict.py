@@ -40,7 +40,7 @@ def _noticed(evidence: Evidence) -> bool:
 
 def row_of(evidence: Evidence) -> Signature | None:
     """The row that its exception matches, or the last words of a process that died by a signal."""
-    row = _by_exception(evidence) if evidence.types else _by_last_words(evidence.text)
+    row = _by_exception(evidence) if evidence.types else _by_last_words(evidence)
     if row is None:
         return None
     if row.name == "missing-package" and evidence.user_frame:
@@ -63,15 +63,24 @@ def _by_exception(evidence: Evidence) -> Signature | None:
         causes = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)
         row = next((found for found in causes if found is not None and found.kind == "out_of_memory"), row)
     if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.types:
-        row = _by_last_words(evidence.log_tail) or row  # NCCL writes why into the log, its exception only that
+        row = _memory_in(_rows_of(evidence.log_tail)) or row  # NCCL writes why into the log, its exception only that
     return row
 
 
-def _by_last_words(text: str) -> Signature | None:
-    """Memory that ran out, whatever was said after it; else that a peer was waited for in vain."""
-    rows = [row for line in reversed(text.splitlines()[-40:]) if (row := first_match(line)) is not None]
-    gone = (row for row in rows if row.weight in ("decisive", "cause") and row.kind == "out_of_memory")
-    return next(gone, next((row for row in rows if row.weight == "secondary"), None))
+def _by_last_words(evidence: Evidence) -> Signature | None:
+    """Memory that ran out, whatever was said after it; else of an abort that a peer was waited for in vain."""
+    rows = _rows_of(evidence.text)
+    peer = next((row for row in rows if row.weight == "secondary"), None)
+    return _memory_in(rows) or (peer if evidence.signal_name == "SIGABRT" else None)
+
+
+def _rows_of(text: str) -> list[Signature]:
+    """Of the last lines, the last one first."""
+    return [row for line in reversed(text.splitlines()[-40:]) if (row := first_match(line)) is not None]
+
+
+def _memory_in(rows: Sequence[Signature]) -> Signature | None:
+    return next((row for row in rows if row.weight in ("decisive", "cause") and row.kind == "out_of_memory"), None)
 
 
 def _by_row(cause: Evidence, row: Signature) -> Said:

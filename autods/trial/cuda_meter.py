@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class CudaMeter:
     cuda: Any = None
     nvml: Any = None
     accelerator: Any = None
-    _anon_at_start: int = 0
+    _private_at_start: int = 0
     _total: int = 0
     _retries_before: int = 0
     _held_before: int | None = None
@@ -47,7 +48,7 @@ class CudaMeter:
             accelerator.total_memory = lambda device_index=None: self.limit_bytes
             accelerator.available_memory = lambda device_index=None: self.free_bytes()
         cuda.reset_peak_memory_stats(self.local_rank)
-        self._anon_at_start = status_bytes("RssAnon")["RssAnon"]
+        self._private_at_start = _private_bytes()
 
     def lift(self) -> None:
         """Nothing to lift: results are written from host memory."""
@@ -59,14 +60,13 @@ class CudaMeter:
         """device: reserved at most, which is what a limit counts. device_card: with what lies beside it."""
         cuda = self._api()
         self._look()
-        now = status_bytes("VmHWM", "RssFile", "RssShmem")
         reserved = int(cuda.max_memory_reserved(self.local_rank))
         return {
             "device": reserved,
             "device_allocated": int(cuda.max_memory_allocated(self.local_rank)),
             "device_beside": self._beside,
             "device_card": None if self._beside is None else reserved + self._beside,
-            "host": max(0, now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start),
+            "host": max(0, _private_bytes(most=True) - self._private_at_start),
             "pinned": self._pinned(),
             **self.allocator(),
         }
@@ -127,3 +127,14 @@ class CudaMeter:
 
             self.accelerator = get_accelerator()
         return self.accelerator
+
+
+def _private_bytes(*, most: bool = False) -> int:
+    """Resident private memory of this process, now or at most.
+
+    A sandbox's /proc (gVisor's) does not tell private from shared: there it is all of the resident memory.
+    """
+    now = status_bytes("RssAnon", "VmHWM", "RssFile", "RssShmem", "VmRSS")
+    if not {"RssAnon", "VmHWM", "RssFile", "RssShmem"} <= set(now):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if most else now.get("VmRSS", 0)
+    return now["VmHWM"] - now["RssFile"] - now["RssShmem"] if most else now["RssAnon"]

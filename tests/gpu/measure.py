@@ -18,26 +18,26 @@ code 0: all of it is there; 4: time is up and some is left; 3: this machine cann
 Measured per trial: allocated and reserved by torch's allocator, the card by NVML (less what was on it before). A
 smaller card is emulated as `--gpu-memory` does: the limit is the allocator's, what lies beside it does not count.
 
-Without a network (Python 3.12, torch 2.11+cu130 or the pinned torch 2.13; Linux x86-64). On a machine with one:
+Without a network (Python 3.12, torch 2.11+cu130 or the pinned torch 2.13). On a machine with one, of the same kind:
   pip download -d wheels torch==2.11.0 --index-url https://download.pytorch.org/whl/cu130      (with its CUDA parts)
   pip download -d wheels --no-deps --no-binary deepspeed deepspeed==0.19.8
   pip download -d wheels --no-deps --only-binary :all: cloudpickle==3.1.2 nvidia-ml-py==13.615.71 optuna==5.0.0 \\
-    psutil==7.2.2 rich==15.0.0 scipy==1.17.1 transformers==5.23.0 typer==0.29.2 greenlet==3.5.6 numpy==2.4.6 \\
-    einops hjson msgpack ninja packaging py-cpuinfo pydantic pydantic-core annotated-types typing-inspection tqdm \\
-    huggingface-hub hf-xet httpx httpcore h11 anyio certifi idna tokenizers safetensors regex pyyaml filelock fsspec \\
-    alembic mako colorlog sqlalchemy shellingham click annotated-doc markdown-it-py mdurl pygments \\
-    pytest==9.2.0 pytest-timeout==2.4.0 iniconfig pluggy tabulate==0.10.0 setuptools wheel hatchling pathspec \\
-    trove-classifiers editables
-and where the part `autotuner` is wanted: ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs
-  protobuf requests charset-normalizer urllib3, and pdsh on the system.
-Then, in the repository on the machine with the card (wheels beside it):
+    psutil==7.2.2 rich==15.0.0 scipy==1.17.1 transformers==5.23.0 typer==0.29.2 greenlet==3.5.6 numpy==2.4.6 einops \\
+    hjson msgpack ninja packaging py-cpuinfo pydantic pydantic-core annotated-types typing-inspection tqdm hf-xet \\
+    huggingface-hub httpx httpcore httpx2 httpcore2 truststore h11 anyio certifi idna tokenizers safetensors regex \\
+    pyyaml tomlkit alembic mako colorlog sqlalchemy shellingham click annotated-doc markdown-it-py mdurl pygments \\
+    pytest==9.2.0 pytest-timeout==2.4.0 iniconfig pluggy tabulate==0.10.0 setuptools wheel
+and, where the part `autotuner` is wanted, also ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py
+  attrs protobuf requests charset-normalizer urllib3, and pdsh on the system.
+Then, in the repository on the machine with the card, wheels beside it; nothing of autods has to be installed:
   python3.12 -m venv .venv
-  .venv/bin/pip install --no-index --find-links wheels torch setuptools wheel hatchling editables
+  .venv/bin/pip install --no-index --find-links wheels torch setuptools wheel
   DS_BUILD_OPS=0 .venv/bin/pip install --no-index --find-links wheels --no-build-isolation deepspeed
-  .venv/bin/pip install --no-index --find-links wheels --no-build-isolation --no-deps --editable .
   .venv/bin/pip install --no-index --find-links wheels cloudpickle nvidia-ml-py optuna psutil rich scipy transformers \\
     typer greenlet pytest pytest-timeout tabulate
   .venv/bin/python tests/gpu/measure.py context gpt2
+A machine whose python3 has a CUDA build of torch: `venv --system-site-packages`, and no torch among the wheels. Its
+kernel may be a sandbox's: without pidfd or the finer lines of /proc the same is measured, host memory more coarsely.
 Needed besides: g++ (the simulated GPU is compiled once, some seconds; DeepSpeed's cpu_adam, where nvcc is there, too:
 without it torch's AdamW stands in, and the row says so by "torch_adam"). Where Ray is not installed trials run all the
 same, in ranks forked by this command; only `autotuner` is left out, which needs `autods fit`.
@@ -106,6 +106,11 @@ class Session:
 
 def main(argv: Sequence[str] | None = None) -> int:
     asked = arguments(argv)
+    paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # of the processes that we start
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if os.environ.pop(name, None):
+            print(f"measured without {name}: the allocator as torch ships it", flush=True)
     here = look()
     if asked.device == "cuda" and (why := unusable(here)) is not None:
         print(f"measure.py: {why}", file=sys.stderr)
@@ -114,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(sentence, flush=True)
     path = asked.out or results.path_of(here.cards[0].name if asked.device == "cuda" else f"cpu ranks {here.cpu}")
     session = Session(asked, path, here, results.read(path), time.monotonic() + asked.seconds)
-    session.keep({**session.said, "device": device_of(session), "versions": versions()})
+    session.keep({**session.said, "device": {**session.said["device"], **device_of(session)}, "versions": versions()})
     for part in asked.parts:
         if session.seconds < _ENOUGH_S and part != "context":
             session.left = True
@@ -229,7 +234,8 @@ def trials(session: Session, part: str) -> None:
             try:
                 with Ranks(source(model, Path(folder)), site.device, site.ranks, Path(folder)) as ranks:
                     ranks.survey()
-                    run_cells(session, wanted, ranks, with_ops(session, site, ranks))
+                    site = replace(site, native=native_ops(session, ranks))
+                    run_cells(session, without_unbuilt(session, wanted, ranks), ranks, site)
             except NoRanks as problem:
                 session.leave_out(model, str(problem))
 
@@ -251,17 +257,26 @@ def run_cells(session: Session, wanted: Sequence[Cell], ranks: Ranks, site: Site
         print(results.line_of(row), flush=True)
 
 
-def with_ops(session: Session, site: Site, ranks: Ranks) -> Site:
-    """What can be built of DeepSpeed's ops, once, before any trial's clock runs."""
-    if session.asked.no_build:
-        return site
-    native = tuple(op for op in ("cpu_adam",) if session.seconds > _OPS_S and ranks.build(op, _OPS_S))
-    if not native:
+def native_ops(session: Session, ranks: Ranks) -> tuple[str, ...]:
+    """What there is of DeepSpeed's optimizers, built once and before any trial's clock runs; the file keeps which."""
+    known = session.said["device"].get("native_ops")
+    if known is not None and not session.asked.again:
+        return tuple(known)
+    native: tuple[str, ...] = ()
+    if not session.asked.no_build and ranks.build("cpu_adam", _OPS_S):
+        native = ("cpu_adam",)
+    elif not session.asked.no_build:
         session.leave_out("DeepSpeed's cpu_adam", "it could not be built; torch's AdamW stands in")
-    if site.nvme is not None and not ranks.build("async_io", _OPS_S):
-        session.leave_out("zero3-nvme", "async_io could not be built")
-        return replace(site, native=native, rungs=tuple(name for name in site.rungs if name != "zero3-nvme"))
-    return replace(site, native=native)
+    session.keep({**session.said, "device": {**session.said["device"], "native_ops": list(native)}})
+    return native
+
+
+def without_unbuilt(session: Session, wanted: Sequence[Cell], ranks: Ranks) -> Sequence[Cell]:
+    """The cells without those on NVMe where DeepSpeed's async_io cannot be built."""
+    if session.asked.nvme is None or ranks.build("async_io", 1.5 * _OPS_S):
+        return wanted
+    session.leave_out("zero3-nvme", "DeepSpeed's async_io could not be built")
+    return [cell for cell in wanted if cell.rung != "zero3-nvme"]
 
 
 def precision_of(session: Session) -> str:

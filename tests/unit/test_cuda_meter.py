@@ -157,3 +157,10 @@ def test_clocks_wait_for_the_card() -> None:
     meter.start()
     meter.synchronize()
     assert (cuda.chosen, cuda.waited) == (0, [0])
+
+
+def test_a_sandbox_whose_proc_tells_little_still_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.trial.cuda_meter.status_bytes", lambda *names: {"VmRSS": 300 * MIB})
+    meter, _, _ = meter_on(FakeCard())
+    meter.start()
+    assert meter.peaks()["host"] >= 0

@@ -76,6 +76,14 @@ def test_a_cell_is_known_unless_it_died_of_something_else() -> None:
     assert results.known(said, cell(micro_batch=4)) is None
 
 
+def test_what_ran_out_at_a_micro_batch_is_not_asked_for_a_larger_one() -> None:
+    said = file_of(cell(kind="out_of_memory", micro_batch=2))
+    assert results.answered(said, cell(micro_batch=2))
+    assert results.answered(said, cell(micro_batch=4))
+    assert not results.answered(said, cell(micro_batch=1))
+    assert not results.answered(said, cell(micro_batch=4, rung="zero2"))
+
+
 def test_a_file_is_written_whole_with_its_summary_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "h100.json"
     assert results.read(path) == results.empty()

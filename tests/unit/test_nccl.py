@@ -89,3 +89,11 @@ def test_an_error_of_the_card_is_the_cause_of_its_peers_asynchronous_one() -> No
     assert isinstance(found, Failed)
     assert found.rank == 1
     assert "illegal memory access" in found.evidence
+
+
+def test_a_crash_is_a_crash_though_its_log_speaks_of_peers_too() -> None:
+    crashed = end(1, at_s=1.0, exit=-11, log=WATCHDOG.format(rank=1) + "Fatal Python error: Segmentation fault\n")
+    found = outcome(crashed, end(0, at_s=1.2, exit=-6, log=WATCHDOG.format(rank=0)))
+    assert isinstance(found, Failed)
+    assert found.rank == 1
+    assert "SIGSEGV" in found.evidence

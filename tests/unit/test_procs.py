@@ -1,8 +1,14 @@
 """A process that is busy ends with the peer that it works for."""
 
+import os
+import select
 import socket
 import subprocess
 import sys
+
+import pytest
+
+from autods import procs
 
 WORKER = """
 import socket, sys, time
@@ -45,3 +51,26 @@ def test_a_process_that_has_done_its_work_outlives_its_peer() -> None:
     assert ours.recv(8, socket.MSG_WAITALL) == b"busydone"
     ours.close()
     assert process.wait(30) == 5
+
+
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_the_end_of_a_forked_child_is_seen_with_and_without_descriptors_of_processes(
+    monkeypatch: pytest.MonkeyPatch, pidfd: bool
+) -> None:
+    if not pidfd:
+        monkeypatch.setattr(procs, "has_pidfd", lambda: False)
+    waits, goes = os.pipe()
+    pid, ending, kept = procs.watched_fork()
+    if pid == 0:
+        os.close(goes)
+        os.read(waits, 1)  # until the parent lets go
+        os._exit(0)
+    assert kept == -1
+    poll = select.poll()
+    poll.register(ending, select.POLLIN)
+    assert poll.poll(0) == []
+    os.close(goes)
+    assert [fd for fd, _ in poll.poll()] == [ending]
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(ending)
+    os.close(waits)
