@@ -127,6 +127,7 @@ def _common(
             "workload": settings.source.name,
             "parameters": facts.parameters,
             "gpus": settings.gpus,
+            "nodes": settings.nodes,
             "pipeline_stages": facts.pipeline_stages,
             "experts": facts.experts,
             "device": settings.device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from ..settings import Settings
 from ..units import show_bytes
 from ..values import Event, Note
 from .lifeline import Lifelines
-from .node import Node
+from .node import Node, digest_of
 from .placing import Need, Places, RayPlaces, Spot, reserve
 from .team import Member, Team
 
@@ -98,6 +99,7 @@ def muster(
             check_alike(mustered.seen, spots)
             for said in differences(mustered.seen, spots):
                 listen(Note(text=said))
+            _check_shared(ray, members, settings)
             listen(Note(text=_where(spots, settings)))
             _bind(mustered, listen, next(node.address for node in places.nodes() if node.id == here))
         if len(members) > 1:
@@ -152,9 +154,36 @@ def _actor(
     )
 
 
+def _check_shared(ray: Any, members: Sequence[Member], settings: Settings) -> None:
+    """The workload, the results and what is swapped are at the same place on every node.
+
+    Raises EnvironmentBroken with the first that is not.
+    """
+    logs = settings.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    mark = logs / ".shared"
+    mark.write_text(secrets.token_hex(16))
+    files = {path: digest for path in (str(mark), settings.source.path) if (digest := digest_of(path)) is not None}
+    folders = [str(path) for path in (settings.out, settings.source.folder, settings.nvme_path) if path is not None]
+    try:
+        said = ray.get([member.actor.unseen.remote(files, folders) for member in members])
+    finally:
+        mark.unlink(missing_ok=True)
+    for member, unseen in zip(members, said, strict=True):
+        if not unseen:
+            continue
+        path = unseen[0] if unseen[0] != str(mark) else str(settings.out)
+        if settings.nvme_path is not None and path == str(settings.nvme_path):
+            raise EnvironmentBroken(f"{member.node.address} has no folder {path} that can be written\n  make it there")
+        raise EnvironmentBroken(
+            f"{member.node.address} does not see {path} as this machine does\n"
+            "  the workload and --out have to lie in a folder that all nodes share, at the same place"
+        )
+
+
 def _where(spots: Sequence[Spot], settings: Settings) -> str:
-    ranks = f"{settings.ranks_per_node} ranks"
-    return f"{ranks} on each of {', '.join(spot.node.address for spot in spots)}; the package came to them with the fit"
+    ranks = f"{settings.ranks_per_node} ranks on each of {', '.join(spot.node.address for spot in spots)}"
+    return f"{ranks}; workload and results are in folders that they share, the package came through Ray's runtime_env"
 
 
 def check_alike(seen: Iterable[Mapping[str, Any]], spots: Sequence[Spot]) -> None:

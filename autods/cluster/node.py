@@ -6,6 +6,7 @@ Plain Python; `runner.py` makes it a Ray actor.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .. import procs
@@ -39,8 +41,6 @@ class Node:
         offered: str | None = None,  # where a zygote that already loads can be had
     ) -> None:
         self.source = WorkloadSource(**source)
-        if os.getppid() > 1:
-            procs.die_with_parent(os.getppid())  # of the raylet: left alone an actor outlives it by some 15 s
         self.device, self.log, self.environment = device, log, environment
         # On another machine that pid is a stranger's.
         self.driver_pid = int(driver["pid"]) if driver["machine"] == procs.machine() else 0
@@ -70,6 +70,11 @@ class Node:
         """Seconds of this node's monotonic clock."""
         return time.monotonic()
 
+    def unseen(self, files: dict[str, str], folders: list[str]) -> list[str]:
+        """Those of these files that are not here, or have another digest, and of these folders that cannot be used."""
+        other = [path for path, digest in files.items() if digest_of(path) != digest]
+        return other + [path for path in folders if not os.access(path, os.W_OK | os.X_OK)]
+
     def uncached(self, ops: list[str]) -> list[str]:
         """Those of these DeepSpeed ops that would have to be built here."""
         return [op for op in ops if not is_cached(op)]
@@ -89,6 +94,8 @@ class Node:
     def start(self) -> dict[str, Any]:
         """Start the zygote and wait until it is ready: {"pid"}, or {"error"} with what the user's module raised."""
         procs.adopt_orphans()
+        if os.getppid() > 1:
+            procs.die_with_parent(os.getppid())  # of the raylet: left alone an actor outlives it by some 15 s
         self.zygote = self._taken() or self._launched()
         self.connection, self.reading = self.zygote.connection, b""
         message = self._next()
@@ -181,3 +188,11 @@ class Node:
         self.zygote = self.connection = None
         procs.kill_children(2.0)
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+
+
+def digest_of(path: str) -> str | None:
+    """Of a file's content; None where there is none."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -115,7 +115,8 @@ def _wait(places: Places, need: Need, group: Any, say: Callable[[str], None]) ->
 def waiting_for(need: Need, nodes: Sequence[NodeState]) -> str:
     """The sentence for who waits: what is needed and what is free where."""
     kind = "GPU" if need.gpus else "CPU"
-    free = ", ".join(f"{node.free.get(kind, 0):g} of {node.total.get(kind, 0):g} on {node.address}" for node in nodes)
+    some = [node for node in nodes if node.total.get(kind)]
+    free = ", ".join(f"{node.free.get(kind, 0):g} of {node.total[kind]:g} on {node.address}" for node in some)
     return f"waiting for {need} of the Ray cluster: {free} free"
 
 

@@ -73,7 +73,7 @@ def _join(ray: Any, host: str, port: int) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     package = Path(__file__).parents[1]
     try:
-        with _as_said(host):
+        with as_said(host):
             _know_the_token()
             ray.init(
                 address=f"{host}:{port}",
@@ -122,15 +122,18 @@ def _own_address(host: str, port: int) -> str | None:
 def _know_the_token() -> None:
     """`ray start` makes one and its cluster wants it; with an explicit address Ray does not look for it by itself."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
-        from ray._private.authentication.authentication_token_setup import (
-            maybe_enable_token_auth_if_token_available,
-        )
+        from ray._private.authentication import authentication_token_setup as setup
 
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        level = setup.logger.level
+        setup.logger.setLevel(logging.ERROR)  # that it does what we want is no warning
+        try:
+            setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        finally:
+            setup.logger.setLevel(level)
 
 
 @contextlib.contextmanager
-def _as_said(host: str) -> Iterator[None]:
+def as_said(host: str) -> Iterator[None]:
     """A loopback address stays one: Ray takes it for this machine's outer address, where nothing may listen."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from ..errors import EnvironmentBroken
-from .ray_join import joined
+from .ray_join import as_said, joined
 from .ray_lean import without_monitors
 
 _PREFIX = "autods-ray-"
@@ -79,7 +79,7 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     for last in (False, True):
         try:
-            with without_monitors():
+            with without_monitors(), as_said("127.0.0.1"):
                 ray.init(
                     address="local",
                     num_cpus=cpus,

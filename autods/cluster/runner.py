@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .launch import Offer, launch
 from .mustering import Mustered, muster
 from .ray_session import is_connected, session
 from .result import failure_from, outcome_from
-from .team import Team, parts_of
+from .team import Team, parts_of, shared_folders
 
 _NOTHING: Mapping[str, str] = {}
 
@@ -46,18 +46,21 @@ class RayRunner:
         self.facts: ModelFacts | None = None
         self.rungs: Mapping[str, Rung] = {rung.name: rung for rung in settings.ladder}
         self.built: set[str] = set()
+        self.mark = secrets.token_hex(3)  # drivers of two machines may have one pid
         self.exits = contextlib.ExitStack()
         self.ray: Any = None
         self.asked = settings  # what the nodes were chosen for
         self.mustered: Mustered | None = None
         self.report: Mapping[str, Any] = {}  # what the first node said of the last job, for who asks more
+        self.reports: Sequence[Mapping[str, Any]] = ()  # what all of them said
 
     def __enter__(self) -> RayRunner:
         with contextlib.ExitStack() as stack:
-            self.listen(Note(text="starting Ray and loading torch and DeepSpeed (once a fit)"))
+            address = self.settings.address
+            begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
+            self.listen(Note(text=f"{begins} and loading torch and DeepSpeed (once a fit)"))
             log = str(self.settings.out / "logs" / "zygote.log")
             offered = self._offered(stack, log)
-            address = self.settings.address
             self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=address))
             stack.callback(self._stop)
             self._muster(offered)
@@ -218,24 +221,21 @@ class RayRunner:
         everywhere: every node does all of it by itself; else its ranks are cut along the nodes.
         """
         team = self._whole_team()
-        members, port = team.members, None
+        members, each = team.members, self.asked.ranks_per_node
         if everywhere:
-            parts = [(member, replace(job, folder=_of_node(job.folder, n))) for n, member in enumerate(members)]
-        elif job.world_size <= self.asked.ranks_per_node:
+            parts = [(member, _of_node(job, number)) for number, member in enumerate(members)]
+        elif job.world_size <= each:
             parts = [(members[0], job)]  # one node is enough
         else:
-            bound = team.bind(members[0].node.address)
-            port = bound.get("bound")
-            if port is None:
-                self.report = bound if "bound" not in bound else {"lost": bound["why"], "address": ""}
+            first = members[0].node.address
+            bound = team.bind(first)
+            if (port := bound.get("bound")) is None:
+                self.report = {"lost": bound["why"], "address": first} if "why" in bound else bound
                 return [self.report]
-            parts = parts_of(job, members, self.asked.ranks_per_node, port)
-        for folder in {part.checkpoints for _, part in parts if part.checkpoints}:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        reports = team.execute(parts, lambda phase, step: self._moved(id, phase, step))
-        for folder in {part.checkpoints for _, part in parts if part.checkpoints}:
-            shutil.rmtree(folder, ignore_errors=True)
-        self.report = reports[0]
+            parts = parts_of(job, members, each, port)
+        with shared_folders(parts):
+            reports = team.execute(parts, lambda phase, step: self._moved(id, phase, step))
+        self.report, self.reports = reports[0], reports
         for text in (text for report in reports for text in report.get("said", ())):
             self.listen(Note(text=text))  # a card that did not come back, ranks that can no longer be forked
         if team.lost is not None and self.asked.address is None:
@@ -296,13 +296,12 @@ class RayRunner:
             threads=self.settings.threads,
             folder=str(folder),
             scratch=str(folder / "scratch"),
-            checkpoints=str(folder / "checkpoints") if self.asked.nodes > 1 else None,
             **{"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s, **said},
         )
 
     def _swap(self) -> Path | None:
         path = self.settings.nvme_path
-        return path / f"autods-{os.getpid()}" if path else None
+        return path / f"autods-{os.getpid()}-{self.mark}" if path else None
 
     def _config(self, trial: Trial, nvme_path: Path | None = None) -> dict[str, Any]:
         assert self.facts is not None
@@ -331,9 +330,11 @@ def _may_want_ranks(reports: Sequence[Mapping[str, Any]], job: RankJob) -> bool:
     )
 
 
-def _of_node(folder: str, number: int) -> str:
-    """Where a node that does the same as the first one keeps its logs."""
-    return folder if number == 0 else f"{folder}-node{number}"
+def _of_node(job: RankJob, number: int) -> RankJob:
+    """The same job for a node that does all of it, in folders of its own."""
+    return (
+        job if number == 0 else replace(job, folder=f"{job.folder}-node{number}", scratch=f"{job.scratch}-node{number}")
+    )
 
 
 def _rank_of(failure: Outcome) -> int:

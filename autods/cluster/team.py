@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..trial.spec import RankJob
@@ -17,6 +19,7 @@ POLL_S = 0.25
 SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
 ENDS_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
 _REMIND_S = 0.5
+_SAYS_S = 1.5  # where one node is stuck the others are, too: time for them to say which rank lets the others wait
 
 Report = Mapping[str, Any]
 
@@ -134,7 +137,7 @@ class _Run:
                 self._given_up(reference, member, f"it has not answered for {SILENT_S:.0f} s")
             elif self.ending_s is not None and now - self.ending_s > ENDS_S:
                 self._given_up(reference, member, "it did not end the trial when it was told to")
-        if self.ending_s is not None and now - self.reminded_s > _REMIND_S:
+        if self.ending_s is not None and now >= self.ending_s and now - self.reminded_s > _REMIND_S:
             self._end_others()
 
     def settle(self) -> None:
@@ -145,8 +148,10 @@ class _Run:
     def _ended(self, member: Member, report: Report) -> None:
         self.reports[id(member)] = report
         if is_bad(report) and self.ending_s is None:
-            self.ending_s = time.monotonic()
-            self._end_others()
+            stuck = report.get("why_killed") in ("stuck", "wall limit")
+            self.ending_s = time.monotonic() + (_SAYS_S if stuck else 0.0)
+            if not stuck:
+                self._end_others()
 
     def _given_up(self, reference: Any, member: Member, why: str) -> None:
         del self.pending[reference]
@@ -194,6 +199,19 @@ def on_our_clock(report: dict[str, Any], ahead_s: float) -> dict[str, Any]:
     return report
 
 
+@contextlib.contextmanager
+def shared_folders(parts: Sequence[tuple[Member, RankJob]]) -> Iterator[None]:
+    """What no single node may make or remove is there inside: the folder of a checkpoint that all ranks write."""
+    folders = {job.checkpoints for _, job in parts if job.checkpoints is not None}
+    try:
+        for folder in folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def parts_of(
     job: RankJob, members: Sequence[Member], ranks_per_node: int, port: int | None
 ) -> list[tuple[Member, RankJob]]:
@@ -215,6 +233,7 @@ def parts_of(
                     master_address=first,
                     master_port=port,
                     scratch=job.scratch if number == 0 else f"{job.scratch}-node{number}",
+                    checkpoints=f"{job.folder}/checkpoints",
                 ),
             )
         )

@@ -45,7 +45,7 @@ def accelerate_yaml(report: Report, config: str) -> str:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"deepspeed_config_file": config},
-        "num_machines": 1,
+        "num_machines": int(asked.get("nodes", 1)),
         "machine_rank": 0,
         "num_processes": int(asked.get("gpus", 1)),
         "main_training_function": "main",

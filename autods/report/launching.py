@@ -43,14 +43,30 @@ def commands(report: Report) -> dict[str, str]:
     script = _script(report)
     ranks, cpu = int(report.question.get("gpus", 1)), report.question.get("device") == "cpu"
     plain = () if script.get("takes_local_rank", True) else ("--no_local_rank",)
+    nodes = int(report.question.get("nodes", 1))
     starts = {
-        "torchrun": ("torchrun", "--standalone", "--nproc_per_node", str(ranks)),
-        "deepspeed": ("deepspeed", *(("--num_accelerators", str(ranks)) if cpu else _cards(report, ranks)), *plain),
+        "torchrun": ("torchrun", *_meeting(nodes), "--nproc_per_node", str(ranks // nodes)),
+        "deepspeed": ("deepspeed", *_hosts(report, ranks, nodes, cpu=cpu), *plain),
         "accelerate": ("accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)),
     }
     threads = report.question.get("threads")
     prefix = "DS_ACCELERATOR=cpu " * cpu + (f"OMP_NUM_THREADS={threads} " if threads else "")
     return {name: prefix + shlex.join((*start, *_program(report, name))) for name, start in starts.items()}
+
+
+def _meeting(nodes: int) -> tuple[str, ...]:
+    """torchrun's place where nodes meet; on several it is started on each of them."""
+    if nodes == 1:
+        return ("--standalone",)
+    return ("--nnodes", str(nodes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "FIRST_NODE:29500")
+
+
+def _hosts(report: Report, ranks: int, nodes: int, *, cpu: bool) -> tuple[str, ...]:
+    """deepspeed's; a hostfile has a line 'NODE slots=N' for each node."""
+    if nodes > 1:
+        each = "--num_accelerators" if cpu else "--num_gpus"
+        return ("--hostfile", "HOSTFILE", "--num_nodes", str(nodes), each, str(ranks // nodes))
+    return ("--num_accelerators", str(ranks)) if cpu else _cards(report, ranks)
 
 
 def _cards(report: Report, ranks: int) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """Fits on several nodes of a Ray cluster, all of them raylets of this machine, and what is left when one goes.
 
-python tests/benchmarks/two_nodes.py [ladder] [kill] [concurrent] [cut] [--json FILE]
+python tests/benchmarks/two_nodes.py [ladder] [ranks] [kill] [concurrent] [cut] [--json FILE]
 
 ladder: examples/gpt.py on 4 CPU ranks of one node, and on 2 × 2 of two raylets: are the outcomes of the rungs the same?
+ranks: the last rank of the second node dies, runs out of memory or raises, or the driver is killed.
 kill: the raylet of a node is killed (SIGKILL) in mid-trial, with a spare node and without one.
 concurrent: two fits at once on a cluster that has room for both, and on one that has room for one at a time.
 cut: three nodes in network namespaces with addresses of their own; the link of one goes down in mid-trial. They lie
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from clusters import begin_fit, cluster, raylet_above, records, short_config
+from conftest import ignore, question
 from namespaces import HEAD, Lab, inside_own, why_impossible
-from watching import Scene, wait_gone
+from watching import Scene, a_trial, wait_gone
+
+from autods.cluster.runner import RayRunner
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "two_nodes.json"
@@ -46,13 +51,13 @@ Row = dict[str, Any]
 
 
 def ladder() -> Iterator[Row]:
-    """The same question on one node and on two."""
+    """The same question on one node and on two. It is the walk that is compared: nothing is tuned or certified."""
     for memory in ("416MiB", "288MiB"):
-        asked = ("--gpu-memory", memory, "--config", "quick", "--max-trials", "8")
+        asked = ("--gpu-memory", memory, "--config")
         with folder() as out:
-            one = ended(begin_fit(DEMO, out, "--gpus", "4", *asked), out)
+            one = ended(begin_fit(DEMO, out, "--gpus", "4", *asked, short_config(out.parent)), out)
         with folder() as out, cluster(2, 2) as address:
-            two = ended(begin_fit(DEMO, out, *TWO, "--address", address, *asked), out)
+            two = ended(begin_fit(DEMO, out, *TWO, "--address", address, *asked, short_config(out.parent)), out)
         walks = [
             [rung_of(record) for record in each["records"] if record["trial"]["purpose"] == "walk"]
             for each in (one, two)
@@ -85,6 +90,29 @@ def rung_of(record: Row) -> Row:
     else:
         said += f": {outcome['failure']}"
     return {"rung": record["trial"]["rung"], "kind": outcome["kind"], "said": said}
+
+
+def ranks() -> Iterator[Row]:
+    """A rank of the second node fails: how soon are those of both gone?"""
+    with scene() as one, cluster(2, 2) as address:
+        asked = question(str(one.path), one.out, gpus=4, nodes=2, address=address)
+        with RayRunner(asked, ignore) as runner:
+            runner.survey()
+            for fault in ("SIGKILL", "exception", "out of memory"):
+                for phase in ("build", "forward", "step"):
+                    one.choose(fault, phase)
+                    outcome = runner.run(a_trial(), id=1).outcome
+                    gone = [report["gone_at_s"] - one.struck()["at_s"] for report in runner.reports]
+                    said = rung_of({"trial": {"rung": "zero1"}, "outcome": asdict(outcome)})["said"]
+                    yield {"event": f"{fault} in {phase}", "reported": said, "gone s": [round(s, 2) for s in gone]}
+        one.choose("hang", "forward")
+        fit = begin(one, address)
+        one.struck()
+        family = one.family()
+        began = time.monotonic()
+        fit.kill()
+        yield {"event": "driver killed in forward", "gone s": [round(wait_gone(family, 60) - began, 2)]}
+        fit.wait()
 
 
 def kill() -> Iterator[Row]:
@@ -202,7 +230,7 @@ def scene() -> Iterator[Scene]:
         yield Scene.at(Path(name))
 
 
-PARTS = {"ladder": ladder, "kill": kill, "concurrent": concurrent, "cut": cut}
+PARTS = {"ladder": ladder, "ranks": ranks, "kill": kill, "concurrent": concurrent, "cut": cut}
 
 
 def main() -> None:

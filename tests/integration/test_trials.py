@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import pytest
 from conftest import question
 
@@ -64,6 +65,14 @@ def ranks_of(runner) -> list[int]:
         if "autods.cluster.zygote" in command and runner.settings.source.path in command:
             found += children
     return found
+
+
+def test_a_ray_of_our_own_can_be_reached_from_this_machine_alone(ray):
+    own = psutil.Process()
+    links = [link for one in (own, *own.children(recursive=True)) for link in one.net_connections("inet")]
+    listening = {link.laddr.ip for link in links if link.status == psutil.CONN_LISTEN}
+    assert listening
+    assert {ip for ip in listening if not ip.removeprefix("::ffff:").startswith("127.") and ip != "::1"} == set()
 
 
 def test_ranks_that_must_not_be_forked_are_processes_of_their_own_and_that_is_said(ray, tmp_path, monkeypatch):

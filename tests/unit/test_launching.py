@@ -66,6 +66,16 @@ def test_cpu_ranks_are_asked_for_by_name_also_where_there_are_gpus():
     assert said["deepspeed"] == "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train.py"
 
 
+def test_on_several_nodes_each_launcher_is_told_how_many_ranks_a_node_has():
+    report = scripted()
+    said = commands(replace(report, question={**report.question, "gpus": 8, "nodes": 2}))
+    assert said["deepspeed"] == "deepspeed --hostfile HOSTFILE --num_nodes 2 --num_gpus 4 train.py"
+    assert said["torchrun"].startswith(
+        "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --nproc"
+    )
+    assert "--nproc_per_node 4" in said["torchrun"]
+
+
 def test_a_script_that_knows_no_local_rank_is_not_given_one():
     assert "--no_local_rank train.py" in commands(scripted(takes_local_rank=False))["deepspeed"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from autods.cluster import launch, mustering
 from autods.cluster.mustering import check_alike, differences, muster, need_of
+from autods.cluster.node import Node, digest_of
 from autods.cluster.placing import NodeState, Spot
 from autods.cluster.survey import weakest
 from autods.errors import EnvironmentBroken
@@ -54,6 +55,7 @@ class Ray:
 
     def __init__(self, *machines: Mapping[str, Any]) -> None:
         self.machines, self.options, self.killed, self.calls = list(machines), [], 0, []
+        self.unseen: list[str] = []
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "id1")
@@ -72,6 +74,7 @@ class Ray:
 
 class Actor:
     def __init__(self, ray: Ray, number: int) -> None:
+        self.unseen = SimpleNamespace(remote=lambda files, folders: ray.unseen)
         for name in ("hold", "start", "abort", "stop"):
             setattr(self, name, SimpleNamespace(remote=lambda *args, name=name: ray.calls.append((number, name)) or {}))
         self.seen = SimpleNamespace(remote=lambda: ray.machines[number])
@@ -122,6 +125,11 @@ def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mustering, "Lifelines", Lines)
 
 
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def gathered(ray: Ray, places: Places, said: list[str]) -> Any:
     def listen(event: Any) -> None:
         assert isinstance(event, Note)
@@ -152,6 +160,25 @@ def test_nodes_with_different_software_are_refused_before_anything_loads_and_all
         gathered(ray, places, [])
     assert "start" not in [name for _, name in ray.calls]
     assert (ray.killed, places.freed) == (2, 1)
+
+
+def test_a_folder_that_a_node_does_not_share_is_said_before_anything_loads() -> None:
+    ray = Ray(what_is(a_machine()), what_is(a_machine()))
+    ray.unseen = ["/home/me/model.py"]
+    with pytest.raises(EnvironmentBroken, match=r"10\.0\.0\.1 does not see /home/me/model\.py"):
+        gathered(ray, Places(), [])
+    assert "start" not in [name for _, name in ray.calls]
+
+
+def test_a_node_sees_a_file_only_if_it_is_the_same(tmp_path: Path) -> None:
+    here = tmp_path / "model.py"
+    here.write_text("one")
+    node = Node(asdict(SOURCE), "cpu", {"pid": 1, "machine": "another"}, "log", {})
+    same, folder = digest_of(str(here)), str(tmp_path)
+    assert same is not None
+    assert node.unseen({str(here): same}, [folder]) == []
+    assert node.unseen({str(here): "of another text"}, [folder]) == [str(here)]
+    assert node.unseen({str(tmp_path / "gone"): same}, [folder, "/nowhere"]) == [str(tmp_path / "gone"), "/nowhere"]
 
 
 def test_software_that_no_rank_uses_may_differ() -> None:

@@ -29,6 +29,12 @@ class FakeRay:
         return False
 
 
+@pytest.fixture(autouse=True)
+def _a_door_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing behind it answers what Ray asks."""
+    monkeypatch.setattr(ray_join, "_own_address", lambda host, port: "127.0.0.1")
+
+
 @pytest.fixture
 def door() -> Iterator[str]:
     """An address where something listens."""

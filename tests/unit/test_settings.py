@@ -340,3 +340,33 @@ def test_a_script_is_forecast_unless_nobody_wants_that() -> None:
 def test_a_base_config_goes_over_the_script_s_own() -> None:
     base = of_script({"gradient_clipping": 0.5, "steps_per_print": 1}, base_config={"gradient_clipping": 1.0}).base
     assert base == {"gradient_clipping": 1.0, "steps_per_print": 1}
+
+
+def test_ranks_are_counted_over_all_nodes_and_each_has_as_many() -> None:
+    settings = asked(gpus=16, nodes=2, address="auto")
+    assert (settings.gpus, settings.nodes, settings.ranks_per_node) == (16, 2, 8)
+    assert asked(nodes=2, address="auto").gpus == 16
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"nodes": 2}, "needs a Ray cluster"),
+        ({"nodes": 0}, "at least one node"),
+        ({"gpus": 3, "nodes": 2, "address": "auto"}, "split evenly over 2 nodes"),
+        ({"gpus": 18, "nodes": 2, "address": "auto"}, "9 on each of 2 nodes, and one of them shows 8"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(said: dict[str, Any], words: str) -> None:
+    assert words in refusal(**said)
+
+
+def test_the_host_memory_of_a_node_is_for_the_ranks_of_that_node() -> None:
+    one = asked(gpus=4, device="cpu", nodes=2, address="auto").device_bytes
+    assert one == asked(gpus=2, device="cpu").device_bytes
+
+
+def test_ranks_on_other_nodes_are_another_question_where_the_cluster_stands_is_not() -> None:
+    two = asked(gpus=8, nodes=2, address="auto").fingerprint()
+    assert two != asked(gpus=8).fingerprint()
+    assert two == asked(gpus=8, nodes=2, address="10.0.0.1:6379").fingerprint()

@@ -59,13 +59,20 @@ class Actor:
     def __init__(self, report: Any, when: str = "done", ahead_s: float = 0.0) -> None:
         self.report, self.when, self.aborted, self.ahead_s = report, when, [], ahead_s
         self.jobs: list[RankJob] = []
+        self.looks = 0
         for name in ("run", "abort", "progress", "clock"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     def _run(self, line: str, number: int) -> Reference:
         self.jobs.append(RankJob.from_json(line))
-        ready = {"done": lambda: True, "aborted": lambda: bool(self.aborted), "never": lambda: False}[self.when]
+        ready = {"done": lambda: True, "aborted": lambda: bool(self.aborted), "never": lambda: False}.get(
+            self.when, self._later
+        )
         return Reference(self.report, ready)
+
+    def _later(self) -> bool:
+        self.looks += 1
+        return self.looks > 20
 
     def _abort(self, number: int) -> Reference:
         self.aborted.append(number)
@@ -114,6 +121,9 @@ def an_error(type: str, message: str) -> dict[str, Any]:
     return {"types": [type, "RuntimeError", "Exception"], "message": message, "traceback": ""}
 
 
+AWAITING = (
+    'Current thread 0x1 (most recent call first):\n  File "/venv/torch/distributed/distributed_c10d.py", line 1\n'
+)
 PEER_CLOSED = an_error("RuntimeError", "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:30422")
 NO_MEMORY = an_error(
     "RuntimeError",
@@ -184,6 +194,19 @@ def test_a_node_that_does_not_end_when_told_to_is_lost(monkeypatch: pytest.Monke
     monkeypatch.setattr(teams, "ENDS_S", 0.0)
     team = a_team(Actor({**WELL, "ends": [an_end(0, error=PEER_CLOSED)]}), Actor(None, when="never"))
     assert "did not end" in run(team)[1]["lost"]
+
+
+def test_where_a_node_is_stuck_the_other_may_say_so_too_before_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that reports first has ranks that only wait for those of the other."""
+    monkeypatch.setattr(teams, "_SAYS_S", 60.0)
+    waits = {**an_end(0), "exit": None, "lost": "stuck", "log_tail": AWAITING}
+    hangs = {**an_end(3, at_s=1.0), "exit": None, "lost": "stuck"}
+    late = Actor({**WELL, "ends": [hangs], "why_killed": "stuck"}, when="later")
+    reports = run(a_team(Actor({**WELL, "ends": [waits], "why_killed": "stuck"}), late))
+    assert late.aborted == []
+    outcome = failure_from(reports, JOB)
+    assert isinstance(outcome, Failed)
+    assert outcome.rank == 3
 
 
 def test_memory_that_ran_out_on_a_node_that_is_there_is_the_cause_of_one_that_is_not() -> None:
