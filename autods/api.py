@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .events import Listener
 from .report import Report
 from .settings import Settings, check_nodes, resolve
-from .values import Listener, WorkloadSource
+from .values import WorkloadSource
 
 if TYPE_CHECKING:
     from .forecast.events import ForecastListener
@@ -66,7 +67,7 @@ def find_best_config(
     stop: 'first-fit' takes the first rung that fits, 'fastest' races all that could be faster; else as the config says.
     max_trials, max_time: after so many trials, or seconds in them ('20m'), nothing more is raced or tuned.
     fresh: forget the journal in `out`; otherwise finished trials are not run again.
-    on_event: called with each `values.Event` while it works.
+    on_event: called with each `events.Event` while it works.
 
     That nothing fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
     `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.

@@ -10,10 +10,11 @@ from .ds_config import compose, get, start_settings
 from .errors import InputError
 from .forecast.values import Ask, RungForecast, Simulated
 from .ladder import Rung
+from .outcomes import Tier
 from .question import Question, Site
 from .search.applies import refusal_of, unforeseeable
 from .search.ask import accumulation_for
-from .values import Knobs, ModelFacts, Scalar, Tier
+from .values import Knobs, ModelFacts, Scalar
 
 _ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .forecast.values import RungForecast
+from .outcomes import Fit
 from .report import Report, Throughput, words
 from .report.plan_result import rung_to_dict
 from .search.applies import refusal_of
@@ -14,7 +15,7 @@ from .search.walk import Walked
 from .searching import Found, Nothing
 from .settings import Settings
 from .threads import share
-from .values import Fit, Knobs, ModelFacts, Record
+from .values import Knobs, ModelFacts, Record
 from .workload.script import launched
 
 Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions

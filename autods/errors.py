@@ -1,4 +1,4 @@
-"""The error tree. Only what ends a fit is an exception; an out-of-memory is a value (`values.OutOfMemory`).
+"""The error tree. Only what ends a fit is an exception; an out-of-memory is a value (`outcomes.OutOfMemory`).
 
 AutodsError
 ├── InputError        the user's input is wrong                       exit code 2

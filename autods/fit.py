@@ -13,15 +13,17 @@ from . import report as reports
 from .cards import said_of, said_of_names
 from .conclude import nothing_fits, result_of
 from .errors import EnvironmentBroken, Interrupted
+from .events import Listener, Note
 from .failures import input_error
 from .hardware import look, versions
 from .journal import Journal
+from .outcomes import Failed, Fit, is_machines_fault
 from .report import Report
 from .resume import JOURNAL, STUDY, Memory, check_room, workspace
 from .search.foresight import Foresight
 from .searching import Found, Nothing, Runner, Search
 from .settings import Settings, with_config_of
-from .values import Failed, Fit, Listener, Note, Record, WorkloadSource, is_machines_fault
+from .values import Record, WorkloadSource
 from .workload.script import SAID
 
 Start = Callable[[Settings, Listener], AbstractContextManager[Runner]]

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .ds_config import without_monitors
+from .events import Listener, Note
 from .forecast.alloc_conf import AllocConf, alloc_conf
 from .forecast.calibration import Pair
 from .forecast.foreseer import Foreseer
@@ -16,12 +17,13 @@ from .forecast.protocol import Start
 from .forecast.values import Ask
 from .hardware import look
 from .journal import key_of
+from .outcomes import Tier
 from .resume import Memory
 from .search.foresight import BLIND, Foresight
 from .search.spared import Spared
 from .settings import Settings
 from .typed import read_as
-from .values import Listener, ModelFacts, Note, Record, Tier, Trial
+from .values import ModelFacts, Record, Trial
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .outcomes import Failed, Outcome, is_machines_fault
 from .typed import read_as
-from .values import Failed, Outcome, Record, Trial, is_machines_fault
+from .values import Record, Trial
 
 VERSION = 1
 

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 from .errors import InputError
 from .folders import data_folder
+from .outcomes import Tier
 from .toml_files import checked, read_toml
-from .values import ModelFacts, Scalar, Tier
+from .values import ModelFacts, Scalar
 
 State = Literal["parameters", "gradients", "optimizer"]
 

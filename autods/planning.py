@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from .asks import Sizing, checkpointing_of, groups_of
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from .events import Note
 from .forecast.alloc_conf import AllocConf, alloc_conf
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
@@ -23,7 +24,7 @@ from .ladder import Rung
 from .question import Question, Site, with_config_of
 from .report.plan_result import Forecast, SiteForecast
 from .search.applies import unforeseeable
-from .values import Note, WorkloadSource
+from .values import WorkloadSource
 
 _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")

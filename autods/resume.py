@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .events import Listener, TrialFinished, TrialStarted
 from .journal import Journal, Past, key_of
+from .outcomes import Failed, Fit
 from .units import show_bytes
-from .values import Failed, Fit, Listener, Record, Trial, TrialFinished, TrialStarted
+from .values import Record, Trial
 
 JOURNAL = "journal.jsonl"
 STUDY = "study.jsonl"

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from .checks import precision_of
 from .ds_config import get
+from .events import Note
 from .journal import key_of
+from .outcomes import Fit
 from .resume import Memory
 from .search.applies import check_ranks, idle, tunable, unforeseeable
 from .search.ask import is_alike, score_of
@@ -26,7 +28,7 @@ from .search.tune import Tuned, tune
 from .search.variants import without_checkpointing
 from .search.walk import Walked, first_trial, tried, walk
 from .settings import Settings, with_config_of
-from .values import Fit, ModelFacts, Note, Record, Trial
+from .values import ModelFacts, Record, Trial
 
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
 # batch, buckets and checkpointing: up to 3e-7 in fp32, 5e-3 in bf16. A learning rate that is a tenth higher: 6e-3.

@@ -21,11 +21,12 @@ from autods.cluster.scripted import fit, out_of_memory
 from autods.forecast.values import Predicted, RungForecast
 from autods.journal import Journal, key_of
 from autods.ladder import Dimension, Rung, all_rungs
+from autods.outcomes import Examined, Outcome
 from autods.resume import Memory
 from autods.search.foresight import BLIND, Foresight
 from autods.searching import Search
 from autods.settings import Budget, Profile, Settings, read_profile
-from autods.values import Examined, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
+from autods.values import Knobs, ModelFacts, Record, Steps, Trial, WorkloadSource
 
 GIB = 2**30
 RUNGS = all_rungs()

@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import procs
 from ..errors import EnvironmentBroken
+from ..events import Event, Note
 from ..settings import Settings
 from ..units import show_bytes
-from ..values import Event, Note
 from .lifeline import Lifelines
 from .node import Node, digest_of
 from .placing import Need, Places, RayPlaces, Spot, reserve

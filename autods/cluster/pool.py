@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from ..events import Event, Note
 from ..settings import Settings
-from ..values import Event, ModelFacts, Note, Record, Scalar, Trial
+from ..values import ModelFacts, Record, Scalar, Trial
 from ..workload.conditions import environment_of, settings_under
 from .ray_session import is_connected, session
 from .runner import RayRunner

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..failures import HostMemory, from_end, outcome_of
-from ..trial.act import spread_of
-from ..trial.spec import RankJob
-from ..values import (
+from ..outcomes import (
     CardUse,
     Collective,
     Communication,
@@ -23,6 +21,8 @@ from ..values import (
     TierUse,
     Timing,
 )
+from ..trial.act import spread_of
+from ..trial.spec import RankJob
 
 
 def outcome_from(

@@ -13,12 +13,14 @@ from typing import Any
 
 from ..ds_config import compose, ops_of, without_monitors
 from ..errors import AutodsError, EnvironmentBroken, InputError
+from ..events import Event, Note, TrialMoved
 from ..failures import input_error
 from ..ladder import Rung
+from ..outcomes import Failed, Fit, Outcome
 from ..settings import Settings, said_of, with_config_of
 from ..trial.ops import BUILDERS, USUAL_BUILD_S, is_cached
 from ..trial.spec import RankJob
-from ..values import Event, Failed, Fit, Knobs, ModelFacts, Note, Outcome, Record, Trial, TrialMoved
+from ..values import Knobs, ModelFacts, Record, Trial
 from .launch import Offer, launch
 from .mustering import Mustered, muster
 from .ray_session import is_connected, session

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from ..values import Action, Failed, FailureKind, Fit, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
+from ..outcomes import Action, Failed, FailureKind, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
+from ..values import Record, Trial
 
 Answer = Callable[[Trial], Outcome]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..events import Listener
     from ..forecast.events import ForecastListener
     from ..probing.question import Question as ProbeQuestion
     from ..question import Question
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from ..report.plan_result import Forecast
     from ..report.probe_result import ProbeReport
     from ..settings import Settings
-    from ..values import Listener
 
 
 @dataclass(frozen=True, slots=True)

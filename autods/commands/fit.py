@@ -12,8 +12,8 @@ from .. import options
 from .calls import Call, ended_by
 
 if TYPE_CHECKING:
+    from ..events import Event, Listener
     from ..settings import Settings
-    from ..values import Event, Listener
 
 EPILOG = """
 Examples:
@@ -108,8 +108,8 @@ def _progress(quiet: bool) -> AbstractContextManager[Listener]:
 
 def _question(settings: Settings) -> Event:
     """What is asked and where the answer goes, said before anything slow begins."""
+    from ..events import Note
     from ..units import show_bytes
-    from ..values import Note
 
     what = f"{settings.gpus} {settings.device} ranks × {show_bytes(settings.device_bytes)}"
     if settings.nodes > 1:

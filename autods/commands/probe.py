@@ -13,9 +13,9 @@ from .. import options
 from .calls import Call, ended_by
 
 if TYPE_CHECKING:
+    from ..events import Event, Listener
     from ..probing.question import Question
     from ..report.probe_result import ProbeReport
-    from ..values import Event, Listener
 
 EPILOG = """
 Examples:
@@ -139,7 +139,7 @@ def _progress(question: Question, quiet: bool) -> AbstractContextManager[Listene
 
 def _said(question: Question) -> Event:
     """What is asked and where the answer goes, said before anything slow begins."""
-    from ..values import Note
+    from ..events import Note
 
     cells = sum(1 for _ in question.cells())
     how = f", each {question.repeats} times, in turns" if question.repeats > 1 else ", each once"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import InputError
-from ..values import Failed
+from ..outcomes import Failed
 
 CONFIG = "DeepSpeed config"
 

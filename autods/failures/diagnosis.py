@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..values import Action, FailureKind, Tier
+from ..outcomes import Action, FailureKind, Tier
 
 Kind = Literal["out_of_memory", "none"] | FailureKind
 

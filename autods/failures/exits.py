@@ -8,7 +8,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from ..values import Action, Tier
+from ..outcomes import Action, Tier
 from .diagnosis import Kind
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from ..outcomes import Action, Tier
 from ..units import show_bytes
-from ..values import Action, Tier
 from .diagnosis import Kind
 from .evidence import Evidence
 from .exits import MEANINGS

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..values import Failed, OutOfMemory
+from ..outcomes import Failed, OutOfMemory
 from .evidence import Evidence
 from .patterns import BOILERPLATE
 from .shortage import shortage_in

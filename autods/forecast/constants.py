@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from ..folders import data_folder
+from ..outcomes import Tier
 from ..toml_files import checked, read_toml
 from ..units import parse_bytes
-from ..values import Device, Tier
+from ..values import Device
 from .interval import Interval, total
 from .values import Ask
 

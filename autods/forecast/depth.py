@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..ds_config import get
-from ..values import ModelFacts, Tier
+from ..outcomes import Tier
+from ..values import ModelFacts
 from .caching import phases
 from .constants import Constants
 from .interval import Interval, Ratios

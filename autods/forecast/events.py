@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..values import Note
+from ..events import Note
 from .values import RungForecast
 
 

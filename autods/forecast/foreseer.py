@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..ds_config import BATCH_KEYS
 from ..errors import AutodsError
-from ..values import Outcome, Tier, Trial
+from ..outcomes import Outcome, Tier
+from ..values import Trial
 from .calibration import Pair
 from .judge import judged
 from .largest import largest

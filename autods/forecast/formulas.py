@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ds_config import get, half_precision
-from ..values import ModelFacts, Tier
+from ..outcomes import Tier
+from ..values import ModelFacts
 from .constants import overlaps
 from .values import Ask, ForecastPhase, Simulated
 

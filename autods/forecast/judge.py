@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..values import Tier
+from ..outcomes import Tier
 from .advice import PHASE_WORDS, advice_for
 from .calibration import Calibration
 from .constants import Constants, read_constants

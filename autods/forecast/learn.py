@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..values import Fit, Outcome, OutOfMemory
+from ..outcomes import Fit, Outcome, OutOfMemory
 from .caching import replay
 from .calibration import Calibration, Pair, calibrated
 from .constants import Constants, read_constants

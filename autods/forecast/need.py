@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ds_config import get, half_precision
-from ..values import Tier
+from ..outcomes import Tier
 from .caching import replay, squeezed
 from .constants import Constants
 from .interval import Interval, exactly

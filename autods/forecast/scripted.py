@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..values import Device, ModelFacts, Tier
+from ..outcomes import Tier
+from ..values import Device, ModelFacts
 from .protocol import Engine, Simulator
 from .simulator import SimulationFailed
 from .values import Ask, ForecastPhase, Simulated

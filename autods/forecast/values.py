@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..values import Device, Tier
+from ..outcomes import Tier
+from ..values import Device
 
 Verdict = Literal["fits", "tight", "cannot_fit", "not_applicable"]
 

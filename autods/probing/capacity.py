@@ -6,11 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ..outcomes import Failed, Fit, OutOfMemory
 from ..report import words
 from ..report.probe_result import Capacity, CellResult, CellStatus
 from ..search.ask import accumulation_for, asked, fits_well
 from ..units import show_bytes
-from ..values import Failed, Fit, OutOfMemory, Record, Run, Trial
+from ..values import Record, Run, Trial
 from .cells import Cell
 from .forecasts import NOT_SIMULATED, Foreseen
 from .measure import result_of

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from ..ds_config import compose, without_monitors
+from ..events import Listener, Note
 from ..forecast.fallback import WithFormulas
 from ..forecast.judge import judged
 from ..forecast.largest import MOST_MICRO_BATCH, largest
@@ -16,10 +17,11 @@ from ..forecast.protocol import Simulator, Start
 from ..forecast.remembered import remembered
 from ..forecast.simulator import SimulationFailed
 from ..forecast.values import Ask, RungForecast
+from ..outcomes import Tier
 from ..question import NVME_PLACE
 from ..search.applies import unforeseeable
 from ..search.ask import micro_batches
-from ..values import Device, Knobs, Listener, ModelFacts, Note, Scalar, Tier, Trial, WorkloadSource
+from ..values import Device, Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import settings_under, source_under
 from .cells import Cell, config_of, settings_of
 from .question import Question

@@ -7,10 +7,11 @@ from dataclasses import replace
 from statistics import median
 
 from ..journal import key_of
+from ..outcomes import Failed, Fit, OutOfMemory, Tier, TierUse
 from ..report import words
 from ..report.probe_result import CellResult, CellStatus
 from ..search.ask import LASTING
-from ..values import Failed, Fit, OutOfMemory, Record, Run, Tier, TierUse, Trial
+from ..values import Record, Run, Trial
 from .cells import Cell
 from .noise import ratios, spread_of
 

@@ -10,17 +10,19 @@ from typing import Protocol
 
 from ..checks import precision_of
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from ..events import Listener, Note
 from ..failures import input_error
 from ..forecast.protocol import Start as StartSimulator
 from ..forecast.simulator import SimulationFailed
 from ..hardware import look, versions
 from ..journal import Journal, Past, key_of
+from ..outcomes import Failed, Fit, is_machines_fault
 from ..report.probe_files import write
 from ..report.probe_result import CellResult, ProbeReport
 from ..resume import JOURNAL, Memory, check_room, workspace
 from ..settings import Settings
 from ..typed import read_as
-from ..values import Failed, Fit, Listener, ModelFacts, Note, Record, Scalar, Trial, is_machines_fault
+from ..values import ModelFacts, Record, Scalar, Trial
 from ..workload.conditions import source_under
 from .capacity import Boundary, capacity_result, forecast_result
 from .cells import Cell, cells_of, environments_of, settings_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..outcomes import Failed, OutOfMemory
 from ..units import show_bytes
-from ..values import Failed, OutOfMemory
 from . import words
 from .result import Report
 

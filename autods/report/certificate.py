@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
+from ..outcomes import TIERS
 from ..units import show_bytes
-from ..values import TIERS
 from . import words
 
 Certificate = Mapping[str, Any]  # "certificate" of report.json, see `search.certificate.Certificate`

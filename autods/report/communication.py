@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
+from ..outcomes import Collective, Communication, Fit
 from ..units import show_bytes
-from ..values import Collective, Communication, Fit, Record
+from ..values import Record
 from .result import Report
 
 _LEAST = 0.01  # share of the bytes from which a collective is named

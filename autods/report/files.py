@@ -12,9 +12,10 @@ from typing import Any
 
 from ..errors import InputError
 from ..journal import read_record
+from ..outcomes import TIERS, TierUse
 from ..trainer_config import for_lightning, for_trainer
 from ..typed import read_as
-from ..values import TIERS, Knobs, Record, Skipped, TierUse
+from ..values import Knobs, Record, Skipped
 from .ecosystems import accelerate_yaml, trainer_arguments
 from .launching import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, commands
 from .result import Report, Throughput

@@ -9,8 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..outcomes import TIERS, Fit, OutOfMemory, Tier, TierUse
 from ..units import show_bytes
-from ..values import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
+from ..values import Record
 from . import words
 from .progress import mark_of
 from .result import Report

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..forecast.values import Predicted, RungForecast
+from ..outcomes import Tier
 from ..units import show_bytes
-from ..values import Tier
 from .plan_result import Forecast, SiteForecast
 
 _TIERS = {"device": "of device memory", "host": "of host memory on a node", "pinned": "of pinned memory",

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ..events import Note
 from ..forecast.events import Forecasted, ForecastEvent, Simulating
 from ..forecast.values import RungForecast
-from ..values import Note
 from . import words
 from .live import LiveView
 from .plan_table import MARKS, of_predicted, rung_table

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..forecast.values import PHASES, Predicted, RungForecast
+from ..outcomes import Tier
 from ..question import Site
-from ..values import Device, ModelFacts, Tier, WorkloadSource
+from ..values import Device, ModelFacts, WorkloadSource
 
 Status = Literal["fits", "tight", "nothing_fits", "not_forecast"]
 

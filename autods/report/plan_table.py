@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..forecast.values import Predicted, RungForecast, Verdict
+from ..outcomes import TIERS
 from ..units import show_bytes, show_count, unit_of
-from ..values import TIERS
 from . import words
 from .breakdown import bar, legend
 from .layout import pairs_grid

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from ..values import TIERS, Record, Scalar, Tier, TierUse
+from ..outcomes import TIERS, Tier, TierUse
+from ..values import Record, Scalar
 from .files import _plain, _trial_row
 
 PROBE = "probe.json"

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..outcomes import TIERS, Tier
 from ..units import show_bytes
-from ..values import TIERS, Scalar, Tier
+from ..values import Scalar
 from . import words
 from .layout import pairs_grid
 from .probe_result import PROBE_CSV, CellResult, ProbeReport, Ratio

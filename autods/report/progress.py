@@ -10,20 +10,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..values import (
-    Event,
-    Failed,
-    Fit,
-    Note,
-    Outcome,
-    OutOfMemory,
-    Phase,
-    Skipped,
-    Trial,
-    TrialFinished,
-    TrialMoved,
-    TrialStarted,
-)
+from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
+from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase
+from ..values import Skipped, Trial
 from . import words
 from .live import LiveView
 
@@ -51,7 +40,7 @@ class _Running:
 
 
 class Progress(LiveView):
-    """A `values.Listener` and a context manager.
+    """A `events.Listener` and a context manager.
 
     On a terminal: finished trials as lines and the running one below them, with its phase and seconds. Elsewhere: one
     plain line for each finished trial, skipped rung and note. Events may come from any thread.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..values import Knobs, Record, Skipped, Tier, TierUse
+from ..outcomes import Tier, TierUse
+from ..values import Knobs, Record, Skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

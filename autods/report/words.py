@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, TierUse
 from ..units import show_bytes, unit_of
-from ..values import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, TierUse
+from ..values import Knobs, Record
 
 
 def of_outcome(outcome: Outcome) -> str:

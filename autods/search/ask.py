@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..values import Action, Failed, Fit, OutOfMemory, Record, Run, Trial
+from ..outcomes import Action, Failed, Fit, OutOfMemory
+from ..values import Record, Run, Trial
 
 # Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
 LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..values import Fit, Record
+from ..outcomes import Fit
+from ..values import Record
 
 _WIDE = 2  # two micro batches this far apart, as a ratio, show what a sample costs; closer ones show noise
 _SURE = 0.85  # of a slope, for noise

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..values import Examined, Failed, Fit, Phase, Record, Steps, Tier, TierUse
+from ..outcomes import Examined, Failed, Fit, Phase, Tier, TierUse
+from ..values import Record, Steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint of the whole engine; what was not done is None. See `values.Examined`."""
+    """A checkpoint of the whole engine; what was not done is None. See `outcomes.Examined`."""
 
     bytes: int | None
     save_s: float | None

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..outcomes import Fit
 from ..profile import GrowLimits
-from ..values import Fit, Record, Run, Steps, Trial
+from ..values import Record, Run, Steps, Trial
 from .ask import accumulation_for, asked, fits_within, micro_batches, samples_per_second
 from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from ..forecast.values import RungForecast
+from ..outcomes import Fit
 from ..units import show_bytes
-from ..values import Fit, Record, Steps, Trial
+from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_within
 from .candidates import Candidate
 from .climb import Climb, Rules

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, is_machines_fault
 from ..units import show_bytes
-from ..values import Failed, Fit, Outcome, OutOfMemory, Phase, Record, Run, Trial, is_machines_fault
+from ..values import Record, Run, Trial
 from .ask import asked
 from .certificate import first_line
 

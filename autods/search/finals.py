@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import ceil, log, sqrt
 from statistics import mean, median, median_low
 
-from ..values import Fit, Purpose, Record, Run, Trial
+from ..outcomes import Fit
+from ..values import Purpose, Record, Run, Trial
 from .ask import asked, fits_within, samples_per_second
 
 Score = Callable[[Record], float]

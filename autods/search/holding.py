@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..values import Fit, Record, Steps, Trial
+from ..outcomes import Fit
+from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_well, micro_batches
 from .exams import Exams, grows_with_the_batch, is_short, roomier, smaller, what_happened
 

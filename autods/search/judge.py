@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..forecast.values import RungForecast
-from ..values import Failed, Fit, OutOfMemory, Record
+from ..outcomes import Failed, Fit, OutOfMemory
+from ..values import Record
 from .ask import fits_within
 from .finals import Score
 from .foresight import Foresight, lacking_bytes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..ladder import Rung
-from ..values import Failed, Outcome, OutOfMemory
+from ..outcomes import Failed, Outcome, OutOfMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

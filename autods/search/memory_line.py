@@ -7,7 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..values import Fit, Record
+from ..outcomes import Fit
+from ..values import Record
 from .ask import fits_within
 
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit

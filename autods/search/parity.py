@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..values import Fit, Knobs, Record, Steps, Trial
+from ..outcomes import Fit
+from ..values import Knobs, Record, Steps, Trial
 from .certificate import Parity
 from .exams import Exams, what_happened
 

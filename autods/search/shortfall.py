@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..values import Fit, OutOfMemory, Record, Run, Steps
+from ..outcomes import Fit, OutOfMemory
+from ..values import Record, Run, Steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

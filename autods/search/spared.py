@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..forecast.values import RungForecast
-from ..values import Fit, ModelFacts, OutOfMemory, Record, Trial
+from ..outcomes import Fit, OutOfMemory
+from ..values import ModelFacts, Record, Trial
 from .applies import unforeseeable
 from .foresight import Foresight
 

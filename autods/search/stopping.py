@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from ..outcomes import Failed, Fit, OutOfMemory
 from ..units import show_bytes
-from ..values import Failed, Fit, OutOfMemory, Record
+from ..values import Record
 from .ask import samples_per_second
 from .memory_line import LONGEST_JUMP, Ground
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..values import Failed, Fit, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
+from ..outcomes import Failed, Fit, OutOfMemory, is_machines_fault
+from ..values import Record, Run, Skipped, Steps, Trial
 from .ask import asked, fits_well
 from .candidates import Candidate
 from .foresight import BLIND, Foresight, lacking_bytes, why_impossible

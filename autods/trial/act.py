@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..values import Exam, Phase, Steps
+from ..outcomes import Phase
+from ..values import Exam, Steps
 from ..workload import Workload, WorkloadError
 from . import exam as exams
 from . import parity, pipeline

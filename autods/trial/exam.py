@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ds_config import get, merge
+from ..outcomes import Examined, Phase
 from ..units import show_bytes
-from ..values import Examined, Phase
 from .longest import Longest
 from .rendezvous import Ranks
 

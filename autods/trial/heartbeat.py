@@ -12,7 +12,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from ..values import PHASES, Phase
+from ..outcomes import PHASES, Phase
 
 _BEAT = struct.Struct("IId")
 _STRIDE = 64  # a cache line each

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..values import Phase
+from ..outcomes import Phase
 from ..workload import Workload, WorkloadError
 from .batch import check_batch
 from .experts import is_moe

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..values import Phase
+from ..outcomes import Phase
 from ..workload import WorkloadError
 from .rendezvous import Ranks
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from ..ds_config import get
 from ..hardware import interface_of
+from ..outcomes import Phase
 from ..threads import share
-from ..values import Phase
 from ..workload import Workload, WorkloadError, bound, load, partitioned
 from .cuda_meter import CudaMeter
 from .heartbeat import Heartbeats

@@ -25,7 +25,7 @@ from conftest import ignore, question
 from watching import PHASES, Scene, Seen, end_fit, kill_during, meet
 
 from autods.cluster.runner import RayRunner
-from autods.values import Failed, OutOfMemory
+from autods.outcomes import Failed, OutOfMemory
 
 FAULTS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGSTOP", "os._exit(0)", "exception", "strays", "out of memory", "hang")
 

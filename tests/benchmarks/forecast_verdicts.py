@@ -38,8 +38,9 @@ from autods.forecast.learn import learned
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import Ask, Predicted, Simulated
 from autods.ladder import all_rungs
+from autods.outcomes import Fit
 from autods.units import parse_bytes
-from autods.values import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
+from autods.values import Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.workload import source_of
 
 ROOT = Path(__file__).resolve().parents[2]

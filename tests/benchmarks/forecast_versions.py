@@ -24,9 +24,9 @@ os.environ["AUTODS_FORECAST_CACHE"] = "off"
 
 import autods
 from autods.hardware import versions
+from autods.outcomes import TIERS
 from autods.report.plan_result import Forecast
 from autods.units import show_bytes
-from autods.values import TIERS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTIONS: dict[str, tuple[Path, dict[str, Any]]] = {

@@ -21,9 +21,10 @@ from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from autods.outcomes import Fit, OutOfMemory
 from autods.searching import Nothing
 from autods.settings import read_profile
-from autods.values import Fit, OutOfMemory, Record
+from autods.values import Record
 from tests.surfaces import Surface, searching
 
 _GOOD = 0.97

@@ -65,11 +65,12 @@ from autods.forecast.values import Ask, Simulated
 from autods.foreseeing import foreseeing
 from autods.hardware import look, versions
 from autods.journal import Journal
+from autods.outcomes import Fit, OutOfMemory
 from autods.resume import Memory
 from autods.searching import Found, Search
 from autods.settings import Budget, Settings, resolve
 from autods.units import show_bytes
-from autods.values import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
+from autods.values import Device, ModelFacts, Record, Steps, Trial
 from autods.workload import source_of
 
 HERE = Path(__file__).parent

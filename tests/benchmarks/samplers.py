@@ -28,12 +28,13 @@ from optuna.terminator import BaseImprovementEvaluator, EMMREvaluator, RegretBou
 from optuna.trial import FrozenTrial
 from tuning_surfaces import HEADROOM, LIMIT, Surface, surface
 
+from autods.outcomes import OutOfMemory
 from autods.search.ask import fits_within, samples_per_second
 from autods.search.enough import STARTUP, enough
 from autods.search.study import gp
 from autods.search.tune import tune
 from autods.settings import TuneLimits
-from autods.values import OutOfMemory, Record, Steps
+from autods.values import Record, Steps
 
 SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
     "gp": gp,

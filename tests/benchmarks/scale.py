@@ -106,7 +106,8 @@ class Cluster:
 
     def run(self, trial: Any, *, id: int) -> Any:
         from autods.cluster.result import outcome_from
-        from autods.values import Fit, Record
+        from autods.outcomes import Fit
+        from autods.values import Record
 
         began = time.process_time()
         outcome = self.surface.answer(trial)
@@ -252,7 +253,8 @@ def failures(world: int, seeds: int) -> dict[str, Any]:
     """The first cause among as many ends as there are ranks."""
     from autods.cluster.result import failure_from
     from autods.journal import Journal
-    from autods.values import Knobs, OutOfMemory, Record, Trial
+    from autods.outcomes import OutOfMemory
+    from autods.values import Knobs, Record, Trial
     from tests.surfaces import Surface, searching
 
     with searching(Surface(0, world_size=world)) as made:

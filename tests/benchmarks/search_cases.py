@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import autods
+from autods.events import Event, TrialFinished, TrialStarted
+from autods.outcomes import Fit, OutOfMemory
 from autods.report import Report
-from autods.values import Event, Fit, OutOfMemory, TrialFinished, TrialStarted
 
 HERE = Path(__file__).parent
 CASES = HERE / "cases"

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import autods
+from autods.outcomes import TIERS
 from autods.report.plan_result import Forecast
 from autods.units import show_bytes
-from autods.values import TIERS
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
 CARD: dict[str, Any] = {

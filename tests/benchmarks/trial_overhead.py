@@ -14,8 +14,9 @@ from pathlib import Path
 from autods.cluster.runner import RayRunner
 from autods.ds_config import start_settings
 from autods.hardware import look
+from autods.outcomes import Fit
 from autods.settings import resolve
-from autods.values import Fit, Knobs, Steps, Trial
+from autods.values import Knobs, Steps, Trial
 from autods.workload import source_of
 
 RUNGS = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param")

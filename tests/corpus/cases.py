@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from autods.values import Action, Tier
+from autods.outcomes import Action, Tier
 
 CORPUS = Path(__file__).parent
 

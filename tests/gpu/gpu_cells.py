@@ -12,7 +12,8 @@ from gpu_ranks import Ranks
 
 from autods.ds_config import compose, ops_of, start_settings
 from autods.ladder import Rung, all_rungs
-from autods.values import Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
+from autods.outcomes import Fit
+from autods.values import Device, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import source_of
 
 ROOT = Path(__file__).resolve().parents[2]

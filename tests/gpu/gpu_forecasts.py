@@ -17,9 +17,10 @@ from autods.forecast.learn import pair_of
 from autods.forecast.need import need_of
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import Ask, Simulated
+from autods.outcomes import Fit
 from autods.typed import read_as
 from autods.units import show_bytes
-from autods.values import Device, Fit, ModelFacts
+from autods.values import Device, ModelFacts
 
 Row = dict[str, Any]
 _SAME = ("model", "precision", "rung", "world_size", "card_bytes", "checkpointing")

@@ -14,8 +14,9 @@ from typing import Any
 
 from autods.cluster.launch import Zygote, launch
 from autods.cluster.result import failure_from, outcome_from
+from autods.outcomes import Outcome
 from autods.trial.spec import RankJob
-from autods.values import Device, ModelFacts, Outcome, WorkloadSource
+from autods.values import Device, ModelFacts, WorkloadSource
 
 
 class NoRanks(Exception):

@@ -20,7 +20,8 @@ from gpu_ranks import Ranks
 
 from autods.cards import used_bytes
 from autods.hardware import look
-from autods.values import Fit, OutOfMemory, Steps
+from autods.outcomes import Fit, OutOfMemory
+from autods.values import Steps
 
 GIB = 2**30
 STEPS = Steps(warmup=1, timed=2)

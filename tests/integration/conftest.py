@@ -11,10 +11,10 @@ import pytest
 
 from autods.cluster.ray_session import session
 from autods.cluster.runner import RayRunner
+from autods.events import Event
 from autods.hardware import look
 from autods.settings import Settings, resolve
 from autods.trial.ops import clear_killed_builds, ops_folder
-from autods.values import Event
 from autods.workload import Workload, source_of
 
 HERE = Path(__file__).parent

@@ -15,8 +15,8 @@ from autods.cli import UseCases, main
 from autods.cluster.runner import RayRunner
 from autods.fit import fit
 from autods.hardware import look
+from autods.outcomes import Fit
 from autods.settings import resolve
-from autods.values import Fit
 from autods.workload import source_of
 
 ARGS = ("--", "{micro_batch_size}")

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from autods.cluster.runner import RayRunner
-from autods.values import Exam, Examined, Fit, Knobs, Outcome, OutOfMemory, Scalar, Steps, Trial
+from autods.outcomes import Examined, Fit, Outcome, OutOfMemory
+from autods.values import Exam, Knobs, Scalar, Steps, Trial
 
 TOLERANCE = 1e-5  # relative, fp32: measured up to 3e-7 between configs that cut and shard the same training
 # A loss in bf16 has 8 bits: what is honest could not be told from what is not. Small buckets: 1 GiB is the budget.

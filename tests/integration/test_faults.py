@@ -15,7 +15,7 @@ from watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_f
 
 from autods.cluster.runner import RayRunner
 from autods.errors import EnvironmentBroken
-from autods.values import Failed, Fit, OutOfMemory
+from autods.outcomes import Failed, Fit, OutOfMemory
 
 # Fault: what is reported of it, and words of the evidence.
 REPORTED = {

@@ -14,9 +14,9 @@ from conftest import ignore, question
 
 import autods
 from autods.cluster.runner import RayRunner
+from autods.events import Note
 from autods.fit import fit
 from autods.report.files import to_dict
-from autods.values import Note
 
 # Nothing but pytest's own path finds this module or `sibling`: the ranks have to get them from here.
 WIDTH = 16

@@ -16,8 +16,8 @@ from conftest import HERE
 
 import autods
 from autods import InputError
+from autods.outcomes import Fit
 from autods.report.probe_result import ProbeReport, to_dict
-from autods.values import Fit
 
 VARIED, TINY, WIDE = (HERE / "workloads" / f"{name}.py" for name in ("varied", "tiny", "wide"))
 

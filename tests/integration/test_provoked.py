@@ -14,9 +14,10 @@ from watching import Scene
 
 from autods.cgroup import memory_groups
 from autods.cluster.runner import RayRunner
+from autods.outcomes import Failed, Fit, Outcome, OutOfMemory
 from autods.search.candidates import candidates
 from autods.search.walk import Walked, walk
-from autods.values import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
+from autods.values import Record, Steps, Trial
 
 pytestmark = pytest.mark.usefixtures("ray")
 

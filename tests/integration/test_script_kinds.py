@@ -16,9 +16,10 @@ from autods.cluster.runner import RayRunner
 from autods.errors import InputError
 from autods.fit import fit
 from autods.hardware import look
+from autods.outcomes import Failed, Fit, OutOfMemory
 from autods.report import to_dict
 from autods.settings import resolve
-from autods.values import Failed, Fit, Knobs, OutOfMemory, Steps, Trial
+from autods.values import Knobs, Steps, Trial
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"

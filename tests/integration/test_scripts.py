@@ -13,10 +13,12 @@ import pytest
 from conftest import ignore
 
 from autods.cluster.runner import RayRunner
+from autods.events import Note
 from autods.fit import fit
 from autods.hardware import look
+from autods.outcomes import Fit, OutOfMemory
 from autods.settings import resolve
-from autods.values import Fit, Knobs, Note, OutOfMemory, Steps, Trial
+from autods.values import Knobs, Steps, Trial
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -9,7 +9,9 @@ import pytest
 from conftest import question
 
 from autods.cluster.runner import RayRunner
-from autods.values import Fit, Knobs, Note, Steps, Trial
+from autods.events import Note
+from autods.outcomes import Fit
+from autods.values import Knobs, Steps, Trial
 
 
 def a_trial(rung: str, **knobs: object) -> Trial:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autods
-from autods.values import Fit
+from autods.outcomes import Fit
 from autods.workload import Workload, partitioned
 
 VOCABULARY = 2048

@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 
 from autods.cluster.runner import RayRunner
-from autods.values import Knobs, Outcome, Trial
+from autods.outcomes import Outcome
+from autods.values import Knobs, Trial
 
 FAULTY = Path(__file__).parent / "workloads" / "faulty.py"
 PHASES = ("build", "init", "forward", "backward", "step")

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from autods.catalogue import machines_named
 from autods.forecast.values import Predicted, RungForecast, Verdict
 from autods.hardware import Hardware
+from autods.outcomes import Tier
 from autods.question import Site, pose
 from autods.report.plan_result import Forecast, SiteForecast
-from autods.values import ModelFacts, Tier, WorkloadSource
+from autods.values import ModelFacts, WorkloadSource
 
 GIB = 2**30
 LIMIT = 80 * GIB

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from autods.cluster.scripted import Answer, ScriptedRunner
+from autods.events import Listener
 from autods.hardware import Card, Hardware
+from autods.outcomes import Fit
 from autods.probing.probe import probe
 from autods.probing.question import Question
 from autods.probing.settle import settle
 from autods.report.probe_result import ProbeReport
 from autods.settings import Settings
-from autods.values import Fit, Listener, ModelFacts, Record, Scalar, Trial, WorkloadSource
+from autods.values import ModelFacts, Record, Scalar, Trial, WorkloadSource
 
 MIB = 2**20
 LIMIT = 416 * MIB

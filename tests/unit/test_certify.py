@@ -9,21 +9,10 @@ import pytest
 
 from autods.cluster.scripted import ScriptedRunner, failed, out_of_memory, surface
 from autods.cluster.scripted import fit as scripted_fit
+from autods.outcomes import Examined, Fit, Outcome, Phase, Tier, TierUse
 from autods.search.certificate import as_json
 from autods.search.certify import Certified, certify
-from autods.values import (
-    Examined,
-    Fit,
-    Knobs,
-    Outcome,
-    Phase,
-    Record,
-    Scalar,
-    Steps,
-    Tier,
-    TierUse,
-    Trial,
-)
+from autods.values import Knobs, Record, Scalar, Steps, Trial
 
 MIB = 2**20
 LIMIT = 1000 * MIB

@@ -13,10 +13,11 @@ from made_up import fit, fitting_report, hopeless_report, record
 
 from autods.cli import UseCases, main
 from autods.errors import EnvironmentBroken, InputError, Interrupted
+from autods.events import Listener, Note, TrialFinished
 from autods.hardware import Hardware
 from autods.report import Report, endings
 from autods.settings import Settings, resolve
-from autods.values import Listener, Note, TrialFinished, WorkloadSource
+from autods.values import WorkloadSource
 
 MACHINE = Hardware(cpu="EPYC", cores=2, host_bytes=2**36, host_free_bytes=2**35, cards=())
 

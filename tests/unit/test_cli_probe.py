@@ -14,9 +14,9 @@ from made_up_probe import LIMIT, MIB, Bench, ask, probed
 from autods.cli import UseCases, main
 from autods.cluster.scripted import surface
 from autods.errors import Interrupted
+from autods.events import Listener
 from autods.probing.question import Question
 from autods.report.probe_result import ProbeReport
-from autods.values import Listener
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

@@ -11,10 +11,11 @@ import pytest
 
 from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
 from autods.journal import Journal, key_of
+from autods.outcomes import Fit, Outcome
 from autods.resume import Memory
 from autods.search.ask import samples_per_second
 from autods.search.finals import Finals, finals
-from autods.values import Fit, Knobs, Outcome, Record, Trial
+from autods.values import Knobs, Record, Trial
 
 USABLE = 1000.0
 

@@ -12,7 +12,7 @@ from autods.forecast.calibration import Pair, calibrated
 from autods.forecast.constants import Constants, read_constants
 from autods.forecast.judge import judged
 from autods.forecast.values import Ask, ForecastPhase, Predicted, RungForecast, Simulated, Trace
-from autods.values import Tier
+from autods.outcomes import Tier
 
 MIB, GIB = 2**20, 2**30
 NOTHING_BESIDE = Constants(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autods.forecast.constants import read_constants
 from autods.forecast.learn import learned, pair_of
 from autods.forecast.values import Ask, Simulated, Trace
-from autods.values import Failed, Fit, OutOfMemory, TierUse, Timing
+from autods.outcomes import Failed, Fit, OutOfMemory, TierUse, Timing
 
 MIB = 2**20
 ASK = Ask(

@@ -15,8 +15,9 @@ from autods.forecast.foreseer import Foreseer
 from autods.forecast.scripted import Script, Scripted, allocates, failing
 from autods.forecast.values import Ask, Simulated, Trace
 from autods.journal import key_of
+from autods.outcomes import Outcome
 from autods.search.candidates import candidates
-from autods.values import Outcome, Trial
+from autods.values import Trial
 
 GIB = 2**30
 MIB = 2**20

@@ -11,13 +11,14 @@ from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS
 
 from autods.cluster.scripted import ScriptedRunner, surface
 from autods.forecast.values import Predicted, RungForecast, Verdict
+from autods.outcomes import Outcome
 from autods.search.candidates import candidates
 from autods.search.climb import Rules
 from autods.search.grow import Grown, grow
 from autods.search.tune import Tuned, tune
 from autods.search.walk import Walked, walk
 from autods.settings import GrowLimits, TuneLimits
-from autods.values import Outcome, Trial
+from autods.values import Trial
 
 GIB = 2**30
 

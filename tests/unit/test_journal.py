@@ -13,7 +13,8 @@ import pytest
 
 from autods.errors import InputError
 from autods.journal import Journal, key_of
-from autods.values import Action, Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Tier, TierUse, Timing, Trial
+from autods.outcomes import Action, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
+from autods.values import Knobs, Record, Steps, Trial
 
 TRIAL = Trial(
     rung="zero3",

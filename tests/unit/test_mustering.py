@@ -16,9 +16,10 @@ from autods.cluster.node import Node, digest_of
 from autods.cluster.placing import NodeState, Spot
 from autods.cluster.survey import weakest
 from autods.errors import EnvironmentBroken
+from autods.events import Note
 from autods.hardware import Card, Hardware
 from autods.settings import Settings, resolve
-from autods.values import Note, WorkloadSource
+from autods.values import WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="1")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23"}

@@ -10,8 +10,9 @@ import pytest
 from test_certify import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
 from autods.cluster.scripted import failed, out_of_memory
+from autods.outcomes import Outcome
 from autods.search.parity import cut_alike, difference, differing, set_back
-from autods.values import Knobs, Outcome, Record, Scalar, Trial
+from autods.values import Knobs, Record, Scalar, Trial
 
 OVERLAP, BUCKET, TYPE = (
     "zero_optimization.overlap_comm",

@@ -8,12 +8,12 @@ import pytest
 from made_up_plan import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung
 from rich.console import Console
 
+from autods.events import Note
 from autods.forecast.events import Forecasted, Simulating
 from autods.report.breakdown import bar, shares
 from autods.report.plan_progress import PlanProgress
 from autods.report.plan_result import Forecast, to_dict
 from autods.report.plan_table import of_predicted, show
-from autods.values import Note
 
 
 def printed(said: Forecast, width: int = 160) -> str:

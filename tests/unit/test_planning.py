@@ -14,10 +14,11 @@ from autods.forecast.scripted import Script, Scripted, allocates, failing
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import Ask, ForecastPhase, Simulated, Trace
 from autods.hardware import Hardware
+from autods.outcomes import Tier
 from autods.planning import plan
 from autods.question import Question, pose
 from autods.report.plan_result import Forecast
-from autods.values import ModelFacts, Tier, WorkloadSource
+from autods.values import ModelFacts, WorkloadSource
 
 GIB = 2**30
 LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())

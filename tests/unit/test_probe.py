@@ -14,10 +14,12 @@ from rich.console import Console
 
 from autods.cluster.scripted import failed, fit, out_of_memory, surface
 from autods.errors import EnvironmentBroken, InputError, Interrupted
+from autods.events import Note
+from autods.outcomes import Fit, Outcome
 from autods.probing.labels import label_of
 from autods.report.probe_result import CellResult, ProbeReport, Ratio, to_csv, to_dict
 from autods.report.probe_table import show
-from autods.values import Fit, Note, Outcome, Trial
+from autods.values import Trial
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

@@ -12,10 +12,11 @@ from autods.cluster.scripted import failed, surface
 from autods.forecast.scripted import Scripted, allocates
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import Ask, Simulated
+from autods.outcomes import Outcome
 from autods.probing.capacity import MOST_TRIALS
 from autods.probing.question import Question
 from autods.report.probe_result import CellResult
-from autods.values import Outcome, Trial, WorkloadSource
+from autods.values import Trial, WorkloadSource
 
 Script = Callable[[Ask, int], Simulated]
 

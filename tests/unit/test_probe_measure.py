@@ -9,10 +9,11 @@ import pytest
 from made_up_probe import FACTS, LIMIT, MIB, ask
 
 from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
+from autods.outcomes import Outcome
 from autods.probing.cells import cells_of
 from autods.probing.measure import compared, in_turns, result_of, shared
 from autods.probing.noise import ratios, spread_of
-from autods.values import Outcome, Trial
+from autods.values import Trial
 
 
 def test_turns_run_forth_and_back_and_each_repeat_is_a_trial_of_its_own(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from autods.cluster.scripted import fit, out_of_memory
 from autods.conclude import result_of
 from autods.forecast.values import Predicted, RungForecast
 from autods.journal import Journal, key_of
+from autods.outcomes import Outcome, Tier
 from autods.resume import Memory
 from autods.search.foresight import BLIND, Foresight
 from autods.searching import Found, Search
 from autods.settings import Budget, Settings
-from autods.values import ModelFacts, Outcome, Record, Tier, Trial
+from autods.values import ModelFacts, Record, Trial
 
 GIB = 2**30
 LIMIT = 16 * GIB

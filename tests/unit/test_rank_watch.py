@@ -15,9 +15,10 @@ import pytest
 
 from autods.cluster.host_watch import HostWatch
 from autods.cluster.rank_watch import Live, RankWatch
+from autods.outcomes import Phase
 from autods.trial.heartbeat import Beat, Heartbeats
 from autods.trial.spec import RankJob
-from autods.values import Phase, WorkloadSource
+from autods.values import WorkloadSource
 
 
 @pytest.fixture

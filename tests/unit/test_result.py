@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autods.cluster.result import outcome_from
+from autods.outcomes import Examined, Failed, Fit
 from autods.trial.parity import Incomparable
 from autods.trial.rank import describe
 from autods.trial.spec import RankJob
-from autods.values import Examined, Failed, Fit, WorkloadSource
+from autods.values import WorkloadSource
 
 JOB = RankJob(
     job="train",

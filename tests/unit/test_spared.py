@@ -9,10 +9,11 @@ from test_foresight import Scripted, said
 from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS
 
 from autods.cluster.scripted import ScriptedRunner, fit
+from autods.outcomes import Outcome
 from autods.search.candidates import candidates
 from autods.search.spared import Spared
 from autods.search.walk import walk
-from autods.values import Knobs, Outcome, Record, Trial
+from autods.values import Knobs, Record, Trial
 
 GIB = 2**30
 SIZES = range(1, 1000)

@@ -12,9 +12,10 @@ from autods.cluster import team as teams
 from autods.cluster.placing import NodeState
 from autods.cluster.result import failure_from
 from autods.cluster.team import Member, Team, parts_of
+from autods.outcomes import Failed, OutOfMemory
 from autods.trial.rank import environment
 from autods.trial.spec import RankJob
-from autods.values import Failed, OutOfMemory, WorkloadSource
+from autods.values import WorkloadSource
 
 JOB = RankJob(
     job="train",

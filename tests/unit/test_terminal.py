@@ -8,12 +8,14 @@ from made_up import failed as failure
 from made_up import fit, fitting_report, hopeless_report, memory, oom, record
 from rich.console import Console
 
+from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
+from autods.outcomes import TierUse
 from autods.report import Report, words
 from autods.report.advice import remedies, shortage
 from autods.report.ladder_table import rows_of
 from autods.report.progress import Progress
 from autods.report.terminal import show
-from autods.values import Event, Knobs, Note, Record, Skipped, TierUse, TrialFinished, TrialMoved, TrialStarted
+from autods.values import Knobs, Record, Skipped
 
 EVENTS: tuple[Event, ...] = (
     Note(text="starting Ray"),

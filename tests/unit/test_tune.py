@@ -19,13 +19,14 @@ from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import key_of
 from autods.ladder import all_rungs
+from autods.outcomes import Fit, Outcome, OutOfMemory
 from autods.search.confirm import confirm
 from autods.search.enough import STARTUP, WAIT
 from autods.search.foresight import Blind
 from autods.search.space import Choice, Range, space_of
 from autods.search.tune import Tuned, tune
 from autods.settings import TuneLimits
-from autods.values import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
+from autods.values import Knobs, Record, Scalar, Steps, Trial
 
 RUNG = all_rungs()["zero2"]
 BUCKET = "zero_optimization.reduce_bucket_size"

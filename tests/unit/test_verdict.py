@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from autods.failures import Evidence, HostMemory, outcome_of
-from autods.values import Failed, OutOfMemory
+from autods.outcomes import Failed, OutOfMemory
 
 
 def evidence(rank: int, at_s: float, **said: object) -> Evidence:

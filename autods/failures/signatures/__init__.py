@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from ...outcomes import Action, Tier
 from ...typed import read_as
-from ...values import Action, Tier
 from ..diagnosis import Kind
 
 # How much a row says. decisive: somebody outside the process says what ended it. cause: it names the cause. likely: it

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ...outcomes import Phase
 from ...trial.act import build, initialize, optimizer_step
 from ...trial.batch import check_batch, place
 from ...trial.pipeline import whole
 from ...trial.survey import facts_of
-from ...values import Phase
 from ...workload import Workload
 from ..values import Ask, ForecastPhase
 from . import collectives, large_worlds, layered, masks, refusals, states

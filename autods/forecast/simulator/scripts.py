@@ -22,11 +22,12 @@ from typing import Any, NoReturn
 
 from ... import procs
 from ...ds_config import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, rungless
+from ...outcomes import Phase
 from ...trial.script.run import run
 from ...trial.script.session import Session
 from ...trial.script.users import of_traceback
 from ...trial.spec import RankJob
-from ...values import Phase, Steps, WorkloadSource
+from ...values import Steps, WorkloadSource
 from ...workload import WorkloadError
 from ..values import Ask, ForecastPhase
 from . import layered, plain_values, refusals, states

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from ...ds_config import BATCH_KEYS, merge, rungless, without_monitors
-from ...values import Phase
+from ...outcomes import Phase
 from ...workload.script import has_placeholder
 from .. import exam as exams
 from ..act import enough, finite

@@ -1,0 +1,188 @@
+"""How a trial ended: `Fit`, `OutOfMemory` or `Failed`, and what was measured. Values, one way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Tier = Literal["device", "host", "pinned", "shm", "nvme"]
+
+TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
+
+# What a rank is doing. The order is that of a trial; the heartbeat stores the index.
+Phase = Literal[
+    "start", "rendezvous", "build", "init", "forward", "backward", "step", "evaluate", "save", "load", "done"
+]
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+FailureKind = Literal[
+    "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"
+]
+
+Action = Literal["leaner_rung", "less_host_memory", "fix_environment", "fix_config", "fix_code", "retry", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """Peak bytes on one tier: per rank for `device` and `pinned`, per node for `host` and `nvme`."""
+
+    peak_bytes: int
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardUse:
+    """Peak bytes of the fullest rank's card: given out by torch's allocator, reserved by it, and what NVML saw of all.
+
+    The last has the CUDA context, NCCL and the kernels' code, too; None where NVML did not tell.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    nvml_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s."""
+
+    wall_s: float
+    build_s: float = 0.0
+    init_s: float = 0.0
+    steps_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What a `worst_case` trial did. A part that was not done is None, and `left_out` says why in a sentence.
+
+    batch_shape: of the largest tensor of the batch it ran on. draws: that batch is the longest of so many that
+    `build_batch` made; 0: the workload's own `build_longest_batch` made it.
+    """
+
+    batch_shape: tuple[int, ...]
+    draws: int
+    evaluated: bool = False
+    checkpoint_bytes: int | None = None  # on disk, of all ranks of the fullest node
+    save_s: float | None = None
+    load_s: float | None = None
+    gathered: bool | None = None  # the whole weights, which stage 3 has to gather for; None: nothing to gather
+    restored: bool | None = None  # the loaded engine evaluates to the loss of the saved one
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What one kind of collective did in an optimizer step, on the rank that did most of it.
+
+    bytes: of the whole tensors, all ranks' parts together. sent_bytes: what a rank has to send for that at least, by
+    the ring algorithm. seconds: with nothing beside it and without waiting for slower ranks; None: not measured.
+    """
+
+    calls: int
+    bytes: int
+    sent_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """What DeepSpeed communicated in one optimizer step: all_reduce, all_gather, reduce_scatter, … → what it did.
+
+    step_s: of the step in which the collectives were timed one by one, so that nothing overlapped; None: not timed.
+    """
+
+    ops: Mapping[str, Collective]
+    step_s: float | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all collectives."""
+        return sum(op.sent_bytes for op in self.ops.values())
+
+    @property
+    def share(self) -> float | None:
+        """Of the step in which nothing overlapped; None where a collective was not timed."""
+        seconds = [op.seconds for op in self.ops.values()]
+        if self.step_s is None or None in seconds:
+            return None
+        return sum(one for one in seconds if one is not None) / self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The trial ran whole optimizer steps within the limit."""
+
+    memory: Mapping[Tier, TierUse]
+    samples_per_second: float
+    tokens_per_second: float | None
+    step_s: tuple[float, ...]  # seconds of each timed optimizer step, slowest rank
+    spread: float  # relative standard error of the median step
+    losses: tuple[float, ...]  # one per optimizer step, warm-up included: rank 0's; in a parity trial the mean of all
+    timing: Timing
+    alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
+    examined: Examined | None = None
+    communication: Communication | None = None
+    card: CardUse | None = None  # of a CUDA rank
+    kind: Literal["fit"] = "fit"
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Peak bytes of the fullest rank's device."""
+        return self.memory["device"].peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit.
+
+    Rank −1: no rank, the process that forks them. action and advice: what to do, as the failure oracle says.
+    """
+
+    tier: Tier
+    rank: int
+    phase: Phase
+    evidence: str
+    step: int = 0
+    wanted_bytes: int | None = None
+    free_bytes: int | None = None
+    limit_bytes: int | None = None
+    action: Action = "leaner_rung"
+    advice: str = ""
+    kind: Literal["out_of_memory"] = "out_of_memory"
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """A lower bound of what was missing: the allocation that failed less what was free."""
+        if self.wanted_bytes is None:
+            return None
+        return max(1, self.wanted_bytes - (self.free_bytes or 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver.
+
+    op: the DeepSpeed op that is broken; only rungs that need it share the failure.
+    """
+
+    failure: FailureKind
+    rank: int
+    phase: Phase
+    evidence: str
+    action: Action
+    advice: str
+    step: int = 0
+    op: str | None = None
+    kind: Literal["failed"] = "failed"
+
+
+Outcome = Fit | OutOfMemory | Failed
+
+
+def is_machines_fault(outcome: Outcome) -> bool:
+    """Something has to be mended on the machine (a full disk, a lost GPU, a compiler) before this can be tried."""
+    return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
