@@ -109,10 +109,10 @@ ALL = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*ALL, []], default=[*ALL])
+    parser.add_argument("cases", nargs="*", choices=[*ALL, []], help="all, if none is named")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    rows = [run(name) for name in asked.cases]
+    rows = [run(name) for name in asked.cases or ALL]
     if asked.json:
         print(json.dumps(rows, indent=2))
     for row in rows:
