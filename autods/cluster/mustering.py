@@ -17,6 +17,7 @@ from ..units import show_bytes
 from .lifeline import Lifelines
 from .node import Node, digest_of
 from .placing import Need, Places, RayPlaces, Spot, reserve
+from .ray_init import first_line
 from .team import Member, Team
 
 _SOFTWARE = ("python", "torch", "deepspeed", "transformers")  # ranks of one job must have the same
@@ -24,7 +25,7 @@ _SOFTWARE = ("python", "torch", "deepspeed", "transformers")  # ranks of one job
 
 @dataclass(slots=True)
 class Mustered:
-    """The team of a fit and its reservation. seen: what each node is, see `Node.seen`."""
+    """The team of a fit and its reservation. seen: what each node of somebody's cluster is, see `Node.seen`."""
 
     team: Team
     seen: Sequence[Mapping[str, Any]]
@@ -43,7 +44,7 @@ class Mustered:
         try:
             return [dict(said) for said in ray.get(list(self.ready_references))]
         except ray.exceptions.RayActorError as error:
-            raise EnvironmentBroken(f"a Ray actor died while it loaded: {str(error).splitlines()[0]}") from None
+            raise EnvironmentBroken(f"a Ray actor died while it loaded: {first_line(error)}") from None
 
     def dismiss(self) -> None:
         """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
@@ -94,8 +95,8 @@ def muster(
         for number, spot in enumerate(spots):
             actor = _actor(ray, need, group, spot, settings, number, environment, offered)
             members.append(Member(spot.node, actor))
-        mustered.seen = ray.get([member.actor.seen.remote() for member in members])
         if settings.address is not None:
+            mustered.seen = ray.get([member.actor.seen.remote() for member in members])
             check_alike(mustered.seen, spots)
             for said in differences(mustered.seen, spots):
                 listen(Note(text=said))
@@ -107,7 +108,7 @@ def muster(
         mustered.ready_references = [member.actor.start.remote() for member in members]
     except ray.exceptions.RayActorError as error:
         mustered.dismiss()
-        raise EnvironmentBroken(f"a node of the Ray cluster cannot be used: {str(error).splitlines()[0]}") from None
+        raise EnvironmentBroken(f"a node of the Ray cluster cannot be used: {first_line(error)}") from None
     except BaseException:
         mustered.dismiss()
         raise

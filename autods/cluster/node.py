@@ -52,15 +52,8 @@ class Node:
         self.reading = b""
 
     def seen(self) -> dict[str, Any]:
-        """What this node is, plain: the process and the machine it is on, its clock, its hardware and software."""
-        return {
-            "pid": os.getpid(),
-            "machine": procs.machine(),
-            "clock_s": time.monotonic(),
-            "hardware": asdict(look()),
-            "versions": versions(),
-            "cards": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        }
+        """What this node is, plain: its hardware and software."""
+        return {"hardware": asdict(look()), "versions": versions()}
 
     def hold(self, place: dict[str, Any], number: int) -> bool:
         """Be bound to the driver's life: when it is gone, so are the ranks. See `lifeline.hold`."""

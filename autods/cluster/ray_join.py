@@ -7,9 +7,7 @@ import importlib
 import ipaddress
 import logging
 import os
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +15,7 @@ from typing import Any, cast
 import psutil
 
 from ..errors import EnvironmentBroken, InputError
+from .ray_init import first_line, keeping_sigterm
 
 _ANSWERS_S = 5.0  # a cluster that lives answers at once; Ray itself would try for a minute and more
 _START = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on the others"
@@ -69,11 +68,9 @@ def _check_answers(address: str, host: str, port: int) -> None:
 
 
 def _join(ray: Any, host: str, port: int) -> None:
-    main = threading.current_thread() is threading.main_thread()
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     package = Path(__file__).parents[1]
     try:
-        with as_said(host):
+        with keeping_sigterm(), as_said(host):
             _know_the_token()
             ray.init(
                 address=f"{host}:{port}",
@@ -87,14 +84,10 @@ def _join(ray: Any, host: str, port: int) -> None:
             )
     except Exception as error:  # Ray raises bare ones here
         ray.shutdown()
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EnvironmentBroken(
-            f"the Ray cluster at {host}:{port} cannot be joined: {said}\n"
+            f"the Ray cluster at {host}:{port} cannot be joined: {first_line(error)}\n"
             "  every node needs the same Ray and Python, and a cluster that has a token wants it in RAY_AUTH_TOKEN"
         ) from error
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts sys.exit there
 
 
 def _own_address(host: str, port: int) -> str | None:

@@ -6,10 +6,8 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import psutil
 
 from ..errors import EnvironmentBroken
+from .ray_init import first_line, keeping_sigterm
 from .ray_join import as_said, joined
 from .ray_lean import without_monitors
 
@@ -75,11 +74,9 @@ def is_connected() -> bool:
 
 def _begin(ray: Any, cpus: int, folder: Path) -> None:
     """Ray's start, tried twice: on a busy machine its raylet can miss its 30 s. Raises EnvironmentBroken."""
-    main = threading.current_thread() is threading.main_thread()
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     for last in (False, True):
         try:
-            with without_monitors(), as_said("127.0.0.1"):
+            with keeping_sigterm(), without_monitors(), as_said("127.0.0.1"):
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -96,14 +93,10 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
         except Exception as error:  # Ray raises bare ones here
             ray.shutdown()
             if last:
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise EnvironmentBroken(
-                    f"Ray did not start, twice: {said}\n"
+                    f"Ray did not start, twice: {first_line(error)}\n"
                     "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
                 ) from error
-        finally:
-            if main:
-                signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts sys.exit there
     _let_agents_go(folder)
 
 

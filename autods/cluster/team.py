@@ -14,6 +14,7 @@ from typing import Any
 from ..trial.spec import RankJob
 from .lifeline import Lifelines
 from .placing import NodeState
+from .ray_init import first_line
 
 POLL_S = 0.25
 SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
@@ -95,7 +96,7 @@ class Team:
         except self.ray.exceptions.RayTaskError:
             raise  # our own mistake
         except self.ray.exceptions.RayError as error:
-            return self._lost(member, str(error).strip().splitlines()[0])
+            return self._lost(member, first_line(error))
 
     def _lost(self, member: Member, why: str) -> Report:
         member.lost = why
