@@ -61,8 +61,7 @@ def see(visible: str | None, nvml: Any = None) -> Seen:
         if api is None:
             return Seen(problem=problem)
         try:
-            names = map(str, range(api.nvmlDeviceGetCount())) if visible is None else visible.split(",")
-            cards = tuple(_card(api, handle) for handle in _shown(api, names))
+            cards = tuple(_card(api, handle) for handle in _shown(api, visible))
         except api.NVMLError as error:
             return Seen(problem=f"NVML: {error}")
         return Seen(cards=cards, driver=_driver(api), cuda=_cuda(api))
@@ -116,9 +115,8 @@ def used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:
     with _open(nvml) as (api, _):
         if api is None:
             return None
-        names = map(str, range(api.nvmlDeviceGetCount())) if visible is None else visible.split(",")
         try:
-            return tuple(_memory(api, handle)[2] for handle in _shown(api, names))
+            return tuple(_memory(api, handle)[2] for handle in _shown(api, visible))
         except api.NVMLError:
             return None
 
@@ -143,11 +141,12 @@ def _open(nvml: Any) -> Iterator[tuple[Any, str | None]]:
             nvml.nvmlShutdown()
 
 
-def _shown(api: Any, names: Iterable[str]) -> Iterator[Any]:
+def _shown(api: Any, visible: str | None) -> Iterator[Any]:
     """Handles, as CUDA enumerates: a process has one MIG slice at most, and beside whole cards none that is not named.
 
     Source: NVIDIA's MIG user guide, "CUDA device enumeration".
     """
+    names = map(str, range(api.nvmlDeviceGetCount())) if visible is None else visible.split(",")
     whole: list[Any] = []
     slices: list[Any] = []
     for name in (part.strip() for part in names):
