@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...values import WorkloadSource
 from ...workload import WorkloadError
 from ...workload.script import filled
 from ..spec import RankJob
@@ -38,14 +39,17 @@ def run(
     """
     session = session_of(job=job, slot=slot, observer=observer, leave=leave)
     machine.install(job, slot, store)
-    hooks.install(session)
+    try:
+        hooks.install(session)
+    except ImportError as error:  # of the library that the script's kind is named after
+        raise _in_words(error, session) from error
     session.batches.watch_loaders()
     pid = os.getpid()
     overlay = guard.install(session)
     _prepare(session)
     observer("build", 0)
     try:
-        runpy.run_path(job.source.path, run_name="__main__")
+        _as_main(job.source)
     except Enough:
         pass
     except BaseException as error:
@@ -82,8 +86,16 @@ def _prepare(session: Session) -> None:
     }
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *filled(job.source.argv, values)]
-    sys.path.insert(0, str(Path(job.source.path).parent))
+    sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True
+
+
+def _as_main(source: WorkloadSource) -> None:
+    """As `python FILE` or `python -m MODULE`."""
+    if source.module is None:
+        runpy.run_path(source.path, run_name="__main__")
+    else:
+        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
 
 
 def _left_quietly(error: BaseException) -> bool:
@@ -130,6 +142,10 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
     if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
         mend = f"install it into the Python that autods runs in, {sys.executable}"
         return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
+    if isinstance(error, ImportError) and (cause := _cause(error)) is not None:
+        why = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else 'no words'}"
+        mend = f"the packages in {sys.executable} do not go together: reinstall that one, or take another version"
+        return refusal(f"{_first_sentence(error)}, because of {why}", mend=mend, at=place)
     if isinstance(error, SystemExit):
         how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
         return refusal(f"it left {how}", mend="why may stand in its log, above the end", at=place)
@@ -137,6 +153,18 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
         what = f"its experts take no batch of so few tokens as micro batch {session.job.micro_batch} has (min_capacity)"
         return refusal(what, mend="give MoE(…, min_capacity=0): trials begin with micro batch 1", at=place)
     return error
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """What a library that loads its parts when they are asked for met, and tells as an ImportError of its own."""
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).partition(". ")[0].strip().rstrip(".")
 
 
 def _waits_for_input(error: BaseException) -> bool:

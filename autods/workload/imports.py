@@ -1,0 +1,77 @@
+"""What a Python file imports, seen without running it, and which of that are the user's own files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a file imports, anywhere in it: a module, and of that module a name, or an attribute that is used."""
+
+    module: str
+    name: str | None = None
+
+
+def imports_of(tree: ast.Module) -> Iterator[Imported]:
+    """All imports of a file, with the attributes of imported modules that it uses; relative ones are left out."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                bound[item.asname or item.name.partition(".")[0]] = item.name
+                yield Imported(item.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (Imported(node.module, item.name) for item in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
+            yield Imported(bound[node.value.id], node.attr)
+
+
+def local_files(path: Path, tree: ast.Module, folders: Sequence[Path]) -> list[Path]:
+    """The files that a script imports from `folders`, where absolute imports are looked for, or from beside it by
+    relative ones, and those that they import, each once."""
+    found: dict[Path, None] = {}
+    waiting = [(path, tree)]
+    while waiting:
+        at, inner = waiting.pop()
+        absolute = [(folder, one) for one in imports_of(inner) for folder in folders]
+        for place, one in (*absolute, *_relative(at, inner)):
+            for file in _files_of(place, one):
+                if file != path and file not in found:
+                    found[file] = None
+                    waiting += [(file, each) for each in tree_of(file)]
+    return sorted(found)
+
+
+def tree_of(file: Path) -> list[ast.Module]:
+    """Parsed, or nothing: what is wrong with a module that is imported is said when it is."""
+    try:
+        return [ast.parse(file.read_text())]
+    except (OSError, ValueError, SyntaxError):
+        return []
+
+
+def _relative(file: Path, tree: ast.Module) -> Iterator[tuple[Path, Imported]]:
+    """Its relative imports, each with the folder that it starts from: `from ..data import build` begins above."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(file.parents):
+            start = file.parents[node.level - 1]
+            for item in node.names:
+                yield start, Imported(node.module, item.name) if node.module else Imported(item.name)
+
+
+def _files_of(folder: Path, imported: Imported) -> Iterator[Path]:
+    """Of a module in the folder, if it is one: a file, or a package and what is taken of it, after the packages that it
+    lies in."""
+    words = imported.module.split(".")
+    names = [words[:end] for end in range(1, len(words) + 1)]
+    names += [[*words, imported.name]] if imported.name else []
+    for name in names:
+        place = folder.joinpath(*name)
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                yield file
