@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -48,6 +50,7 @@ def run(
     overlay = guard.install(session)
     _prepare(session)
     observer("build", 0)
+    died: BaseException | None = None
     try:
         _as_main(job.source)
     except Enough:
@@ -56,16 +59,15 @@ def run(
         if os.getpid() != pid:
             _end_child(session, error)
         if not session.over and not _left_quietly(error):
-            said = _in_words(error, session)
-            if said is error:
-                raise
-            raise said from error
+            died = _before_it_left(error, session)
     if os.getpid() != pid:
         os._exit(0)  # a child that it forked and let run on
+    if died is not None:
+        _raise(died, session)
     if overlay.wrote:
         print(f"autods: kept out of your folders: {', '.join(overlay.wrote[:_TOLD])}", flush=True)
     if session.failure is not None:
-        raise _in_words(session.failure, session)
+        _raise(session.failure, session)
     if not session.over:
         _check_ended_well(session)
         session.ended()
@@ -100,6 +102,22 @@ def _as_main(source: WorkloadSource) -> None:
 
 def _left_quietly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _raise(error: BaseException, session: Session) -> NoReturn:
+    """What ended the script, in words that help where there are any."""
+    said = _in_words(error, session)
+    if said is error:
+        raise error
+    raise said from error
+
+
+def _before_it_left(error: BaseException, session: Session) -> BaseException:
+    """What a script had met that printed it and called `sys.exit(1)`: a call of its engine, or what it caught last."""
+    if not isinstance(error, SystemExit):
+        return error
+    met = session.failure or error.__context__
+    return met if isinstance(met, Exception) else error
 
 
 def _end_child(session: Session, error: BaseException) -> NoReturn:
@@ -142,10 +160,8 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
     if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
         mend = f"install it into the Python that autods runs in, {sys.executable}"
         return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
-    if isinstance(error, ImportError) and (cause := _cause(error)) is not None:
-        why = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else 'no words'}"
-        mend = f"the packages in {sys.executable} do not go together: reinstall that one, or take another version"
-        return refusal(f"{_first_sentence(error)}, because of {why}", mend=mend, at=place)
+    if isinstance(error, ImportError) and (of_import := _of_import(error)) is not None:
+        return refusal(of_import[0], mend=of_import[1], at=place)
     if isinstance(error, SystemExit):
         how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
         return refusal(f"it left {how}", mend="why may stand in its log, above the end", at=place)
@@ -155,16 +171,22 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
     return error
 
 
-def _cause(error: BaseException) -> BaseException | None:
-    """What a library that loads its parts when they are asked for met, and tells as an ImportError of its own."""
-    cause = error.__cause__
+def _of_import(error: ImportError) -> tuple[str, str] | None:
+    """What is wrong, and how to mend it, of an import that found its package."""
+    cause = error.__cause__  # a library that loads its parts when they are asked for tells what it met in its own words
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
-    return cause
-
-
-def _first_sentence(error: BaseException) -> str:
-    return str(error).partition(". ")[0].strip().rstrip(".")
+    if cause is not None:
+        words = str(cause).strip().partition("\n")[0]
+        what = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {words}"
+        return what, f"the packages in {sys.executable} do not go together: reinstall that one, or take another version"
+    package = (error.name or "").partition(".")[0]
+    if package and "cannot import name" in str(error):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            mend = f"{package} {version} is installed here: the script was written for another version of it"
+            return str(error).partition(" (")[0], mend
+    return None
 
 
 def _waits_for_input(error: BaseException) -> bool:
