@@ -21,6 +21,16 @@ def test_a_name_that_the_installed_version_lacks_is_told_with_the_version():
     assert f"pytest {pytest.__version__} is installed here" in mend
 
 
+def test_a_module_that_the_installed_version_lacks_is_told_with_the_version():
+    what, mend = _of_import(raised("import pytest.no_such_module"))
+    assert what.startswith("No module named 'pytest.no_such_module'")
+    assert f"pytest {pytest.__version__} is installed here" in mend
+
+
+def test_a_package_that_is_missing_is_no_matter_of_versions():
+    assert _of_import(raised("import no_such_package_anywhere")) is None
+
+
 def test_an_import_that_failed_deeper_is_told_with_its_cause():
     says = "raise ModuleNotFoundError('Could not import X. Is it there?') from e"
     text = f"try:\n    1 / 0\nexcept Exception as e:\n    {says}"

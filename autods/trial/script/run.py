@@ -157,11 +157,11 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
     if isinstance(error, EOFError) and _waits_for_input(error):
         mend = "give it the answer as an argument, or in a file"
         return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
+    if isinstance(error, ImportError) and (of_import := _of_import(error)) is not None:
+        return refusal(of_import[0], mend=of_import[1], at=place)
     if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
         mend = f"install it into the Python that autods runs in, {sys.executable}"
         return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
-    if isinstance(error, ImportError) and (of_import := _of_import(error)) is not None:
-        return refusal(of_import[0], mend=of_import[1], at=place)
     if isinstance(error, SystemExit):
         how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
         return refusal(f"it left {how}", mend="why may stand in its log, above the end", at=place)
@@ -180,8 +180,8 @@ def _of_import(error: ImportError) -> tuple[str, str] | None:
         words = str(cause).strip().partition("\n")[0]
         what = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {words}"
         return what, f"the packages in {sys.executable} do not go together: reinstall that one, or take another version"
-    package = (error.name or "").partition(".")[0]
-    if package and "cannot import name" in str(error):
+    package, _, part = (error.name or "").partition(".")
+    if package and (part or "cannot import name" in str(error)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
             mend = f"{package} {version} is installed here: the script was written for another version of it"
