@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from autods.trial.script.machine import told_of_cuda
 from autods.trial.script.run import _before_it_left, _of_import
+from autods.trial.script.users import Place
 
 
 def raised(text: str) -> ImportError:
@@ -62,3 +64,22 @@ def test_what_its_engine_raised_counts_more_than_how_it_left():
 
 def test_one_that_only_leaves_left():
     assert isinstance(left("raise SystemExit(3)"), SystemExit)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("Megatron requires CUDA."),
+        OSError("CUDA_HOME environment variable is not set. Please set it to your CUDA install root."),
+        FileNotFoundError(2, "No such file or directory", "nvcc"),
+        RuntimeError("No GPU found. A GPU is needed for quantization."),
+    ],
+)
+def test_a_script_that_insists_on_cuda_is_told_so_where_there_is_none(error):
+    assert "needs CUDA, and --device cpu has none" in told_of_cuda(error, None).what
+
+
+def test_a_division_by_the_number_of_cards_needs_cuda_and_another_does_not():
+    error = ZeroDivisionError("integer modulo by zero")
+    assert told_of_cuda(error, Place("/x.py", 3, "gpu = rank % torch.cuda.device_count()")).where == "/x.py:3"
+    assert told_of_cuda(error, Place("/x.py", 3, "share = total / len(data)")) is None
