@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..values import WorkloadSource
-from ..workload.imports import imports_of
-from ..workload.script import own_trees
+from ..workload.script import all_imports
 from . import driver, lean
 from .processor import remember
 
@@ -48,7 +47,7 @@ def preload(processor: Mapping[str, Any] | None = None) -> None:
 
 def preload_script(source: WorkloadSource) -> None:
     """Import what a script imports of installed packages; never what lies beside it, which is its own to run."""
-    for one in dict.fromkeys(one for tree in own_trees(source) for one in imports_of(tree)):
+    for one in all_imports(source):
         if not _is_installed(one.module.partition(".")[0]):
             continue
         with contextlib.suppress(Exception):  # what is wrong with it is said where the script imports it

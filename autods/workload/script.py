@@ -5,7 +5,6 @@ Which kind it is follows from what it imports. Its command line may hold placeho
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import re
@@ -15,7 +14,7 @@ from typing import get_args
 
 from ..errors import InputError
 from ..values import ScriptKind, WorkloadSource
-from .imports import Imported, imports_of, local_files, tree_of
+from .imports import Imported, imports_of, local_files
 from .model_py import NEEDED, names_bound, parsed
 
 KINDS: tuple[ScriptKind, ...] = get_args(ScriptKind)
@@ -55,7 +54,7 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
     names = names_bound(tree)
     if "*" not in names and set(NEEDED) <= names:
         return False
-    if _kind(tree, local_files(path, tree, _searched(path, Path.cwd(), None))) is not None:
+    if _kind(path, local_files(path, _searched(path, Path.cwd(), None))) is not None:
         return True
     if argv or not set(NEEDED) & names:
         modules = "deepspeed, transformers' Trainer, accelerate or Lightning"
@@ -79,8 +78,8 @@ def script_source(
     """The reference to a script. kind: None takes the one that its imports show. module: its name, where it is started
     with `python -m`, and root the folder that its top package is in. The digest covers the script, what it imports of
     the user's own files, its arguments, and the files that they name."""
-    tree = parsed(path)
-    own = local_files(path, tree, _searched(path, folder, root))
+    parsed(path)
+    own = local_files(path, _searched(path, folder, root))
     digest = hashlib.sha256(repr((tuple(argv), kind, *([module] if module else []))).encode())
     for file in (path, *own, *_named_files(argv, folder)):
         digest.update(f"\0{file}\0".encode())
@@ -91,19 +90,18 @@ def script_source(
         name=module or path.stem,
         digest=digest.hexdigest()[:16],
         argv=tuple(argv),
-        script_kind=kind or _kind(tree, own),
+        script_kind=kind or _kind(path, own),
         folder=str(folder),
         module=module,
         root=None if root is None else str(root),
     )
 
 
-def own_trees(source: WorkloadSource) -> list[ast.Module]:
-    """The script and what it imports of the user's own files."""
+def all_imports(source: WorkloadSource) -> list[Imported]:
+    """Of the script and of what it imports of the user's own files, each once."""
     path, root = Path(source.path), None if source.root is None else Path(source.root)
-    tree = parsed(path)
-    own = local_files(path, tree, _searched(path, Path(source.folder or path.parent), root))
-    return [tree, *(inner for file in own for inner in tree_of(file))]
+    own = local_files(path, _searched(path, Path(source.folder or path.parent), root))
+    return list(dict.fromkeys(one for file in (path, *own) for one in imports_of(file)))
 
 
 def filled(argv: Sequence[str], values: Mapping[str, object]) -> list[str]:
@@ -126,18 +124,18 @@ def launched(source: WorkloadSource) -> dict[str, object]:
 
 
 def _searched(path: Path, folder: Path, root: Path | None) -> list[Path]:
-    """Where a script's own modules lie: beside it, and where PYTHONPATH names a folder of the user's project."""
+    """Where a script's own modules lie: beside it, and where PYTHONPATH names a folder of the user's project. Where
+    packages are installed nothing is the user's own; one that is started from there has its relative imports."""
     given = [Path(one).absolute() for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    return [root or path.parent, *(one for one in given if one == folder or folder in one.parents)]
+    places = [root or path.parent, *(one for one in given if one == folder or folder in one.parents)]
+    return [one for one in places if next(one.glob("*.dist-info"), None) is None]
 
 
-def _kind(tree: ast.Module, own: Sequence[Path]) -> ScriptKind | None:
+def _kind(path: Path, own: Sequence[Path]) -> ScriptKind | None:
     """By what the script itself uses, where that decides; else by all that it imports of the user's own files."""
-    first = set(imports_of(tree))
-    decisive = {one for one in first if one.name in _OWN_SIGNS or _is_trainer(one.name)}
-    return _by_signs(decisive) or _by_signs(
-        {*first, *(one for file in own for inner in tree_of(file) for one in imports_of(inner))}
-    )
+    first = imports_of(path)
+    decisive = [one for one in first if one.name in _OWN_SIGNS or _is_trainer(one.name)]
+    return _by_signs(decisive) or _by_signs([*first, *(one for file in own for one in imports_of(file))])
 
 
 def _by_signs(imported: Collection[Imported]) -> ScriptKind | None:

@@ -72,6 +72,30 @@ def test_another_content_of_its_package_is_another_workload(package):
     assert source_of(Path("module:shop.train")).digest != before
 
 
+def test_of_an_installed_package_only_its_relative_imports_are_followed(package, tmp_path):
+    (tmp_path / "shop-1.0.dist-info").mkdir()
+    (tmp_path / "other.py").write_text("import lightning\n")
+    package("train.py", "import other\nfrom .loop import main\n")
+    package("loop.py", PLAIN)
+    assert source_of(Path("module:shop.train")).script_kind == "deepspeed"
+
+
+def test_what_the_script_itself_uses_decides_over_a_helper_of_its_own(package):
+    package("train.py", "from transformers import Trainer\nfrom . import reference\n")
+    package("reference.py", PLAIN)
+    assert source_of(Path("module:shop.train")).script_kind == "hf_trainer"
+
+
+def test_a_project_that_pythonpath_names_is_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "lib/engine_room.py").write_text(PLAIN)
+    (tmp_path / "tools/train.py").write_text("import engine_room\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    assert source_of(tmp_path / "tools/train.py").script_kind == "deepspeed"
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
