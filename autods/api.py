@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .events import Listener
+from .machine_checks import check_nodes
 from .report import Report
-from .settings import Settings, check_nodes, resolve
+from .settings import Settings, resolve
 from .values import WorkloadSource
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def probe(
     vary: Sequence[str] | Mapping[str, Iterable[Any]] = (),
     experiment: str | Path | None = None,
     gpus: int | str | Sequence[int] | None = None,
+    nodes: int | None = None,
+    address: str | None = None,
     device: str = "cuda",
     gpu_memory: str | int | None = None,
     capacity: bool = False,
@@ -193,7 +196,8 @@ def probe(
     """A table of real trials, one cell for each combination of what is varied: `autods probe` as a function.
 
     vary: {'rung': ['zero1', 'zero2'], 'micro_batch': [1, 2, 4]}, or lines as on the command line. experiment: axes of a
-    file in `configs/experiments`, or of one of your own. gpus: several are an axis.
+    file in `configs/experiments`, or of one of your own. gpus: several are an axis. nodes, address: as for
+    `find_best_config`, for the most ranks; a cell with fewer leaves nodes alone.
     capacity: look for the largest micro batch of each cell, by the forecast and then by trials at its boundary.
     forecast_only: the forecast alone, for the machine `on` of the catalogue, or for `gpu_memory` and `host_memory`.
     repeats: how often each cell is measured, in turns. steps: timed steps of a trial.
@@ -208,11 +212,12 @@ def probe(
 
 def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     """Check the workload and what was asked (by `probe`'s names) against this machine. Raises InputError."""
-    from .hardware import look
+    from .probing.settle import most_ranks
     from .probing.settle import settle as settle_probe
 
     source = _source_to_try(workload, asked)
-    return settle_probe(workload, source, hardware=look(), **_with_tuples(asked))
+    ranks = most_ranks(asked.get("gpus"), asked.get("vary", ())) if asked.get("address") else None
+    return settle_probe(workload, source, hardware=_hardware({**asked, "gpus": ranks}), **_with_tuples(asked))
 
 
 def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeReport:

@@ -54,7 +54,7 @@ def foreseeing(
             rung=trial.rung,
             ds_config=without_monitors(config_of(trial)),
             world_size=settings.gpus,
-            ranks_per_node=settings.gpus,
+            ranks_per_node=settings.ranks_per_node,
             device_bytes=settings.device_bytes,
             device=settings.device,
             checkpointing=trial.knobs.checkpointing,

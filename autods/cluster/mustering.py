@@ -16,6 +16,7 @@ from ..settings import Settings
 from ..units import show_bytes
 from .lifeline import Lifelines
 from .node import Node, digest_of
+from .parts import own_place
 from .placing import Need, Places, RayPlaces, Spot, reserve
 from .ray_init import first_line
 from .team import Member, Team
@@ -34,9 +35,9 @@ class Mustered:
     ready_references: Sequence[Any] = field(default=())
 
     @property
-    def host_bytes(self) -> int:
-        """Of the node that has the least."""
-        return min(int(one["hardware"]["host_bytes"]) for one in self.seen)
+    def host_bytes(self) -> int | None:
+        """Of the node that has the least; None where none was asked."""
+        return min((int(one["hardware"]["host_bytes"]) for one in self.seen), default=None)
 
     def ready(self) -> list[dict[str, Any]]:
         """What each zygote said when it had loaded everything. Raises EnvironmentBroken when an actor died."""
@@ -139,7 +140,7 @@ def _actor(
     """The node's actor, in its bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    log = settings.out / "logs" / ("zygote.log" if number == 0 else f"zygote-node{number}.log")
+    log = f"{own_place(str(settings.out / 'logs' / 'zygote'), number)}.log"
     # Three threads: `progress` and `abort` must get through while `run` waits for the ranks.
     options = {
         "num_cpus": need.cpus,
@@ -151,7 +152,7 @@ def _actor(
     }
     driver = {"pid": os.getpid(), "machine": procs.machine()}
     return ray.remote(**options)(Node).remote(
-        asdict(settings.source), settings.device, driver, str(log), dict(environment), offered
+        asdict(settings.source), settings.device, driver, log, dict(environment), offered
     )
 
 

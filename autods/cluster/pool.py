@@ -83,10 +83,11 @@ class RunnerPool:
         if self.environments < 2 or self.ray_is_shared:
             return
         self.ray_is_shared = True
-        if is_connected():
+        if self.settings.address is not None or is_connected():
             self.most_alive = 1  # whose cluster it is says how many processors we may hold
-        else:
-            self.exits.enter_context(session(cpus=max(2, os.cpu_count() or 2, self.most_alive)))
+        if not is_connected():
+            cpus = max(2, os.cpu_count() or 2, self.most_alive)
+            self.exits.enter_context(session(cpus=cpus, address=self.settings.address))
 
     def _started(self, environment: Mapping[str, str]) -> RayRunner:
         if environment:

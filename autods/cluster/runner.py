@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -18,14 +17,12 @@ from ..failures import input_error
 from ..ladder import Rung
 from ..outcomes import Failed, Fit, Outcome
 from ..settings import Settings, said_of, with_config_of
-from ..trial.ops import BUILDERS, USUAL_BUILD_S, is_cached
+from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..trial.spec import RankJob
 from ..values import Knobs, ModelFacts, Record, Trial
-from .launch import Offer, launch
-from .mustering import Mustered, muster
-from .ray_session import is_connected, session
+from .nodes import Nodes
 from .result import failure_from, outcome_from
-from .team import Team, parts_of, shared_folders
+from .team import Report
 
 _NOTHING: Mapping[str, str] = {}
 
@@ -43,60 +40,23 @@ class RayRunner:
     ) -> None:
         self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
         self.loaded = settings.source
-        self.environment = {**os.environ, **environment}
         self.surveys: dict[str, tuple[ModelFacts, Mapping[str, str]]] = {}
         self.facts: ModelFacts | None = None
         self.rungs: Mapping[str, Rung] = {rung.name: rung for rung in settings.ladder}
-        self.built: set[str] = set()
         self.mark = secrets.token_hex(3)  # drivers of two machines may have one pid
-        self.exits = contextlib.ExitStack()
-        self.ray: Any = None
-        self.asked = settings  # what the nodes were chosen for
-        self.mustered: Mustered | None = None
-        self.report: Mapping[str, Any] = {}  # what the first node said of the last job, for who asks more
-        self.reports: Sequence[Mapping[str, Any]] = ()  # what all of them said
+        self.nodes = Nodes(settings, listen, environment={**os.environ, **environment}, check=self._check_ready)
+        self.report: Report = {}  # what the first node said of the last job, for who asks more
+        self.reports: Sequence[Report] = ()  # what all of them said
 
     def __enter__(self) -> RayRunner:
-        with contextlib.ExitStack() as stack:
-            address = self.settings.address
-            begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
-            self.listen(Note(text=f"{begins} and loading torch and DeepSpeed (once a fit)"))
-            log = str(self.settings.out / "logs" / "zygote.log")
-            offered = self._offered(stack, log)
-            self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=address))
-            stack.callback(self._stop)
-            self._muster(offered)
-            self.exits = stack.pop_all()
+        address = self.settings.address
+        begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
+        self.listen(Note(text=f"{begins} and loading torch and DeepSpeed (once a fit)"))
+        self.nodes.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.exits.close()
-
-    @property
-    def actor(self) -> Any:
-        """Of the first node."""
-        assert self.mustered is not None
-        return self.mustered.team.members[0].actor
-
-    def _muster(self, offered: str | None = None) -> None:
-        """Nodes for the ranks, each with a zygote that has loaded everything."""
-        settings = self.asked
-        mustered = muster(self.ray, settings, self.listen, environment=self.environment, offered=offered)
-        self.mustered = mustered
-        if settings.address is not None:
-            self.host_bytes = mustered.host_bytes
-        for ready in mustered.ready():
-            self._check_ready(ready)
-
-    def _offered(self, stack: contextlib.ExitStack, log: str) -> str | None:
-        """Have a zygote load while Ray starts, for the actor to take; its name.
-
-        None where the actor starts it itself: it may be on another machine, or be the one that knows its cards.
-        """
-        if self.settings.device != "cpu" or self.settings.address is not None or is_connected():
-            return None
-        zygote = launch(self.settings.source, self.settings.device, os.getpid(), log, self.environment)
-        return stack.enter_context(Offer(*zygote)).name
+        self.nodes.__exit__(*exception)
 
     def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
         """What the workload is, and which DeepSpeed ops cannot be had here. Raises InputError for broken user code."""
@@ -183,7 +143,7 @@ class RayRunner:
             job,
             wall_s=time.monotonic() - began,
             tokens_per_sample=facts.tokens_per_sample,
-            host_bytes=self.host_bytes,
+            host_bytes=self.nodes.host_bytes or self.host_bytes,
         )
 
     def _prepare(self, job: RankJob) -> Outcome | None:
@@ -191,8 +151,8 @@ class RayRunner:
 
         A build takes minutes: one that is not cached waits until the model alone is seen to fit.
         """
-        ops = [op for op in ops_of(job.ds_config) if op not in self.built]
-        if self._uncached(ops):
+        ops = [op for op in ops_of(job.ds_config) if op not in self.nodes.built]
+        if self.nodes.uncached(ops):
             look = replace(job, only_build=True)
             failure = failure_from(self._execute(look), look)
             if failure is not None:
@@ -201,7 +161,7 @@ class RayRunner:
 
     def _build(self, ops: list[str]) -> Failed | None:
         for op in ops:
-            if self._uncached([op]):
+            if self.nodes.uncached([op]):
                 usual = f"about {USUAL_BUILD_S[op]} s on two cores, once on this machine"
                 self.listen(Note(text=f"building DeepSpeed's {op}: {usual}"))
             limit = self.settings.profile.limits.build_s
@@ -214,61 +174,22 @@ class RayRunner:
                     failure="toolchain", rank=-1, phase="init", evidence=f"{op} could not be built: {said}",
                     action="fix_environment", advice=f"see {job.folder}/rank0.log", op=op,
                 )  # fmt: skip
-            self.built.add(op)
+            self.nodes.built.add(op)
         return None
 
-    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> list[Mapping[str, Any]]:
-        """The report of each node that has a part in the job; heartbeats are passed on while it runs.
-
-        everywhere: every node does all of it by itself; else its ranks are cut along the nodes.
-        """
-        team = self._whole_team()
-        members, each = team.members, self.asked.ranks_per_node
-        if everywhere:
-            parts = [(member, _of_node(job, number)) for number, member in enumerate(members)]
-        elif job.world_size <= each:
-            parts = [(members[0], job)]  # one node is enough
-        else:
-            first = members[0].node.address
-            bound = team.bind(first)
-            if (port := bound.get("bound")) is None:
-                self.report = {"lost": bound["why"], "address": first} if "why" in bound else bound
-                return [self.report]
-            parts = parts_of(job, members, each, port)
-        with shared_folders(parts):
-            reports = team.execute(parts, lambda phase, step: self._moved(id, phase, step))
+    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> Sequence[Report]:
+        """The report of each node that has a part in the job; heartbeats are passed on while it runs."""
+        reports = self.nodes.run(job, lambda phase, step: self._moved(id, phase, step), everywhere=everywhere)
         self.report, self.reports = reports[0], reports
         for text in (text for report in reports for text in report.get("said", ())):
             self.listen(Note(text=text))  # a card that did not come back, ranks that can no longer be forked
-        if team.lost is not None and self.asked.address is None:
-            raise EnvironmentBroken(f"the Ray actor of this node died: {team.lost.lost}")
         return reports
-
-    def _whole_team(self) -> Team:
-        """The nodes, or others in place of those that were lost. Raises EnvironmentBroken where too few are left."""
-        assert self.mustered is not None
-        lost = self.mustered.team.lost
-        if lost is not None:
-            self.listen(
-                Note(text=f"node {lost.node.address} was lost ({lost.lost}); the ranks are placed on what is left")
-            )
-            self._stop()
-            self.built.clear()  # a node that is new may not have them
-            self._muster()
-        return self.mustered.team
-
-    def _uncached(self, ops: list[str]) -> bool:
-        """Whether one of them has to be built on any node."""
-        if self.asked.address is None:
-            return not all(is_cached(op) for op in ops)
-        actors = [member.actor for member in self._whole_team().members]
-        return any(self.ray.get([actor.uncached.remote(ops) for actor in actors]))
 
     def _moved(self, id: int | None, phase: Any, step: int) -> None:
         if id is not None:
             self.listen(TrialMoved(id=id, phase=phase, step=step))
 
-    def _check_ready(self, ready: Mapping[str, Any]) -> None:
+    def _check_ready(self, ready: Report) -> None:
         if "error" in ready:
             job = self._job("survey", "survey")
             failure = failure_from([ready], job)
@@ -281,11 +202,6 @@ class RayRunner:
         if ready.get("unfit"):
             # Never a silent fall-back: each trial now pays for its own imports.
             self.listen(Note(text=f"ranks start as new processes, some 10 s slower a trial: {ready['unfit']}"))
-
-    def _stop(self) -> None:
-        """All ranks gone, then the zygotes, then the actors; Ray itself is the session's."""
-        if self.mustered is not None:
-            self.mustered.dismiss()
 
     def _job(self, kind: Any, name: str, **said: Any) -> RankJob:
         limits = self.settings.profile.limits
@@ -323,19 +239,12 @@ class RayRunner:
         )
 
 
-def _may_want_ranks(reports: Sequence[Mapping[str, Any]], job: RankJob) -> bool:
+def _may_want_ranks(reports: Sequence[Report], job: RankJob) -> bool:
     """Whether a script that failed on one rank checks how many there are, as a pipeline of stages does."""
     errors = [(end["record"] or {}).get("error", {}) for report in reports for end in report.get("ends", ())]
     return job.source.kind == "script" and any(
         not error.get("contract") and {"AssertionError", "ValueError", "RuntimeError"} & set(error.get("types", ()))
         for error in errors
-    )
-
-
-def _of_node(job: RankJob, number: int) -> RankJob:
-    """The same job for a node that does all of it, in folders of its own."""
-    return (
-        job if number == 0 else replace(job, folder=f"{job.folder}-node{number}", scratch=f"{job.scratch}-node{number}")
     )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..trial.spec import RankJob
@@ -62,12 +60,13 @@ class Team:
         ended = time.monotonic()
         return ended - began, said - (began + ended) / 2
 
-    def bind(self, address: str) -> Report:
-        """A port for the store on the first node, for the next job; see `Node.bind`."""
+    def bind(self) -> Report:
+        """A port for the store on the first node, for the next job: {"bound": port}, or why there is none."""
         first = self.members[0]
-        reference = first.actor.bind.remote(address)
+        reference = first.actor.bind.remote(first.node.address)
         done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
-        return self._report(first, reference) if done else self._lost(first, "it does not answer")
+        said = self._report(first, reference) if done else self._lost(first, "it does not answer")
+        return {"lost": said["why"], "address": first.node.address} if "why" in said else said
 
     def execute(
         self, parts: Sequence[tuple[Member, RankJob]], told: Callable[[str, int], None] = lambda phase, step: None
@@ -198,44 +197,3 @@ def on_our_clock(report: dict[str, Any], ahead_s: float) -> dict[str, Any]:
             if noted.get("at_s"):  # 0: before its first beat
                 noted["at_s"] -= ahead_s
     return report
-
-
-@contextlib.contextmanager
-def shared_folders(parts: Sequence[tuple[Member, RankJob]]) -> Iterator[None]:
-    """What no single node may make or remove is there inside: the folder of a checkpoint that all ranks write."""
-    folders = {job.checkpoints for _, job in parts if job.checkpoints is not None}
-    try:
-        for folder in folders:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def parts_of(
-    job: RankJob, members: Sequence[Member], ranks_per_node: int, port: int | None
-) -> list[tuple[Member, RankJob]]:
-    """The job cut along the nodes: consecutive ranks share one. port: of the store on the first."""
-    first = members[0].node.address
-    parts = []
-    for number, member in enumerate(members):
-        ranks = range(number * ranks_per_node, min((number + 1) * ranks_per_node, job.world_size))
-        if not ranks:
-            break
-        parts.append(
-            (
-                member,
-                replace(
-                    job,
-                    local_ranks=tuple(ranks),
-                    node_rank=number,
-                    node_address=member.node.address,
-                    master_address=first,
-                    master_port=port,
-                    scratch=job.scratch if number == 0 else f"{job.scratch}-node{number}",
-                    checkpoints=f"{job.folder}/checkpoints",
-                ),
-            )
-        )
-    return parts

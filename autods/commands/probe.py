@@ -26,6 +26,8 @@ autods probe model.py --gpus 8 --vary rung=zero3-offload --vary pin_memory=true,
 
 autods probe model.py --gpus 1,2,4,8 --vary seq_len=1024,2048 --capacity      the largest micro batch of each
 
+autods probe model.py --gpus 4,8 --nodes 2 --address auto --vary rung=zero2,zero3      one node, and two
+
 autods probe model.py --gpus 8 --on a100-80gb --forecast-only      the same for a machine that is not here
 
 autods probe train.py --gpus 8 --vary args.length=128,256 -- --deepspeed {ds_config} --max_length {length}
@@ -43,6 +45,8 @@ def probe_command(
     vary: options.Vary = None,
     experiment: options.Experiment = None,
     gpus: options.SeveralGpus = None,
+    nodes: options.FitNodes = None,
+    address: options.Address = None,
     device: options.Device = "cuda",
     gpu_memory: options.GpuMemory = None,
     capacity: options.Capacity = False,
@@ -79,7 +83,8 @@ def probe_command(
     journaled: the same command goes on where a stopped one ended.
     """
     asked = {
-        "vary": tuple(vary or ()), "experiment": experiment, "gpus": gpus, "device": device, "gpu_memory": gpu_memory,
+        "vary": tuple(vary or ()), "experiment": experiment, "gpus": gpus, "nodes": nodes, "address": address,
+        "device": device, "gpu_memory": gpu_memory,
         "capacity": capacity, "forecast_only": forecast_only, "on": on, "host_memory": host_memory,
         "repeats": repeats, "steps": steps, "global_batch": global_batch, "precision": precision,
         "base_config": base_config, "as_written": as_written, "config": config,

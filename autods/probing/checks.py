@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
+from ..settings import Settings
 from ..values import WorkloadSource
 from ..workload.arguments import FUNCTIONS
 from ..workload.conditions import ARGS, LENGTHS
@@ -37,6 +38,16 @@ def check_twice(
     if "," in str(asked.get("precision", "")):
         raise InputError(
             "--precision names one; several are an axis", mend=f"give --vary precision={asked['precision']}"
+        )
+
+
+def check_packed(ranks: int, settings: Settings) -> None:
+    """Ranks of a cell fill whole nodes, or a part of one."""
+    each = settings.ranks_per_node
+    if ranks > each and ranks % each:
+        raise InputError(
+            f"--gpus {ranks}: {settings.nodes} nodes have {each} ranks each, and these fill no whole nodes",
+            mend=f"give {each} or fewer, or a multiple of {each}",
         )
 
 

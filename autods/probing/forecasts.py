@@ -159,7 +159,7 @@ class Forecasts:
             zero_init=settings.source.zero_init and stage == 3,
             ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),
             world_size=ranks,
-            ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or ranks),
+            ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or settings.ranks_per_node),
             device_bytes=settings.device_bytes,
             device=settings.device,
             checkpointing=trial.knobs.checkpointing,

@@ -227,6 +227,7 @@ def _report(
         question={
             "workload": settings.source.name,
             "gpus": settings.gpus,
+            "nodes": settings.nodes,
             "device": settings.device,
             "device_bytes": settings.device_bytes,
             "global_batch": settings.global_batch,

@@ -22,7 +22,7 @@ from ..question import NVME_PLACE
 from ..settings import Settings, resolve
 from ..values import Steps, WorkloadSource
 from .axes import Axis, Value, axes_of
-from .checks import Arguments, check_argument, check_twice
+from .checks import Arguments, check_argument, check_packed, check_twice
 
 MOST_CELLS = 1000
 REPEATS = 3
@@ -111,6 +111,7 @@ def pose(
     for count in counts:  # a base config, or a global batch, may suit some and not others
         base, _ = base_of(source.base_config if base_config is None else base_config, world_size=count)
         global_batch_of(asked.get("global_batch"), base, count)
+        check_packed(count, settings)
     if machine is not None:
         settings = replace(settings, nvme_path=_nvme_of(machine, nvme_path))
     question = Question(
@@ -130,7 +131,7 @@ def pose(
         )
     name = f"{source.name}-probe-{question.fingerprint()[:6]}"
     folder = (Path(out) if out is not None else Path("autods-out") / name).absolute()
-    return replace(question, settings=replace(settings, out=folder))
+    return replace(question, settings=replace(question.settings, out=folder))
 
 
 def experiment_rungs() -> Path:

@@ -34,6 +34,10 @@ def settle(
     vary = with_experiment(experiment, vary)
     counts = _counts(gpus)
     machine = None
+    if forecast_only and (asked.get("nodes") is not None or asked.get("address") is not None):
+        raise InputError(
+            "--forecast-only runs nothing on a cluster", mend="`autods plan --nodes` forecasts several nodes"
+        )
     if forecast_only:
         machine = machine_asked(
             hardware,
@@ -56,6 +60,11 @@ def settle(
     )  # fmt: skip
 
 
+def most_ranks(gpus: int | str | Sequence[int] | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> int | None:
+    """The most ranks of any cell, as far as they are said. Raises InputError."""
+    return max(_said(_counts(gpus), vary), default=None)
+
+
 def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
     """'1,2,4' → three numbers."""
     if gpus is None or isinstance(gpus, int):
@@ -69,10 +78,13 @@ def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
 
 def _ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
     """How many cards the machine that is forecast for must show: all that any cell asks for."""
+    if not (found := _said(counts, vary)):
+        raise InputError("say how many ranks to forecast for", mend="give --gpus 8, or --gpus 1,2,4,8")
+    return found
+
+
+def _said(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
     lines = vary.items() if isinstance(vary, Mapping) else (line.partition("=")[::2] for line in vary)
     named = [values for name, values in lines if name.strip() == "gpus"]
     parts = [part for values in named for part in (values.split(",") if isinstance(values, str) else values)]
-    found = [*counts, *(int(part) for part in parts if str(part).strip().isdigit())]
-    if not found:
-        raise InputError("say how many ranks to forecast for", mend="give --gpus 8, or --gpus 1,2,4,8")
-    return found
+    return [*counts, *(int(part) for part in parts if str(part).strip().isdigit())]

@@ -25,10 +25,14 @@ def environment_of(conditions: Mapping[str, Scalar]) -> dict[str, str]:
 
 
 def settings_under(settings: Settings, conditions: Mapping[str, Scalar]) -> Settings:
-    """The settings of a trial under these conditions: its ranks, and its workload's arguments."""
+    """The settings of a trial under these conditions: its ranks, and its workload's arguments.
+
+    Fewer ranks leave nodes alone: those that are used are full.
+    """
     ranks = conditions.get(GPUS, settings.gpus)
     assert isinstance(ranks, int)
-    return replace(settings, gpus=ranks, source=source_under(settings.source, conditions))
+    nodes = -(-ranks // settings.ranks_per_node)
+    return replace(settings, gpus=ranks, nodes=nodes, source=source_under(settings.source, conditions))
 
 
 def source_under(source: WorkloadSource, conditions: Mapping[str, Scalar]) -> WorkloadSource:

@@ -116,7 +116,7 @@ def test_a_node_actor_that_is_killed_takes_everything_along_and_the_fit_says_so(
     scene = Scene.at(tmp_path)
     with a_runner(scene) as runner:
         runner.survey()
-        pid = ray.get(runner.actor.__ray_call__.remote(lambda node: os.getpid()))
+        pid = ray.get(runner.nodes.team.members[0].actor.__ray_call__.remote(lambda node: os.getpid()))
         seen, error = kill_during(runner, scene, "forward", lambda zygote: psutil.Process(pid))
         assert isinstance(error, EnvironmentBroken)
         assert seen.gone_ms < 1000

@@ -14,6 +14,7 @@ from autods.probing.axes import axes_of, parsed
 from autods.probing.keys import all_keys, known_keys
 from autods.probing.question import MOST_CELLS, experiment_rungs
 from autods.values import WorkloadSource
+from autods.workload.conditions import settings_under
 
 RUNGS = all_rungs((experiment_rungs(),))
 BARE = "def build_model(): ...\ndef build_batch(n): ..."
@@ -114,6 +115,11 @@ def test_capacity_asks_every_rung_of_the_ladder(tmp_path: Path) -> None:
     assert question.repeats == 1
 
 
+def test_a_long_phase_of_a_large_micro_batch_is_no_hang_where_the_largest_is_looked_for(tmp_path: Path) -> None:
+    limits = ask(tmp_path, capacity=True).settings.profile.limits
+    assert limits.stall_s == limits.init_s > ask(tmp_path).settings.profile.limits.stall_s
+
+
 def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: Path) -> None:
     question = ask(tmp_path, gpus="1,2,4")
     assert {axis.name: axis.values for axis in question.axes}["gpus"] == (1, 2, 4)
@@ -142,6 +148,9 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
         ((), {"forecast_only": True, "gpu_memory": None, "device": "cuda"}, "say which device"),
         ((), {"forecast_only": True, "gpus": None, "device": "cuda"}, "how many ranks"),
         (("gpus=2,3",), {"gpus": None, "global_batch": 8}, "cannot be split over 3 ranks"),
+        (("gpus=3,4",), {"gpus": None, "nodes": 2, "address": "auto"}, "these fill no whole nodes"),
+        ((), {"nodes": 2}, "needs a Ray cluster"),
+        ((), {"nodes": 2, "address": "auto", "forecast_only": True}, "runs nothing on a cluster"),
         ((f"micro_batch={MANY}", f"accumulation={MANY}"), {}, "1,024 cells"),
     ],
 )  # fmt: skip
@@ -199,6 +208,13 @@ def test_the_experiments_that_ship_are_axes_and_vary_replaces_one_of_them(tmp_pa
     assert len(list(ask(tmp_path, experiment="precision").cells())) == 2
     with pytest.raises(InputError, match="nccl, offload, precision, stages"):
         ask(tmp_path, experiment="nonsense")
+
+
+def test_fewer_ranks_than_the_nodes_hold_leave_nodes_alone(tmp_path: Path) -> None:
+    settings = ask(tmp_path, gpus="1,2,4", nodes=2, address="auto").settings
+    assert (settings.gpus, settings.nodes) == (4, 2)
+    smaller = [settings_under(settings, {"gpus": count}) for count in (1, 2, 4)]
+    assert [one.nodes for one in smaller] == [1, 1, 2]
 
 
 def test_a_forecast_is_asked_of_a_machine_that_is_not_here(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Runner:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def session(*, cpus: int) -> Iterator[None]:
+    def session(*, cpus: int, address: str | None) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(pools, "session", session)

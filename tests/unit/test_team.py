@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autods.cluster import team as teams
+from autods.cluster.parts import parts_of
 from autods.cluster.placing import NodeState
 from autods.cluster.result import failure_from
-from autods.cluster.team import Member, Team, parts_of
+from autods.cluster.team import Member, Team
 from autods.outcomes import Failed, OutOfMemory
 from autods.trial.rank import environment
 from autods.trial.spec import RankJob
@@ -153,6 +155,17 @@ def test_fewer_ranks_than_places_leave_nodes_alone_that_they_do_not_need() -> No
 def test_nodes_of_one_machine_do_not_share_a_working_directory() -> None:
     parts = parts_of(JOB, a_team(Actor(WELL), Actor(WELL)).members, 2, 1)
     assert len({job.scratch for _, job in parts}) == 2
+
+
+def test_nodes_of_one_machine_swap_into_folders_of_their_own() -> None:
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme/autods-1-a"}}
+    job = replace(JOB, swap="/nvme/autods-1-a", ds_config={"zero_optimization": {"stage": 3, **offload}})
+    parts = [part for _, part in parts_of(job, a_team(Actor(WELL), Actor(WELL)).members, 2, 1)]
+    assert [part.swap for part in parts] == ["/nvme/autods-1-a", "/nvme/autods-1-a-node1"]
+    for part in parts:
+        zero = part.ds_config["zero_optimization"]
+        assert zero["offload_optimizer"]["nvme_path"] == part.swap
+        assert zero["stage"] == 3
 
 
 def test_when_all_parts_end_well_nobody_is_told_to_end() -> None:
