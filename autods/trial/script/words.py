@@ -43,9 +43,6 @@ def in_words(error: BaseException, job: RankJob) -> BaseException:
         quoted = _last_words()
         last = f"; the last that it wrote: {quoted}" if quoted and isinstance(error.code, int) else ""
         return refusal(f"it left {how}{last}", mend="why may stand in its log, above the end", at=place)
-    if isinstance(error, AssertionError) and "min_capacity" in str(error):
-        what = f"its experts take no batch of so few tokens as micro batch {job.micro_batch} has (min_capacity)"
-        return refusal(what, mend="give MoE(…, min_capacity=0): trials begin with micro batch 1", at=place)
     return error
 
 
