@@ -68,6 +68,7 @@ def parts_of(
 ) -> Generator[int, None, dict[str, Any]]:
     """`examine` in parts, for who does not run the steps: wherever it yields, a step of that index is to be run."""
     hands.observe("evaluate", index)
+    _share_buffers(engine)
     before = hands.evaluate()
     saved, left_out = _where_possible(lambda: _save(engine, hands, ranks, folder, index), "save a checkpoint")
     yield index
@@ -79,6 +80,21 @@ def parts_of(
         yield index + 1
     shape = longest.shape
     return asdict(Examined(batch_shape=shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
+
+
+def _share_buffers(engine: Any) -> None:
+    """Every rank gets the buffers of the first that holds the same weights: of those a checkpoint has one copy, and the
+    running statistics of batch normalisation are each rank's own until it is loaded."""
+    import torch
+
+    group = getattr(engine, "seq_data_parallel_group", None)
+    if group is None or not torch.distributed.is_initialized():
+        return
+    first = torch.distributed.get_global_rank(group, 0)
+    for buffer in engine.module.buffers():
+        whole = buffer.detach().contiguous()
+        torch.distributed.broadcast(whole, first, group=group)
+        buffer.detach().copy_(whole)
 
 
 def _where_possible(part: Callable[[], _Part], what: str) -> _Part:
