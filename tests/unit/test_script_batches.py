@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from autods.trial.script.batches import Batches, Loader
 from autods.trial.script.users import Place
@@ -26,6 +27,22 @@ def test_a_batch_of_another_size_names_the_loader_that_made_it():
         batches(3, 8).saw([torch.ones(8, 7)], 2)
     assert error.value.where == "train.py:31"
     assert "`loader = DataLoader(data, batch_size=8)`" in error.value.mend
+
+
+def test_the_line_that_says_the_size_is_named_and_not_the_one_that_wraps_its_loader():
+    wrapped = Loader(batch_size=8, place=Place("train.py", 90, "loader = accelerator.prepare(loader)"), own=False)
+    seen = Batches(loaders=[Loader(batch_size=8, place=PLACE), wrapped])
+    with pytest.raises(WorkloadError) as error:
+        seen.saw([torch.ones(8, 7)], 2)
+    assert error.value.where == "train.py:31"
+
+
+def test_a_loader_is_the_script_s_own_where_its_line_makes_it(monkeypatch):
+    monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)  # put back afterwards
+    seen = Batches()
+    seen.watch_loaders()
+    DataLoader([1, 2], batch_size=2)
+    assert [(one.batch_size, one.own) for one in seen.loaders] == [(2, True)]
 
 
 def test_a_rest_at_the_end_of_the_data_is_not_whole():

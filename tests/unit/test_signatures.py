@@ -35,3 +35,10 @@ def test_a_name_with_two_os_and_an_m_is_no_word_about_memory(name: str) -> None:
     said = f"ImportError: cannot import name '{name}' from 'transformers'"
     row = first_match(said, type="ImportError", stack="")
     assert row is None or "memory" not in row.name
+
+
+def test_a_download_without_a_network_is_no_matter_of_rendezvous() -> None:
+    said = "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>"
+    row = first_match(said, type="URLError", stack="")
+    assert row is not None
+    assert row.name == "remote-service"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,12 @@ from .users import Place, caller, refusal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """A DataLoader that the script made: how many samples it gives at a time, if that is fixed, and where."""
+    """A DataLoader that the script made: how many samples it gives at a time, if that is fixed, and where. own: by the
+    script's own call; a library makes another of it, in accelerate's `prepare` say."""
 
     batch_size: int | None
     place: Place | None
+    own: bool = True
 
 
 @dataclass(slots=True)
@@ -44,7 +47,9 @@ class Batches:
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
             real(loader, *args, **kwargs)
             size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            self.loaders.append(Loader(batch_size=size, place=caller()))
+            place, line = caller(), sys._getframe(1)
+            own = place is not None and (place.file, place.line) == (line.f_code.co_filename, line.f_lineno)
+            self.loaders.append(Loader(batch_size=size, place=place, own=own))
 
         setattr(DataLoader, "__init__", made)  # noqa: B010
 
@@ -91,7 +96,8 @@ class Batches:
 
     def _check(self, shapes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
         sizes = [shape[0] for shape in shapes]
-        loader = next((one for one in reversed(self.loaders) if one.batch_size in (micro_batch, *sizes)), None)
+        fitting = [one for one in reversed(self.loaders) if one.batch_size in (micro_batch, *sizes)]
+        loader = next((one for one in fitting if one.own), next(iter(fitting), None))
         if not sizes or micro_batch in sizes:
             return
         size = max(set(sizes), key=sizes.count)
