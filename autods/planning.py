@@ -24,7 +24,7 @@ from .ladder import Rung
 from .question import Question, Site, with_config_of
 from .report.plan_result import Forecast, SiteForecast
 from .search.applies import unforeseeable
-from .values import WorkloadSource
+from .values import ModelFacts, WorkloadSource
 
 _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
@@ -40,7 +40,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
     try:
         with (start or _simulated)(_to_look_at(question)) as simulator:
             listen(Note(text="preparing the simulated device"))
-            facts = simulator.facts(question.device)
+            facts = _looked(simulator, question, listen)
             question = with_config_of(question, facts)
             checkpointing = checkpointing_of(question, facts)
             allocator = alloc_conf(os.environ) if question.device == "cuda" else AllocConf()
@@ -149,6 +149,18 @@ def _of_site(work: Work, site: Site) -> SiteForecast:
     reason = unforeseeable(work.facts)
     to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
     return SiteForecast(site=site, rungs=rungs, to_try=to_try)
+
+
+def _looked(simulator: Simulator, question: Question, listen: ForecastListener) -> ModelFacts:
+    """What a look at the model finds: of a script alone, as in a fit, else among all of its ranks."""
+    ranks = max(site.world_size for site in question.sites)
+    try:
+        return simulator.facts(question.device)
+    except SimulationFailed:
+        if question.source.kind != "script" or ranks == 1:
+            raise
+    listen(Note(text=f"it does not run on one rank alone, so it is looked at on {ranks}"))
+    return simulator.facts(question.device, ranks=ranks)
 
 
 def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:

@@ -33,15 +33,15 @@ class WithFormulas(Simulator):
     because: str | None = None  # why the simulated GPU cannot be had; None: it can, or nobody asked yet
     known: ModelFacts | None = field(default=None)
 
-    def facts(self, device: Device = "cuda") -> ModelFacts:
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Of the workload's model."""
         if device == "cuda" and self.because is None:
             try:
-                return self.simulator.facts(device)
+                return self.simulator.facts(device, ranks=ranks)
             except SimulationFailed as failed:
                 self._remember(failed)
         if self.known is None:
-            self.known = self.simulator.facts("cpu")
+            self.known = self.simulator.facts("cpu", ranks=ranks)
         return self.known
 
     @contextlib.contextmanager

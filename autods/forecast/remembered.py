@@ -40,14 +40,14 @@ class Remembered(Simulator):
         own = {name: value for name, value in asdict(self.source).items() if name not in ("path", "name")}
         self._made_of = json.dumps([own, versions(), _code()], sort_keys=True, default=str)
 
-    def facts(self, device: Device = "cuda") -> ModelFacts:
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Of the workload's model."""
-        key = {"facts": device}
+        key = {"facts": device, **({"ranks": ranks} if ranks > 1 else {})}
         usable = device == "cpu" or library.library_path().exists()  # else the simulator says why it cannot
         if usable and (known := self._read(key)) is not None:
             with contextlib.suppress(TypeError):
                 return ModelFacts(**known)
-        found = self.simulator.facts(device)
+        found = self.simulator.facts(device, ranks=ranks)
         self._write(key, asdict(found))
         return found
 

@@ -38,7 +38,7 @@ class Scripted(Simulator):
     engines: list[Ask] = field(default_factory=list)
     measured: list[tuple[str, int]] = field(default_factory=list)
 
-    def facts(self, device: Device = "cuda") -> ModelFacts:
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         """What it was made with."""
         return self.known
 

@@ -369,7 +369,7 @@ class Remembered:
         self.simulator = simulator
         self.known: dict[tuple[str, int], Simulated] = {}
 
-    def facts(self, device: Device = "cuda") -> ModelFacts:
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         return self.simulator.facts(device)
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ class Bare(Scripted):
 
     kind = "no_compiler"
 
-    def facts(self, device: Device = "cuda") -> ModelFacts:
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         if device == "cuda":
             raise SimulationFailed(kind=self.kind, what="no g++", mend="apt-get install g++")
         return self.known

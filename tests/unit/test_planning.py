@@ -288,3 +288,25 @@ def test_a_deep_model_gets_rows_of_estimates_before_the_exact_ones() -> None:
 def test_no_estimate_where_only_the_whole_model_does_not_fit_while_it_is_flattened() -> None:
     planned = Planned(question(largest=False, ladder=("zero2",), gpu_memory="40GiB"), deep, DEEP)
     assert [event.forecast.exact for event in planned.events if isinstance(event, Forecasted)] == [True]
+
+
+class Crowd(Scripted):
+    """Of a script that insists on its number of ranks."""
+
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+        if ranks == 1:
+            raise SimulationFailed(kind="user_code", what="ValueError: devices=8 does not match the world size (1)")
+        return self.known
+
+
+def test_a_script_that_does_not_run_on_one_rank_is_looked_at_among_all_of_its_ranks() -> None:
+    asked, told = question(), []
+    script = replace(asked, source=replace(SOURCE, kind="script", path="/home/me/train.py"))
+    found = plan(script, listen=told.append, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))
+    assert found.facts == FACTS
+    assert any("looked at on 8" in getattr(one, "text", "") for one in told)
+
+
+def test_a_model_that_cannot_be_looked_at_is_not_looked_at_twice() -> None:
+    with pytest.raises(InputError, match="devices=8"):
+        plan(question(), listen=lambda event: None, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))

@@ -85,9 +85,10 @@ class Simulator:
         for worker in workers:
             worker.stop()
 
-    def facts(self, device: Device = "cuda") -> ModelFacts:
-        """What a look at the model finds; no weight is allocated. Raises SimulationFailed."""
-        with self._process({"facts": True}, device) as process:
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
+        """What a look at the model finds; no weight is allocated. ranks: in which a script sees itself. Raises
+        SimulationFailed."""
+        with self._process({"facts": True, "ranks": ranks}, device) as process:
             return ModelFacts(**process._ask(None)["facts"])
 
     def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:

@@ -60,7 +60,8 @@ def live(
         pid = os.fork()
         if pid == 0:
             procs.die_with_parent(parent)
-            _Run(own, stage, source, tempfile.mkdtemp(dir=scratch), tell, asked, micro_batch).live()
+            ask = asked or _looked_at(stage, source, job["ranks"])
+            _Run(own, stage, source, tempfile.mkdtemp(dir=scratch), tell, ask, micro_batch, only_looks=not asked).live()
         code = _code_of(pid)
         if code is None:
             what = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
@@ -92,17 +93,16 @@ def _code_of(pid: int) -> int | None:
 class _Run:
     """One run of the script, in a process of its own, to its end or to that of its second step.
 
-    asked: None: up to its engine only, to look at the model.
+    only_looks: up to its engine only, to look at the model.
     """
 
     def __init__(
         self, own: socket.socket, stage: Stage, source: WorkloadSource, scratch: str, tell: Callable[[], None],
-        asked: Ask | None, micro_batch: int,
+        ask: Ask, micro_batch: int, *, only_looks: bool,
     ) -> None:  # fmt: skip
         self.own, self.stage, self.source, self.scratch, self.tell = own, stage, source, scratch, tell
         self.micro_batch, self.began = micro_batch, time.perf_counter()
-        self.only_looks = asked is None
-        self.ask = asked or _alone(stage, source)
+        self.only_looks, self.ask = only_looks, ask
         self.listening = contextlib.ExitStack()
         self.layers = (0, 0)
         self.report: dict[str, Any] | None = None
@@ -182,12 +182,12 @@ class _Run:
         os._exit(_ANSWERED)
 
 
-def _alone(stage: Stage, source: WorkloadSource) -> Ask:
-    """For a look, as the survey's rank: alone, whatever the plan has, without any sharding."""
+def _looked_at(stage: Stage, source: WorkloadSource, ranks: int) -> Ask:
+    """For a look, as the survey's ranks: without any sharding."""
     base = source.base_config if isinstance(source.base_config, Mapping) else {}
     config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, rungless(base))
     return Ask(
-        rung="", ds_config=config, world_size=1, ranks_per_node=1, device_bytes=1 << 40,
+        rung="", ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=1 << 40,
         device="cpu" if stage.ledger.one_memory else "cuda",
     )  # fmt: skip
 
