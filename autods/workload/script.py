@@ -5,6 +5,7 @@ Which kind it is follows from what it imports. Its command line may hold placeho
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import re
@@ -119,8 +120,20 @@ def launched(source: WorkloadSource) -> dict[str, object]:
     a parser that does not know it ends there."""
     text = Path(source.path).read_text() if Path(source.path).is_file() else ""
     knows = source.script_kind == "hf_trainer" or re.search(r"[\"']--local[-_]rank\b", text) is not None
+    knows = knows or takes_local_rank_as_a_word(source)
     kind, module = source.script_kind or "deepspeed", {"module": source.module} if source.module else {}
     return {"path": source.path, "argv": list(source.argv), "kind": kind, "takes_local_rank": knows, **module}
+
+
+def takes_local_rank_as_a_word(source: WorkloadSource) -> bool:
+    """Whether its command line is read by fire or click and has a `local_rank`, which the `deepspeed` launcher gives to
+    every script. A parser of argparse is asked itself, where it parses."""
+    path = Path(source.path)
+    if not {"fire", "click"} & {one.module.partition(".")[0] for one in imports_of(path)}:
+        return False
+    tree = ast.parse(path.read_text())
+    functions = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return any(argument.arg == "local_rank" for one in functions for argument in (*one.args, *one.kwonlyargs))
 
 
 def _searched(path: Path, folder: Path, root: Path | None) -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 from autods.errors import InputError
 from autods.values import WorkloadSource
 from autods.workload import source_of
-from autods.workload.script import filled
+from autods.workload.script import filled, launched
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
 MODEL = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"
@@ -113,3 +113,17 @@ def test_placeholders_are_filled_in_and_all_other_braces_stay():
     }
     argv = ["--ds={ds_config}", "{micro_batch_size}", '{"lr": 1}', "{other}", "{}", "{gradient_accumulation_steps}"]
     assert filled(argv, values) == ["--ds=/tmp/a.json", "4", '{"lr": 1}', "{other}", "{}", "2"]
+
+
+FIRE = "import deepspeed, fire\ndeepspeed.initialize\ndef train(batch: int = 8{}): ...\nfire.Fire(train)\n"
+
+
+def test_a_local_rank_that_fire_reads_is_given_by_the_deepspeed_launcher(write):
+    with_it, without = FIRE.format(", local_rank: int = -1"), FIRE.format("")
+    assert launched(source_of(write(with_it)))["takes_local_rank"]
+    assert not launched(source_of(write(without)))["takes_local_rank"]
+
+
+def test_an_argument_of_that_name_is_no_option_where_no_command_line_is_made_of_functions(write):
+    text = "import deepspeed\ndeepspeed.initialize\ndef setup(local_rank): ...\n"
+    assert not launched(source_of(write(text)))["takes_local_rank"]

@@ -33,6 +33,8 @@ def collective(func: Any, args: Any) -> Any:
     """What a `c10d` operator returns: its tensors, and a work that is done."""
     work = torch._C._distributed_c10d.FakeWork().boxed()
     out = [work if "Work" in str(result.type) else args[0] for result in func._schema.returns]
+    if not out:  # a barrier
+        return None
     return out[0] if len(out) == 1 else tuple(out)
 
 

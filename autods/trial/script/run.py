@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ...values import WorkloadSource
 from ...workload import WorkloadError
-from ...workload.script import filled
+from ...workload.script import filled, takes_local_rank_as_a_word
 from ..spec import RankJob
 from . import guard, hooks, machine
 from .session import Enough, Session
@@ -87,6 +87,8 @@ def _prepare(session: Session) -> None:
     }
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *filled(job.source.argv, values)]
+    if takes_local_rank_as_a_word(job.source):
+        sys.argv.append(f"--local_rank={job.local_ranks[session.slot]}")
     sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True
 
