@@ -18,7 +18,8 @@ Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certif
 
 # What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
 # evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
-# batch, without dropout, so that the losses of two configs can be compared.
+# batch, without dropout, so that the losses of two configs can be compared; a script deals out its own samples, and a
+# mark says which.
 Exam = Literal["worst_case", "parity"]
 
 # What a Hugging Face config is trained for.

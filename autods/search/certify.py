@@ -42,12 +42,14 @@ def certify(
     global_batch: int | None,
     most_trials: int,
     leaner: Iterable[Record] = (),
+    alike: bool = False,
 ) -> Certified:
     """Prove the winner, or what has to be taken instead, in at most `most_trials` trials.
 
     Where memory runs short on the longest batch, the micro batch shrinks; where none holds, the next of `alternates`
     (other configs that fitted, best first) is examined. reference: a plain config known to fit, whose losses the
     winner has to match within `tolerance`, relatively; a knob that changes them is taken back. None: not compared.
+    alike: losses are compared at one micro batch, as a script needs it.
     leaner: fits of rungs further down, drawn one by one when none of `alternates` holds: what they cost to find is not
     counted here.
     """
@@ -64,7 +66,7 @@ def certify(
     for config in _configs(winner, chain(alternates, leaner), holding):
         if (held := holding.hold(config)) is None:
             continue
-        said = Compared() if reference is None else _compared(held, reference, holding, parity_steps, tolerance)
+        said = Compared() if reference is None else _compared(held, reference, holding, parity_steps, tolerance, alike)
         backed_off = tuple(holding.backed_off)
         if said.taken_back is None:
             return _certified(held, said, holding, backed_off)
@@ -92,9 +94,16 @@ def _configs(winner: Record, others: Iterator[Record], holding: Holding) -> Iter
             before = config
 
 
-def _compared(held: Held, reference: Record, holding: Holding, steps: Steps, tolerance: float) -> Compared:
-    limit_bytes = holding.limit_bytes
-    return compare(held.best.trial, reference, holding.exams, steps=steps, tolerance=tolerance, limit_bytes=limit_bytes)
+def _compared(held: Held, reference: Record, holding: Holding, steps: Steps, tolerance: float, alike: bool) -> Compared:
+    return compare(
+        held.best.trial,
+        reference,
+        holding.exams,
+        steps=steps,
+        tolerance=tolerance,
+        limit_bytes=holding.limit_bytes,
+        alike=alike,
+    )
 
 
 def _certified(held: Held, said: Compared, holding: Holding, backed_off: tuple[str, ...]) -> Certified:

@@ -102,6 +102,7 @@ def certifying(
     global_batch: int | None = None,
     most_trials: int = 20,
     leaner: Iterable[Record] = (),
+    alike: bool = False,
 ) -> Certifying:
     runner = ScriptedRunner(answer)
     certified = certify(
@@ -118,6 +119,7 @@ def certifying(
         global_batch=global_batch,
         most_trials=most_trials,
         leaner=leaner,
+        alike=alike,
     )
     assert [record.trial for record in certified.records] == runner.trials
     return Certifying(certified, runner.trials)
