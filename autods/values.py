@@ -76,12 +76,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A finished trial: `id` is its number in the fit, `seconds` its wall time."""
+    """A finished trial: `id` is its number in the fit, `seconds` its wall time.
+
+    beside: how many others ran on the same machine meanwhile; with any, its times say little.
+    """
 
     id: int
     trial: Trial
     outcome: Outcome
     seconds: float
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
