@@ -136,7 +136,8 @@ class WorkloadSource:
     turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
     functions are called with; of an hf_config the first is a key of its config. zero_init: stage 3 builds an hf_config
     under `deepspeed.zero.Init`, already split. Of a script: argv as given, with the placeholders of `workload.script`;
-    script_kind, None where its imports do not tell; folder, where it is run.
+    script_kind, None where its imports do not tell; folder, where it is run; module, where it is started with `python
+    -m`, and root the folder that its top package is in.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -151,6 +152,8 @@ class WorkloadSource:
     argv: tuple[str, ...] = ()
     script_kind: ScriptKind | None = None
     folder: str | None = None
+    module: str | None = None
+    root: str | None = None
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
     zero_init: bool = False
 

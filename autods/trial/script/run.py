@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...values import WorkloadSource
 from ...workload import WorkloadError
 from ...workload.script import filled
 from ..spec import RankJob
@@ -38,30 +41,33 @@ def run(
     """
     session = session_of(job=job, slot=slot, observer=observer, leave=leave)
     machine.install(job, slot, store)
-    hooks.install(session)
+    try:
+        hooks.install(session)
+    except ImportError as error:  # of the library that the script's kind is named after
+        raise _in_words(error, session) from error
     session.batches.watch_loaders()
     pid = os.getpid()
     overlay = guard.install(session)
     _prepare(session)
     observer("build", 0)
+    died: BaseException | None = None
     try:
-        runpy.run_path(job.source.path, run_name="__main__")
+        _as_main(job.source)
     except Enough:
         pass
     except BaseException as error:
         if os.getpid() != pid:
             _end_child(session, error)
         if not session.over and not _left_quietly(error):
-            said = _in_words(error, session)
-            if said is error:
-                raise
-            raise said from error
+            died = _before_it_left(error, session)
     if os.getpid() != pid:
         os._exit(0)  # a child that it forked and let run on
+    if died is not None:
+        _raise(died, session)
     if overlay.wrote:
         print(f"autods: kept out of your folders: {', '.join(overlay.wrote[:_TOLD])}", flush=True)
     if session.failure is not None:
-        raise _in_words(session.failure, session)
+        _raise(session.failure, session)
     if not session.over:
         _check_ended_well(session)
         session.ended()
@@ -82,12 +88,36 @@ def _prepare(session: Session) -> None:
     }
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *filled(job.source.argv, values)]
-    sys.path.insert(0, str(Path(job.source.path).parent))
+    sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True
+
+
+def _as_main(source: WorkloadSource) -> None:
+    """As `python FILE` or `python -m MODULE`."""
+    if source.module is None:
+        runpy.run_path(source.path, run_name="__main__")
+    else:
+        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
 
 
 def _left_quietly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _raise(error: BaseException, session: Session) -> NoReturn:
+    """What ended the script, in words that help where there are any."""
+    said = _in_words(error, session)
+    if said is error:
+        raise error
+    raise said from error
+
+
+def _before_it_left(error: BaseException, session: Session) -> BaseException:
+    """What a script had met that printed it and called `sys.exit(1)`: a call of its engine, or what it caught last."""
+    if not isinstance(error, SystemExit):
+        return error
+    met = session.failure or error.__context__
+    return met if isinstance(met, Exception) else error
 
 
 def _end_child(session: Session, error: BaseException) -> NoReturn:
@@ -127,6 +157,8 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
     if isinstance(error, EOFError) and _waits_for_input(error):
         mend = "give it the answer as an argument, or in a file"
         return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
+    if isinstance(error, ImportError) and (of_import := _of_import(error)) is not None:
+        return refusal(of_import[0], mend=of_import[1], at=place)
     if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
         mend = f"install it into the Python that autods runs in, {sys.executable}"
         return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
@@ -137,6 +169,24 @@ def _in_words(error: BaseException, session: Session) -> BaseException:
         what = f"its experts take no batch of so few tokens as micro batch {session.job.micro_batch} has (min_capacity)"
         return refusal(what, mend="give MoE(…, min_capacity=0): trials begin with micro batch 1", at=place)
     return error
+
+
+def _of_import(error: ImportError) -> tuple[str, str] | None:
+    """What is wrong, and how to mend it, of an import that found its package."""
+    cause = error.__cause__  # a library that loads its parts when they are asked for tells what it met in its own words
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is not None:
+        words = str(cause).strip().partition("\n")[0]
+        what = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {words}"
+        return what, f"the packages in {sys.executable} do not go together: reinstall that one, or take another version"
+    package, _, part = (error.name or "").partition(".")
+    if package and (part or "cannot import name" in str(error)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            mend = f"{package} {version} is installed here: the script was written for another version of it"
+            return str(error).partition(" (")[0], mend
+    return None
 
 
 def _waits_for_input(error: BaseException) -> bool:
