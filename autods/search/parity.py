@@ -39,7 +39,7 @@ def compare(
     Nothing is run when the two differ in the batch only: how samples are cut into micro batches is no change of maths.
     """
     plain = reference.trial
-    if winner.rung == plain.rung and not differing(winner.knobs, plain.knobs):
+    if is_same_maths(winner, plain):
         return Compared()
     comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes)
     ours = comparing.losses(winner)
@@ -59,6 +59,11 @@ def compare(
         within=apart <= tolerance,
     )
     return Compared(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
+
+
+def is_same_maths(winner: Trial, plain: Trial) -> bool:
+    """Whether they differ in the batch only."""
+    return winner.rung == plain.rung and not differing(winner.knobs, plain.knobs)
 
 
 def differing(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
