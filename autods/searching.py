@@ -269,6 +269,7 @@ class Search:
             world_size=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             most_trials=limits.most_trials,
+            longest_ratio=facts.longest_ratio,
             leaner=self._leaner(untried if settings.profile.race.stop == "first-fit" else ()),
             alike=settings.source.kind == "script",
         )

@@ -120,6 +120,7 @@ class ModelFacts:
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
+    longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
     def replicas(self, world_size: int) -> int:
         """How many train on samples of their own: the data-parallel size, which the batch identity multiplies by."""

@@ -11,7 +11,9 @@ from .ask import fits_well
 from .certificate import Certificate, read_off, settled
 from .exams import Exams
 from .holding import Held, Holding
-from .parity import Compared, compare
+from .parity import Compared, compare, is_same_maths
+
+_COMPARISON = 2  # trials: the config and the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ def certify(
     most_trials: int,
     leaner: Iterable[Record] = (),
     alike: bool = False,
+    longest_ratio: float = 1.0,
 ) -> Certified:
     """Prove the winner, or what has to be taken instead, in at most `most_trials` trials.
 
@@ -51,7 +54,7 @@ def certify(
     winner has to match within `tolerance`, relatively; a knob that changes them is taken back. None: not compared.
     alike: losses are compared at one micro batch, as a script needs it.
     leaner: fits of rungs further down, drawn one by one when none of `alternates` holds: what they cost to find is not
-    counted here.
+    counted here. longest_ratio: elements of a sample of the longest batch by those of a usual one; 1: unknown.
     """
     holding = Holding(
         known=(winner, *alternates, *(() if reference is None else (reference,))),
@@ -61,6 +64,8 @@ def certify(
         headroom=headroom,
         world_size=world_size,
         global_batch=global_batch,
+        reserve=0 if reference is None or is_same_maths(winner.trial, reference.trial) else _COMPARISON,
+        longest_ratio=longest_ratio,
     )
     parting: tuple[Held, Compared, tuple[str, ...]] | None = None  # holds, but its losses are not the reference's
     for config in _configs(winner, chain(alternates, leaner), holding):

@@ -41,7 +41,7 @@ def compare(
     alike: both with the micro batch that the reference is known to fit, because a script deals out its samples by it.
     """
     plain = reference.trial
-    if winner.rung == plain.rung and not differing(winner.knobs, plain.knobs):
+    if is_same_maths(winner, plain):
         return Compared()
     batch = cut_alike(plain.knobs, winner.knobs) if not alike else cut_the_same(plain.knobs, winner.knobs)
     comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes, batch=batch if alike else None)
@@ -65,6 +65,11 @@ def compare(
         within=apart <= tolerance,
     )
     return Compared(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
+
+
+def is_same_maths(winner: Trial, plain: Trial) -> bool:
+    """Whether they differ in the batch only."""
+    return winner.rung == plain.rung and not differing(winner.knobs, plain.knobs)
 
 
 def differing(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
