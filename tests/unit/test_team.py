@@ -15,7 +15,7 @@ import pytest
 from autods.cluster import head as heads
 from autods.cluster import team as teams
 from autods.cluster.nodes import Nodes
-from autods.cluster.parts import parts_of
+from autods.cluster.parts import parts_of, repeated
 from autods.cluster.placing import NodeState
 from autods.cluster.result import failure_from
 from autods.cluster.team import Member, Team
@@ -184,6 +184,13 @@ def test_fewer_ranks_than_places_leave_nodes_alone_that_they_do_not_need() -> No
 def test_nodes_of_one_machine_do_not_share_a_working_directory() -> None:
     parts = parts_of(JOB, a_team(Actor(WELL), Actor(WELL)).members, 2, 1)
     assert len({job.scratch for _, job in parts}) == 2
+
+
+def test_nodes_that_all_do_a_job_work_where_no_other_clears() -> None:
+    first, other = (job for _, job in repeated(JOB, a_team(Actor(WELL), Actor(WELL)).members))
+    assert first == JOB
+    assert other.scratch == f"{other.folder}/scratch"
+    assert not other.folder.startswith(f"{first.folder}/")
 
 
 def test_nodes_of_one_machine_swap_into_folders_of_their_own() -> None:
