@@ -59,7 +59,7 @@ class Ray:
         self.unseen: list[str] = []
 
     def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "id1")
+        return SimpleNamespace(get_node_id=lambda: "id1", gcs_address="10.0.0.1:6379")
 
     def remote(self, **options: Any) -> Any:
         number = len(self.options)
@@ -124,6 +124,7 @@ class Lines:
 @pytest.fixture(autouse=True)
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mustering, "Lifelines", Lines)
+    monkeypatch.setattr(mustering.Head, "gone", lambda head: None)
 
 
 @pytest.fixture(autouse=True)
