@@ -168,6 +168,7 @@ def probe(
     device: str = "cuda",
     gpu_memory: str | int | None = None,
     capacity: bool = False,
+    parallel_trials: int = 1,
     forecast_only: bool = False,
     on: str | None = None,
     host_memory: str | int | None = None,
@@ -199,6 +200,8 @@ def probe(
     file in `configs/experiments`, or of one of your own. gpus: several are an axis. nodes, address: as for
     `find_best_config`, for the most ranks; a cell with fewer leaves nodes alone.
     capacity: look for the largest micro batch of each cell, by the forecast and then by trials at its boundary.
+    parallel_trials: cells that are searched at a time, as far as cards or processors are free; speeds are told of
+    trials that had their machine to themselves.
     forecast_only: the forecast alone, for the machine `on` of the catalogue, or for `gpu_memory` and `host_memory`.
     repeats: how often each cell is measured, in turns. steps: timed steps of a trial.
     script_args: of a training script; `args.NAME` is what stands for {NAME} in them.

@@ -174,6 +174,14 @@ SeveralGpus = Annotated[
     str | None, Option("--gpus", metavar="N,M,…", help="Ranks; several are an axis.", show_default="all visible cards")
 ]
 Capacity = Annotated[bool, Option("--capacity", metavar="", help="Look for the largest micro batch of each cell.")]
+ParallelTrials = Annotated[
+    int,
+    Option(
+        metavar="N",
+        help="With --capacity: search up to N cells side by side, as far as cards or processors are free. 1 by "
+        "default: trials that share a machine tell no speeds.",
+    ),
+]
 ForecastOnly = Annotated[
     bool, Option("--forecast-only", metavar="", help="The same without a trial, for a machine that need not be here.")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ STUDY = "study.jsonl"
 _MOST_STARTS = 3
 
 _LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
+
+Execute = Callable[[Trial, int], Record]
 
 
 @contextlib.contextmanager
@@ -74,42 +77,51 @@ def _clear(out: Path) -> None:
 class Memory:
     """Answers from the journal what it knows, runs the rest, and writes down what it learns.
 
-    learn: told of each outcome; what it returns, a forecast beside what was measured, is written down too.
+    learn: told of each outcome; what it returns, a forecast beside what was measured, is written down too. It may be
+    used from several threads.
     """
 
     journal: Journal
     past: Past
-    execute: Callable[[Trial, int], Record]
+    execute: Execute
     listen: Listener
     records: list[Record] = field(default_factory=list)
     learn: Callable[[Record], Mapping[str, Any] | None] = lambda record: None
+    running: set[int] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def run(self, trial: Trial) -> Record:
-        """`values.Run`: the record of a trial, from the past or by running it."""
+    def run(self, trial: Trial, execute: Execute | None = None) -> Record:
+        """`values.Run`: the record of a trial, from the past or by running it. execute: in place of the usual one."""
         key = key_of(trial)
         known = self.past.records.get(key)
-        record = known or self._run(trial, key)
-        self.records.append(record)
-        if (forecast := self.learn(record)) is not None:
-            self.journal.foreseen(record.trial, forecast)
-        self.listen(TrialFinished(record=record, replayed=known is not None))
+        record = known or self._run(trial, key, execute or self.execute)
+        with self.lock:
+            self.records.append(record)
+            self.running.discard(record.id)
+            if (forecast := self.learn(record)) is not None:
+                self.journal.foreseen(record.trial, forecast)
+            self.listen(TrialFinished(record=record, replayed=known is not None))
         return record
 
-    def _run(self, trial: Trial, key: str) -> Record:
-        id = 1 + max((record.id for record in (*self.past.records.values(), *self.records)), default=0)
-        if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
-            return self._given_up(trial, id)
-        check_room(self.journal.path.parent)
-        self.journal.started(trial)
-        self.listen(TrialStarted(id=id, trial=trial))
+    def _run(self, trial: Trial, key: str, execute: Execute) -> Record:
+        with self.lock:
+            known = (*(record.id for record in (*self.past.records.values(), *self.records)), *self.running)
+            self.running.add(id := 1 + max(known, default=0))
+            if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
+                return self._given_up(trial, id)
+            check_room(self.journal.path.parent)
+            self.journal.started(trial)
+            self.listen(TrialStarted(id=id, trial=trial))
         try:
-            record = self.execute(trial, id)
+            record = execute(trial, id)
         except KeyboardInterrupt:
-            self.journal.interrupted(trial)
+            with self.lock:
+                self.journal.interrupted(trial)
             raise
         if not isinstance(record.outcome, Fit):
             check_room(self.journal.path.parent)
-        self.journal.finished(record)
+        with self.lock:
+            self.journal.finished(record)
         return record
 
     def _given_up(self, trial: Trial, id: int) -> Record:

@@ -18,7 +18,8 @@ Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certif
 
 # What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
 # evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
-# batch, without dropout, so that the losses of two configs can be compared.
+# batch, without dropout, so that the losses of two configs can be compared; a script deals out its own samples, and a
+# mark says which.
 Exam = Literal["worst_case", "parity"]
 
 # What a Hugging Face config is trained for.
@@ -75,12 +76,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A finished trial: `id` is its number in the fit, `seconds` its wall time."""
+    """A finished trial: `id` is its number in the fit, `seconds` its wall time.
+
+    beside: how many others ran on the same machine meanwhile; with any, its times say little.
+    """
 
     id: int
     trial: Trial
     outcome: Outcome
     seconds: float
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,7 @@ class ModelFacts:
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
+    longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
     def replicas(self, world_size: int) -> int:
         """How many train on samples of their own: the data-parallel size, which the batch identity multiplies by."""

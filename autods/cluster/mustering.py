@@ -14,6 +14,7 @@ from ..errors import EnvironmentBroken
 from ..events import Event, Note
 from ..settings import Settings
 from ..units import show_bytes
+from .head import Head
 from .lifeline import Lifelines
 from .node import Node, digest_of
 from .parts import own_place
@@ -37,7 +38,15 @@ class Mustered:
     @property
     def host_bytes(self) -> int | None:
         """Of the node that has the least; None where none was asked."""
-        return min((int(one["hardware"]["host_bytes"]) for one in self.seen), default=None)
+        return self._least("host_bytes")
+
+    @property
+    def host_free_bytes(self) -> int | None:
+        """When it was chosen, of the node that had the least; None where none was asked."""
+        return self._least("host_free_bytes")
+
+    def _least(self, name: str) -> int | None:
+        return min((int(one["hardware"][name]) for one in self.seen), default=None)
 
     def ready(self) -> list[dict[str, Any]]:
         """What each zygote said when it had loaded everything. Raises EnvironmentBroken when an actor died."""
@@ -49,12 +58,16 @@ class Mustered:
 
     def dismiss(self) -> None:
         """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
-        if self.team.lines is not None:
-            self.team.lines.close()
+        headless = self.team.is_headless()
+        for connection in (self.team.lines, self.team.head):
+            if connection is not None:
+                connection.close()
         ray, actors = self.team.ray, [member.actor for member in self.team.members if member.lost is None]
         with contextlib.suppress(Exception):  # Ray may already be going down
             ray.get([actor.abort.remote() for actor in actors], timeout=1)
-            ray.get([actor.stop.remote() for actor in actors], timeout=5)
+            ray.get([(actor.leave if headless else actor.stop).remote() for actor in actors], timeout=5)
+        if headless:
+            return  # nobody is there to take back what was given
         for member in self.team.members:
             with contextlib.suppress(Exception):
                 ray.kill(member.actor)
@@ -81,17 +94,20 @@ def muster(
     environment: Mapping[str, str],
     offered: str | None = None,
     places: Places | None = None,
+    within_s: float | None = None,
 ) -> Mustered:
     """Nodes reserved, an actor on each, their zygotes loading: wait with `Mustered.ready`.
 
-    Raises EnvironmentBroken when the cluster can never hold the ranks, or its nodes do not go together.
+    Raises EnvironmentBroken when the cluster can never hold the ranks, or its nodes do not go together, NoRoom when it
+    does not hold them `within_s`.
     """
     places = places or RayPlaces(ray)
     here = ray.get_runtime_context().get_node_id()
     need = need_of(settings)
-    group, spots = reserve(places, need, say=lambda text: listen(Note(text=text)), first=here)
+    group, spots = reserve(places, need, say=lambda text: listen(Note(text=text)), first=here, within_s=within_s)
     members: list[Member] = []
-    mustered = Mustered(team=Team(ray, members), seen=(), places=places, group=group)
+    head = Head(ray.get_runtime_context().gcs_address)
+    mustered = Mustered(team=Team(ray, members, head=head), seen=(), places=places, group=group)
     try:
         for number, spot in enumerate(spots):
             actor = _actor(ray, need, group, spot, settings, number, environment, offered)
@@ -163,7 +179,7 @@ def _check_shared(ray: Any, members: Sequence[Member], settings: Settings) -> No
     """
     logs = settings.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    mark = logs / ".shared"
+    mark = logs / f".shared-{secrets.token_hex(4)}"  # more than one may look at a time
     mark.write_text(secrets.token_hex(16))
     files = {path: digest for path in (str(mark), settings.source.path) if (digest := digest_of(path)) is not None}
     folders = [str(path) for path in (settings.out, settings.source.folder, settings.nvme_path) if path is not None]

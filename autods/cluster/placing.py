@@ -17,6 +17,10 @@ _SILENT_S = 5.0  # waiting for less is not worth a word
 _AGAIN_S = 60.0
 
 
+class NoRoom(EnvironmentBroken):
+    """Nothing is free now for one more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Of each of so many nodes. cpus: for the ranks, where they are CPU ranks, else for the actor alone."""
@@ -83,16 +87,22 @@ class Spot:
 
 
 def reserve(
-    places: Places, need: Need, *, say: Callable[[str], None], first: str | None = None
+    places: Places,
+    need: Need,
+    *,
+    say: Callable[[str], None],
+    first: str | None = None,
+    within_s: float | None = None,
 ) -> tuple[Any, tuple[Spot, ...]]:
     """The group and its spots, that on the node `first` (the driver's) before the others, so that rank 0 is at hand.
 
-    Waits while others hold what is needed, and says so. Raises EnvironmentBroken when the cluster never can have it.
+    Waits while others hold what is needed, and says so. Raises EnvironmentBroken when the cluster never can have it,
+    NoRoom when it has not got it `within_s`.
     """
     _check_possible(places, need)
     group = places.reserve([need.bundle] * need.nodes, need.strategy)
     try:
-        _wait(places, need, group, say)
+        _wait(places, need, group, say, within_s)
         states = {node.id: node for node in places.nodes()}
         ids = places.node_ids(group)
         spots = [Spot(node=states[id], bundle=bundle) for bundle, id in enumerate(ids)]
@@ -102,11 +112,13 @@ def reserve(
     return group, tuple(sorted(spots, key=lambda spot: (spot.node.id != first, _by_number(spot.node.address))))
 
 
-def _wait(places: Places, need: Need, group: Any, say: Callable[[str], None]) -> None:
+def _wait(places: Places, need: Need, group: Any, say: Callable[[str], None], within_s: float | None) -> None:
     began, told_s = time.monotonic(), -_AGAIN_S
     while not places.is_ready(group, _LOOK_S):
         _check_possible(places, need)
         waited_s = time.monotonic() - began
+        if within_s is not None and waited_s >= within_s:
+            raise NoRoom(waiting_for(need, places.nodes()))
         if waited_s >= _SILENT_S and waited_s - told_s >= _AGAIN_S:
             told_s = waited_s
             say(waiting_for(need, places.nodes()))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from ..events import Event, Note
 from ..settings import Settings
+from ..units import show_bytes
 from ..values import ModelFacts, Record, Scalar, Trial
 from ..workload.conditions import environment_of, settings_under
+from .placing import NoRoom
 from .ray_session import is_connected, session
 from .runner import RayRunner
+from .turns import Turns, may_be_theirs
 
 _MOST_ALIVE = 4  # each idle zygote holds some 300 MiB of the host
 
@@ -21,7 +26,7 @@ class RunnerPool:
     """A context manager. `run` answers a trial under its own `conditions`; ranks and arguments need no new zygote.
 
     Zygotes of CPU ranks stay for the next turn, the one that rested longest goes first; cards belong to one at a time.
-    environments: how many different ones will be asked for.
+    environments: how many different ones will be asked for. number, turns: see `another`.
     """
 
     def __init__(
@@ -32,18 +37,24 @@ class RunnerPool:
         host_bytes: int | None = None,
         environments: int = 1,
         make: Callable[..., RayRunner] = RayRunner,
+        number: int = 0,
+        turns: Turns | None = None,
     ) -> None:
         self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
         self.environments, self.make = environments, make
-        self.most_alive = _MOST_ALIVE if settings.device == "cpu" else 1
+        self.number, self.turns = number, turns or Turns()
+        self.others: list[RunnerPool] = []
+        self.hosts: frozenset[str] = frozenset()  # machines that it holds
+        self.most_alive = _MOST_ALIVE if settings.device == "cpu" and not number else 1
         self.alive: dict[str, RayRunner] = {}  # the one that was used last is the last
         self.exits = contextlib.ExitStack()
-        self.ray_is_shared = False
+        self.ray_is_shared = bool(number)
 
     def __enter__(self) -> RunnerPool:
         return self  # Ray starts with the first trial that no journal can answer
 
     def __exit__(self, *exception: object) -> None:
+        self.hosts = frozenset()
         with self.exits:
             for key in reversed(tuple(self.alive)):
                 self.alive.pop(key).__exit__(*exception)
@@ -53,10 +64,45 @@ class RunnerPool:
         return self._runner(conditions).turn_to(settings_under(self.settings, conditions))
 
     def run(self, trial: Trial, *, id: int) -> Record:
-        """Run the trial for real."""
+        """Run the trial for real; once more and alone, where it may have failed of others that ran beside it."""
         runner = self._runner(trial.conditions)
-        runner.turn_to(settings_under(self.settings, trial.conditions))
-        return runner.run(trial, id=id)
+        with self.turns.beside(runner.nodes.hosts) as turn:
+            runner.turn_to(settings_under(self.settings, trial.conditions))
+            record = runner.run(trial, id=id)
+        if not turn.others or not may_be_theirs(record.outcome):
+            return replace(record, beside=turn.others)
+        self.listen(Note(text=f"trial {id} shared its machine with another when it failed: it runs again, alone"))
+        with self.turns.alone():
+            return runner.run(trial, id=id)
+
+    def another(self, conditions: Mapping[str, Scalar]) -> AbstractContextManager[RunnerPool]:
+        """One more, on processors or cards that are free now, for trials beside ours, which begin with these
+        conditions. To be entered from the thread that runs them.
+
+        Raises NoRoom where nothing is free. CPU ranks take their memory from the host: all budgets have to find room.
+        """
+        self._runner(conditions)  # whose Ray they share
+        other = RunnerPool(
+            self.settings, self.listen, host_bytes=self.host_bytes, environments=self.environments, make=self.make,
+            number=len(self.others) + 1, turns=self.turns,
+        )  # fmt: skip
+        self.others.append(other)
+        return self._beside(other, conditions)
+
+    @contextlib.contextmanager
+    def _beside(self, other: RunnerPool, conditions: Mapping[str, Scalar]) -> Iterator[RunnerPool]:
+        with other:
+            runner = other._runner(conditions)
+            on = [pool.hosts for pool in (self, *self.others) if pool.number <= other.number]
+            check_memory(self.settings, on, runner.nodes.host_free_bytes)
+            yield other
+
+    def stop(self) -> None:
+        """End all trials, from any thread: ours and those beside us, which end in KeyboardInterrupt."""
+        self.turns.stop()
+        for pool in (self, *self.others):
+            for runner in tuple(pool.alive.values()):
+                runner.nodes.dismiss()
 
     def order(self, trials: Sequence[Trial]) -> list[Trial]:
         """The trials as they need the fewest new zygotes: as they are, where all environments stay alive."""
@@ -75,7 +121,7 @@ class RunnerPool:
             while len(self.alive) >= self.most_alive:
                 self.alive.pop(next(iter(self.alive))).__exit__(None, None, None)
             runner = self._started(environment_of(conditions))
-        self.alive[key] = runner
+        self.alive[key], self.hosts = runner, runner.nodes.hosts
         return runner
 
     def _share_ray(self) -> None:
@@ -93,8 +139,22 @@ class RunnerPool:
         if environment:
             said = " ".join(f"{name}={value}" for name, value in environment.items())
             self.listen(Note(text=f"ranks with {said}"))
-        runner = self.make(self.settings, self.listen, host_bytes=self.host_bytes, environment=environment)
+        runner = self.make(
+            self.settings, self.listen, host_bytes=self.host_bytes, environment=environment, number=self.number
+        )
         return runner.__enter__()
+
+
+def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes: int) -> None:
+    """Whether the last may run beside the others: a machine has all that all CPU ranks on it may take. Raises NoRoom.
+
+    hosts: the machines of each. free_bytes: of the machine that had least left.
+    """
+    most = max(sum(host in one for one in hosts) for host in hosts[-1])
+    need = most * settings.ranks_per_node * settings.device_bytes
+    if settings.device == "cpu" and most > 1 and need > free_bytes:
+        said = f"{most} trials on one machine may take {show_bytes(need)} of its memory"
+        raise NoRoom(f"{said}, and {show_bytes(free_bytes)} are free")
 
 
 def _key(conditions: Mapping[str, Scalar]) -> str:

@@ -25,10 +25,14 @@ from .result import failure_from, outcome_from
 from .team import Report
 
 _NOTHING: Mapping[str, str] = {}
+_AT_ONCE_S = 3.0
 
 
 class RayRunner:
-    """A context manager: Ray and the node's zygote live inside it. `run` answers one trial."""
+    """A context manager: Ray and the nodes' zygotes live inside it. `run` answers one trial.
+
+    number: of the runners that share a journal. All but the first (0) want room at once, or raise NoRoom.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class RayRunner:
         *,
         host_bytes: int | None = None,
         environment: Mapping[str, str] = _NOTHING,
+        number: int = 0,
     ) -> None:
         self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
         self.loaded = settings.source
@@ -44,14 +49,22 @@ class RayRunner:
         self.facts: ModelFacts | None = None
         self.rungs: Mapping[str, Rung] = {rung.name: rung for rung in settings.ladder}
         self.mark = secrets.token_hex(3)  # drivers of two machines may have one pid
-        self.nodes = Nodes(settings, listen, environment={**os.environ, **environment}, check=self._check_ready)
+        self.own = f"-beside{number}" if number else ""  # in the names of logs that another runner may write, too
+        self.nodes = Nodes(
+            settings,
+            listen,
+            environment={**os.environ, **environment},
+            check=self._check_ready,
+            within_s=_AT_ONCE_S if number else None,
+        )
         self.report: Report = {}  # what the first node said of the last job, for who asks more
         self.reports: Sequence[Report] = ()  # what all of them said
 
     def __enter__(self) -> RayRunner:
         address = self.settings.address
         begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
-        self.listen(Note(text=f"{begins} and loading torch and DeepSpeed (once a fit)"))
+        if not self.own:
+            self.listen(Note(text=f"{begins} and loading torch and DeepSpeed (once a fit)"))
         self.nodes.__enter__()
         return self
 
@@ -72,7 +85,7 @@ class RayRunner:
             ops = tuple(BUILDERS)  # its config is not known yet
         job = self._job(
             "survey",
-            "survey",
+            f"survey{self.own}",
             ops=ops,
             ds_config=self._native_config(self.settings.ladder[0]),
             stall_s=self.settings.profile.limits.init_s,
@@ -165,7 +178,7 @@ class RayRunner:
                 usual = f"about {USUAL_BUILD_S[op]} s on two cores, once on this machine"
                 self.listen(Note(text=f"building DeepSpeed's {op}: {usual}"))
             limit = self.settings.profile.limits.build_s
-            job = self._job("ops", f"build-{op}", ops=(op,), init_s=limit, wall_s=limit)
+            job = self._job("ops", f"build-{op}{self.own}", ops=(op,), init_s=limit, wall_s=limit)
             reports = self._execute(job, everywhere=True)
             failure = failure_from(reports, job)
             if failure is not None:

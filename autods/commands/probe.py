@@ -26,6 +26,8 @@ autods probe model.py --gpus 8 --vary rung=zero3-offload --vary pin_memory=true,
 
 autods probe model.py --gpus 1,2,4,8 --vary seq_len=1024,2048 --capacity      the largest micro batch of each
 
+autods probe model.py --gpus 2 --vary rung=ddp,zero2,zero3 --capacity --parallel-trials 4      8 cards: four at a time
+
 autods probe model.py --gpus 4,8 --nodes 2 --address auto --vary rung=zero2,zero3      one node, and two
 
 autods probe model.py --gpus 8 --on a100-80gb --forecast-only      the same for a machine that is not here
@@ -50,6 +52,7 @@ def probe_command(
     device: options.Device = "cuda",
     gpu_memory: options.GpuMemory = None,
     capacity: options.Capacity = False,
+    parallel_trials: options.ParallelTrials = 1,
     forecast_only: options.ForecastOnly = False,
     on: options.OnOne = None,
     host_memory: options.HostMemory = None,
@@ -85,7 +88,8 @@ def probe_command(
     asked = {
         "vary": tuple(vary or ()), "experiment": experiment, "gpus": gpus, "nodes": nodes, "address": address,
         "device": device, "gpu_memory": gpu_memory,
-        "capacity": capacity, "forecast_only": forecast_only, "on": on, "host_memory": host_memory,
+        "capacity": capacity, "parallel_trials": parallel_trials, "forecast_only": forecast_only, "on": on,
+        "host_memory": host_memory,
         "repeats": repeats, "steps": steps, "global_batch": global_batch, "precision": precision,
         "base_config": base_config, "as_written": as_written, "config": config,
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "nvme_path": nvme_path,

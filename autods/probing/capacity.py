@@ -113,8 +113,14 @@ def capacity_result(cell: Cell, boundary: Boundary, foreseen: Foreseen) -> CellR
         said=_said(boundary, foreseen),
     )
     ids = tuple(record.id for record in boundary.seen.values())
+    result = result_of(cell, shown)
+    if any(record.beside for record in shown) and fits is not None:
+        result = replace(
+            result, reason="another trial ran on the same machine, so no speed is told",
+            samples_per_second=None, tokens_per_second=None, spread=None, step_s=None,
+        )  # fmt: skip
     return replace(
-        result_of(cell, shown), capacity=capacity, trials=ids, repeats=1, micro_batch=fits,
+        result, capacity=capacity, trials=ids, repeats=1, micro_batch=fits,
         accumulation=shown[-1].trial.knobs.accumulation if fits is not None else None,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
-from typing import Protocol
 
 from ..checks import precision_of
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
@@ -22,27 +21,17 @@ from ..report.probe_result import CellResult, ProbeReport
 from ..resume import JOURNAL, Memory, check_room, workspace
 from ..settings import Settings
 from ..typed import read_as
-from ..values import ModelFacts, Record, Scalar, Trial
+from ..values import ModelFacts, Record, Run, Scalar, Trial
 from ..workload.conditions import source_under
 from .capacity import Boundary, capacity_result, forecast_result
 from .cells import Cell, cells_of, environments_of, settings_of
 from .forecasts import Forecasts, Foreseen, Simulators, sizes_of, to_look_at
+from .lanes import Bench, side_by_side
 from .measure import compared, in_turns, result_of, shared
 from .notes import notes_of
 from .question import Question
 
 Surveyed = tuple[ModelFacts, Mapping[str, str]]
-
-
-class Bench(Protocol):
-    """What a probe needs of the machine; `cluster.pool.RunnerPool` is the real one."""
-
-    def survey(self, conditions: Mapping[str, Scalar]) -> Surveyed: ...
-
-    def run(self, trial: Trial, *, id: int) -> Record: ...
-
-    def order(self, trials: Sequence[Trial]) -> Sequence[Trial]: ...
-
 
 Start = Callable[[Settings, Listener, int], AbstractContextManager[Bench]]
 
@@ -134,9 +123,9 @@ class _Work:
         assert self.bench is not None
         return self.bench.run(trial, id=id)
 
-    def _run(self, trial: Trial) -> Record:
+    def _run(self, trial: Trial, bench: Bench | None = None) -> Record:
         """A full disk or a lost GPU ends the probe; what is measured by then is kept."""
-        record = self.memory.run(trial)
+        record = self.memory.run(trial, None if bench is None else lambda trial, id: bench.run(trial, id=id))
         outcome = record.outcome
         if not isinstance(outcome, Fit) and is_machines_fault(outcome):
             raise EnvironmentBroken(
@@ -168,23 +157,43 @@ class _Work:
             )
             known = forecasts.of(own, known, self._keep)
         nothing = Foreseen(largest=None)
-        return {cell.number: self._capacity(cell, known.get(cell.number, nothing)) for cell in own}, None
+        foreseen = {cell.number: known.get(cell.number, nothing) for cell in own}
+        if self.bench is None:
+            return {cell.number: forecast_result(cell, foreseen[cell.number]) for cell in own}, None
+
+        def search(cell: Cell, bench: Bench) -> CellResult:
+            return self._capacity(cell, foreseen[cell.number], lambda trial: self._run(trial, bench))
+
+        settled = {cell.number: search(cell, self.bench) for cell in own if self._is_settled(cell, foreseen)}
+        left = [cell for cell in own if cell.number not in settled]
+        found = side_by_side(left, search, self.bench, most=self.question.parallel, listen=self.listen)
+        return settled | found, None
+
+    def _is_settled(self, cell: Cell, known: Mapping[int, Foreseen]) -> bool:
+        """Whether the journal answers all that the search asks: no machine is needed."""
+
+        def answer(trial: Trial) -> Record:
+            return self.past.records[key_of(trial)]
+
+        try:
+            self._capacity(cell, known[cell.number], answer)
+        except KeyError:
+            return False
+        return True
 
     def _keep(self, cell: Cell, foreseen: Foreseen) -> None:
         assert cell.trial is not None
         self.journal.foreseen(cell.trial, asdict(foreseen))
 
-    def _capacity(self, cell: Cell, foreseen: Foreseen) -> CellResult:
-        """Trials around the forecast; without a machine, the forecast."""
+    def _capacity(self, cell: Cell, foreseen: Foreseen, run: Run) -> CellResult:
+        """Trials around the forecast."""
         assert cell.trial is not None
-        if self.bench is None:
-            return forecast_result(cell, foreseen)
         facts = self.survey(cell.trial.conditions)[0]
         settings = settings_of(self.question, cell.trial.conditions, facts)
         boundary = Boundary(
             trial=cell.trial,
             sizes=sizes_of(self.question, cell.trial, facts),
-            run=self._run,
+            run=run,
             ranks=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             usable_bytes=settings.device_bytes,
@@ -235,6 +244,7 @@ def _report(
             "repeats": question.repeats,
             "steps": asdict(question.steps),
             "capacity": question.capacity,
+            "parallel_trials": question.parallel,
             "forecast_only": question.forecast_only,
             "machine": None if question.machine is None else question.machine.name,
         },

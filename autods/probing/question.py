@@ -33,9 +33,10 @@ PLAINEST = "ddp"
 class Question:
     """One probe. `settings` are those of the most ranks; its ladder holds the rungs that are varied.
 
-    repeats: how often each cell is measured. capacity: look for the largest micro batch of each cell. forecast_only:
-    without a trial, for `machine`. as_written: buckets are the base config's, or DeepSpeed's own, and not sized as a
-    fit would start. machine: what is forecast for; None: this one. assumed: what nobody said, in sentences.
+    repeats: how often each cell is measured. capacity: look for the largest micro batch of each cell. parallel: cells
+    that are searched for it at a time. forecast_only: without a trial, for `machine`. as_written: buckets are the base
+    config's, or DeepSpeed's own, and not sized as a fit would start. machine: what is forecast for; None: this one.
+    assumed: what nobody said, in sentences.
     """
 
     settings: Settings
@@ -43,6 +44,7 @@ class Question:
     repeats: int
     steps: Steps
     capacity: bool = False
+    parallel: int = 1
     forecast_only: bool = False
     as_written: bool = False
     machine: Machine | None = None
@@ -77,6 +79,7 @@ def pose(
     repeats: int | None = None,
     steps: int | None = None,
     capacity: bool = False,
+    parallel_trials: int = 1,
     machine: Machine | None = None,
     as_written: bool = False,
     base_config: Given = None,
@@ -120,6 +123,7 @@ def pose(
         repeats=_at_least_one(repeats, "--repeats", 1 if capacity else REPEATS),
         steps=_steps(settings, steps, capacity=capacity),
         capacity=capacity,
+        parallel=_parallel(parallel_trials, capacity=capacity and machine is None),
         forecast_only=machine is not None,
         as_written=as_written,
         machine=machine,
@@ -172,6 +176,16 @@ def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
         return steps
     count = _at_least_one(asked, "--steps", 1)
     return replace(steps, timed=count, most_timed=count)
+
+
+def _parallel(trials: int, *, capacity: bool) -> int:
+    """Only trials that are not timed may run side by side."""
+    if trials > 1 and not capacity:
+        raise InputError(
+            f"--parallel-trials {trials}: trials of a probe are timed, and would slow each other down",
+            mend="drop it, or ask for --capacity, whose trials only show what fits",
+        )
+    return _at_least_one(trials, "--parallel-trials", 1)
 
 
 def _nvme_of(machine: Machine, path: str | Path | None) -> Path | None:

@@ -30,9 +30,8 @@ def mark_of(outcome: Outcome) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _Running:
-    """The trial that runs now."""
+    """A trial that runs now."""
 
-    id: int
     trial: Trial
     since: float
     phase: Phase = "start"
@@ -56,7 +55,7 @@ class Progress(LiveView):
     ) -> None:
         super().__init__(console, clock=clock)
         self._label = label
-        self._running: _Running | None = None
+        self._running: dict[int, _Running] = {}
         self._doing = Note(text="")
 
     def __call__(self, event: Event) -> None:
@@ -70,12 +69,13 @@ class Progress(LiveView):
                     _row("–", "dim", event.rung, "", f"skipped: {event.reason}", "", "dim", wide=self._wide), line
                 )
             case TrialStarted():
-                self._running = _Running(event.id, event.trial, self._clock())
+                self._running[event.id] = _Running(event.trial, self._clock())
             case TrialMoved():
-                if (now := self._running) is not None and now.id == event.id:
+                if (now := self._running.get(event.id)) is not None:
                     now.phase, now.step = event.phase, event.step
             case TrialFinished():
-                self._running, self._doing = None, Note(text="")
+                self._running.pop(event.record.id, None)
+                self._doing = Note(text="")
                 label = self._label(event.record.trial)
                 plain = words.of_record(event.record, replayed=event.replayed, label=label)
                 self._print(_finished(event, label, wide=self._wide), plain)
@@ -91,14 +91,18 @@ class Progress(LiveView):
         return self._console.width >= 110
 
     def _now(self) -> RenderableType:
-        """What is redrawn: the running trial, or the last note while nothing runs."""
-        now = self._running
-        if now is None:
+        """What is redrawn: a line for each running trial, or the last note while nothing runs."""
+        running = list(self._running.values())  # others may begin and end meanwhile
+        if not running:
             elapsed = words.of_seconds(self._clock() - self._since)
             self._spinner.update(text=Text(f"{self._doing.text or 'deciding'}  {elapsed}", style="dim"))
-            return self._spinner
+        else:
+            self._spinner.update(text=Text("\n").join(map(self._line, running)))
+        return self._spinner
+
+    def _line(self, now: _Running) -> Text:
         place, elapsed = words.of_phase(now.phase, now.step), words.of_seconds(self._clock() - now.since)
-        text = Text.assemble(
+        return Text.assemble(
             (now.trial.rung, "bold"),
             f"  {_asked(now.trial)}  ",
             self._label(now.trial),
@@ -106,8 +110,6 @@ class Progress(LiveView):
             (place, "cyan"),
             (f"  {elapsed}", "dim"),
         )
-        self._spinner.update(text=text)
-        return self._spinner
 
 
 def _finished(event: TrialFinished, label: str, *, wide: bool) -> RenderableType:

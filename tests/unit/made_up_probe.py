@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
+
+import pytest
 
 from autods.cluster.scripted import Answer, ScriptedRunner
 from autods.events import Listener
@@ -43,7 +46,10 @@ def ask(folder: Path, *vary: str, text: str = MODEL, hardware: Hardware = HERE, 
 
 @dataclass(slots=True)
 class Bench:
-    """Answers by a function, surveys by another; `asked` lists what ran, `killed_at` stops it as Ctrl-C would."""
+    """Answers by a function, surveys by another; `asked` lists what ran, `killed_at` stops it as Ctrl-C would.
+
+    room: what a second bench is, where there is room for one.
+    """
 
     answer: Answer
     facts: Callable[[Mapping[str, Scalar]], ModelFacts] = lambda conditions: FACTS
@@ -51,6 +57,8 @@ class Bench:
     killed_at: int | None = None
     asked: list[Trial] = field(default_factory=list)
     surveyed: list[Mapping[str, Scalar]] = field(default_factory=list)
+    room: Callable[[], AbstractContextManager[Any]] = lambda: pytest.fail("nobody asked for trials side by side")
+    stopped: Event = field(default_factory=Event)
 
     def survey(self, conditions: Mapping[str, Scalar]) -> tuple[ModelFacts, Mapping[str, str]]:
         self.surveyed.append(conditions)
@@ -64,6 +72,12 @@ class Bench:
 
     def order(self, trials: Sequence[Trial]) -> Sequence[Trial]:
         return trials
+
+    def another(self, conditions: Mapping[str, Scalar]) -> AbstractContextManager[Bench]:
+        return self.room()
+
+    def stop(self) -> None:
+        self.stopped.set()
 
 
 def probed(question: Question, bench: Bench, listen: Listener = lambda event: None, **said: Any) -> ProbeReport:

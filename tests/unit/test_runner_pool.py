@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +27,16 @@ class Made:
         self.most = 0
         self.ranks: list[int] = []
 
-    def __call__(self, settings: Settings, listen: Any, *, host_bytes: Any, environment: Mapping[str, str]) -> Any:
+    def __call__(
+        self, settings: Settings, listen: Any, *, host_bytes: Any, environment: Mapping[str, str], number: int
+    ) -> Any:
         return Runner(self, environment.get("A", "unset"))
 
 
 class Runner:
     def __init__(self, made: Made, name: str) -> None:
         self.made, self.name = made, name
+        self.nodes = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=2**34, dismiss=lambda: None)
 
     def __enter__(self) -> Runner:
         self.made.started.append(self.name)
