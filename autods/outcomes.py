@@ -176,7 +176,8 @@ class OutOfMemory:
 class Failed:
     """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver.
 
-    op: the DeepSpeed op that is broken; only rungs that need it share the failure.
+    op: the DeepSpeed op that is broken; only rungs that need it share the failure. wants_larger_batch: it cannot be
+    trained with so small a micro batch (batch normalisation of one sample, say).
     """
 
     failure: FailureKind
@@ -187,6 +188,7 @@ class Failed:
     advice: str
     step: int = 0
     op: str | None = None
+    wants_larger_batch: bool = False
     kind: Literal["failed"] = "failed"
 
 

@@ -64,7 +64,7 @@ class Lifelines:
         if not hmac.compare_digest(str(said["token"]), self._token):
             caller.close()
             return
-        _watched(caller)
+        watched(caller)
         self._lines[int(said["node"])] = caller
 
 
@@ -78,7 +78,7 @@ def hold(place: dict[str, Any], number: int, gone: Callable[[], None]) -> bool:
         line.sendall(json.dumps({"token": place["token"], "node": number}).encode())
     except OSError:
         return False
-    _watched(line)
+    watched(line)
     threading.Thread(target=_wait, args=(line, gone), daemon=True).start()
     return True
 
@@ -104,8 +104,8 @@ def _end_of(line: socket.socket) -> str | None:
     return "its actor's process ended"
 
 
-def _watched(line: socket.socket) -> None:
-    """With keepalives."""
+def watched(line: socket.socket) -> None:
+    """With keepalives: a link on which nobody answers any more ends."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _EVERY_S), ("TCP_KEEPCNT", _TRIES)):
         line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -14,6 +14,7 @@ from ..errors import EnvironmentBroken
 from ..events import Event, Note
 from ..settings import Settings
 from ..units import show_bytes
+from .head import Head
 from .lifeline import Lifelines
 from .node import Node, digest_of
 from .parts import own_place
@@ -57,12 +58,16 @@ class Mustered:
 
     def dismiss(self) -> None:
         """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
-        if self.team.lines is not None:
-            self.team.lines.close()
+        headless = self.team.is_headless()
+        for connection in (self.team.lines, self.team.head):
+            if connection is not None:
+                connection.close()
         ray, actors = self.team.ray, [member.actor for member in self.team.members if member.lost is None]
         with contextlib.suppress(Exception):  # Ray may already be going down
             ray.get([actor.abort.remote() for actor in actors], timeout=1)
-            ray.get([actor.stop.remote() for actor in actors], timeout=5)
+            ray.get([(actor.leave if headless else actor.stop).remote() for actor in actors], timeout=5)
+        if headless:
+            return  # nobody is there to take back what was given
         for member in self.team.members:
             with contextlib.suppress(Exception):
                 ray.kill(member.actor)
@@ -101,7 +106,8 @@ def muster(
     need = need_of(settings)
     group, spots = reserve(places, need, say=lambda text: listen(Note(text=text)), first=here, within_s=within_s)
     members: list[Member] = []
-    mustered = Mustered(team=Team(ray, members), seen=(), places=places, group=group)
+    head = Head(ray.get_runtime_context().gcs_address)
+    mustered = Mustered(team=Team(ray, members, head=head), seen=(), places=places, group=group)
     try:
         for number, spot in enumerate(spots):
             actor = _actor(ray, need, group, spot, settings, number, environment, offered)

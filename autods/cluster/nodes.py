@@ -75,7 +75,7 @@ class Nodes:
         """The nodes, or others in place of those that were lost. Raises EnvironmentBroken where too few are left."""
         assert self.mustered is not None
         lost = self.mustered.team.lost
-        if lost is not None:
+        if lost is not None and not self.mustered.team.is_headless():
             self.listen(
                 Note(text=f"node {lost.node.address} was lost ({lost.lost}); the ranks are placed on what is left")
             )
@@ -96,6 +96,8 @@ class Nodes:
         everywhere: every node does all of it by itself; else its ranks are cut along the nodes.
         """
         team, each = self.team, self.settings.ranks_per_node
+        if team.is_headless():
+            return [_headless(team)]
         if everywhere:
             parts = repeated(job, team.members)
         else:
@@ -105,6 +107,8 @@ class Nodes:
             parts = parts_of(job, team.members, each, bound["bound"])
         with shared_folders(parts):
             reports = team.execute(parts, told)
+        if team.headless is not None:
+            return [*reports, _headless(team)]
         if team.lost is not None and self.settings.address is None:
             raise EnvironmentBroken(f"the Ray actor of this node died: {team.lost.lost}")
         return reports
@@ -144,3 +148,8 @@ class Nodes:
         return stack.enter_context(
             Offer(*launch(settings.source, settings.device, os.getpid(), log, self.environment))
         ).name
+
+
+def _headless(team: Team) -> Report:
+    assert team.head is not None
+    return {"headless": team.headless, "address": team.head.address}

@@ -21,9 +21,12 @@ def own_place(path: str, number: int) -> str:
 
 
 def repeated(job: RankJob, members: Sequence[Member]) -> list[Part]:
-    """Every node does all of the job by itself."""
+    """Every node does all of the job by itself, and clears its folder before."""
+    folders = [own_place(job.folder, number) for number in range(len(members))]
+    inside = job.scratch.removeprefix(job.folder)
     return [
-        (member, _placed(job, number, folder=own_place(job.folder, number))) for number, member in enumerate(members)
+        (member, replace(job, folder=folder, scratch=f"{folder}{inside}"))
+        for member, folder in zip(members, folders, strict=True)
     ]
 
 
@@ -62,12 +65,13 @@ def shared_folders(parts: Sequence[Part]) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _placed(job: RankJob, number: int, **said: Any) -> RankJob:
+def _placed(job: RankJob, number: int) -> RankJob:
     """The job with the folders of that node, which makes and removes them: its working directory and its swap files."""
-    if job.swap is not None:
-        swap = own_place(job.swap, number)
-        said |= {"swap": swap, "ds_config": _with_path(job.ds_config, job.swap, swap)}
-    return replace(job, scratch=own_place(job.scratch, number), **said)
+    job = replace(job, scratch=own_place(job.scratch, number))
+    if job.swap is None:
+        return job
+    swap = own_place(job.swap, number)
+    return replace(job, swap=swap, ds_config=_with_path(job.ds_config, job.swap, swap))
 
 
 def _with_path(config: Any, path: str, other: str) -> Any:

@@ -124,6 +124,9 @@ def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: st
 
 def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
     """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
+    headless = next((report for report in reports if "headless" in report), None)
+    if headless is not None:
+        return _headless(headless, reports)
     lost = next((report for report in reports if "lost" in report), None)
     if lost is not None:
         return _node_lost(lost, [report for report in reports if "lost" not in report], job)
@@ -153,14 +156,29 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
     return None
 
 
+def _headless(headless: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> Failed:
+    """Without its head a cluster answers nothing more; nothing else can be tried until there is one again."""
+    last = _last([end for report in reports for end in report.get("ends", ())])
+    return Failed(
+        failure="infrastructure", rank=-1, phase=last["phase"], step=last["step"],
+        evidence=f"the head of the Ray cluster at {headless['address']} is gone: {headless['headless']}",
+        action="fix_environment",
+        advice="start Ray again, `ray start --head` first, and the same command goes on; if it happens again, look at "
+        "that machine's memory and dmesg",
+    )  # fmt: skip
+
+
+def _last(ends: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the rank that was heard of last."""
+    return max(ends, key=lambda end: float(end["at_s"]), default={"phase": "start", "step": 0})
+
+
 def _node_lost(lost: Mapping[str, Any], others: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome:
     """What ranks of other nodes say of a peer that is gone is no cause; what they died of themselves is."""
     own = failure_from(others, job)
     if isinstance(own, OutOfMemory) or (isinstance(own, Failed) and own.action in ("fix_code", "fix_config")):
         return own
-    ends = [end for report in others for end in report.get("ends", ())]
-    none: Mapping[str, Any] = {"phase": "start", "step": 0}
-    last = max(ends, key=lambda end: float(end["at_s"]), default=none)
+    last = _last([end for report in others for end in report.get("ends", ())])
     said = f"node {lost['address']} was lost in the trial: {lost['lost']}"
     if "low on memory" in lost["lost"]:  # Ray's own memory monitor
         return OutOfMemory(

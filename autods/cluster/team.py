@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..trial.spec import RankJob
+from .head import Head
 from .lifeline import Lifelines
 from .placing import NodeState
 from .ray_init import first_line
@@ -40,6 +41,8 @@ class Team:
     ray: Any
     members: Sequence[Member]
     lines: Lifelines | None = None
+    head: Head | None = None
+    headless: str | None = None  # how it is known that the head of the cluster is gone: nothing can be placed any more
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -82,6 +85,12 @@ class Team:
             run.look()
         run.settle()
         return [run.reports[id(member)] for member, _ in parts]
+
+    def is_headless(self) -> bool:
+        """Looks for the head, where it was there until now."""
+        if self.headless is None and self.head is not None:
+            self.headless = self.head.gone()
+        return self.headless is not None
 
     def ended(self) -> dict[int, str]:
         """Members whose actor or machine is gone, by id, and how that is known."""
@@ -129,6 +138,9 @@ class _Run:
             member = self.pending.pop(reference)
             self._ended(member, self.team._report(member, reference))
         self._ask()
+        if self.ending_s is None and self.team.is_headless():
+            self.ending_s = time.monotonic()
+            self._end_others()
         now, ended = time.monotonic(), self.team.ended()
         for reference, member in list(self.pending.items()):
             if id(member) in ended:

@@ -1,10 +1,12 @@
 """Fits on several nodes of a Ray cluster, all of them raylets of this machine, and what is left when one goes.
 
-python tests/benchmarks/two_nodes.py [ladder] [ranks] [kill] [concurrent] [cut] [--json FILE]
+python tests/benchmarks/two_nodes.py [ladder] [ranks] [kill] [head] [concurrent] [beside] [cut] [--json FILE]
 
 ladder: examples/gpt.py on 4 CPU ranks of one node, and on 2 × 2 of two raylets: are the outcomes of the rungs the same?
 ranks: the last rank of the second node dies, runs out of memory or raises, or the driver is killed.
 kill: the raylet of a node is killed (SIGKILL) in mid-trial, with a spare node and without one.
+head: the process that keeps the cluster together (Ray's GCS) is killed in mid-trial; the fit goes on in another one.
+beside: the largest micro batch of four rungs, one after the other and two at a time; then Ctrl-C in the middle of two.
 concurrent: two fits at once on a cluster that has room for both, and on one that has room for one at a time.
 cut: three nodes in network namespaces with addresses of their own; the link of one goes down in mid-trial. They lie
 inside a namespace of our own, nothing outside sees them; where none can be made, that is said.
@@ -36,12 +38,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from clusters import begin_fit, cluster, raylet_above, records, short_config
 from conftest import ignore, question
 from namespaces import HEAD, Lab, inside_own, why_impossible
-from watching import Scene, a_trial, wait_gone
+from watching import Scene, a_trial, command_of, pids_of, wait_for, wait_gone
 
 from autods.cluster.runner import RayRunner
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "two_nodes.json"
+BATCHES = REPOSITORY / "tests" / "integration" / "workloads" / "batches.py"
 DEMO = REPOSITORY / "examples" / "gpt.py"
 TWO = ("--gpus", "4", "--nodes", "2")
 TINY = ("--gpu-memory", "1GiB", "--ladder", "zero1")
@@ -164,6 +167,77 @@ def last_error(out: Path) -> str:
     return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "nothing said")
 
 
+def head() -> Iterator[Row]:
+    """The head goes in mid-trial: what the fit says, what is left, and what the same command does with another head."""
+    with scene() as one:
+        one.choose("hang", "forward")
+        with cluster(0, 2, 2) as address:
+            fit = begin(one, address)
+            one.struck()
+            family = one.family()
+            gcs = next(each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server")
+            gcs.kill()
+            began = time.monotonic()
+            gone_s = wait_gone(family, 60) - began
+            code = fit.wait(LONG_S)
+            yield {
+                "event": "head killed in forward",
+                "reported": last_error(one.out),
+                "ranks gone s": round(gone_s, 2),
+                "then": f"exit {code} after {time.monotonic() - began:.1f} s",
+            }
+        (one.out / "fault.json").unlink()
+        with cluster(0, 2, 2) as address:
+            code = begin(one, address).wait(LONG_S)
+            said = [rung_of(record)["said"] for record in records(one.out)]
+            yield {"event": "the same command, another head", "then": f"exit {code}: {', '.join(said)}"}
+
+
+def beside() -> Iterator[Row]:
+    """Capacity on two raylets: the same sizes, one search at a time and two; both end with Ctrl-C."""
+    with cluster(0, 2, 2) as address:
+        for trials in (1, 2):
+            with folder() as out:
+                began = time.monotonic()
+                begin_capacity(address, out, trials).wait(LONG_S)
+                cells = json.loads((out / "probe.json").read_text())["cells"]
+                yield {
+                    "trials at a time": trials,
+                    "largest micro batches": {cell["values"]["rung"]: cell["micro_batch"] for cell in cells},
+                    "trials": sum(len(cell["trials"]) for cell in cells),
+                    "seconds": round(time.monotonic() - began, 1),
+                }
+        with folder() as out:
+            probe = begin_capacity(address, out, 2)
+            wait_for(lambda: len(journaled(out, "started")) > 1 + len(journaled(out, "finished")), LONG_S)
+            family = {pid for pid in pids_of("autods.cluster.zygote") if str(BATCHES) in command_of(pid)}
+            probe.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            yield {
+                "event": "Ctrl-C while two trials run",
+                "processes gone s": round(wait_gone(family, 60) - began, 2),
+                "then": f"exit {probe.wait(LONG_S)}, {len(journaled(out, 'interrupted'))} trials are asked again",
+            }
+
+
+def begin_capacity(address: str, out: Path, trials: int) -> subprocess.Popen[bytes]:
+    out.mkdir(parents=True)
+    asked = ("--gpus", "2", "--gpu-memory", "192MiB", "--vary", "rung=ddp,zero1,zero2,zero3", "--precision", "fp32")
+    common = ("--device", "cpu", "--no-forecast", "--config", "quick", "--capacity", "--address", address)
+    command = [sys.executable, "-m", "autods", "probe", str(BATCHES), *asked, *common, "--out", str(out)]
+    with open(out / "said.txt", "wb") as file:
+        return subprocess.Popen(
+            [*command, "--parallel-trials", str(trials)], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+
+
+def journaled(out: Path, kind: str) -> list[Row]:
+    if not (out / "journal.jsonl").exists():
+        return []
+    lines = (out / "journal.jsonl").read_text().splitlines()
+    return [row for line in lines if line.endswith("}") and (row := json.loads(line))["kind"] == kind]
+
+
 def concurrent() -> Iterator[Row]:
     """Two fits at once: side by side where there is room, one after the other where there is none."""
     for cpus in (4, 2):
@@ -230,7 +304,15 @@ def scene() -> Iterator[Scene]:
         yield Scene.at(Path(name))
 
 
-PARTS = {"ladder": ladder, "ranks": ranks, "kill": kill, "concurrent": concurrent, "cut": cut}
+PARTS = {
+    "ladder": ladder,
+    "ranks": ranks,
+    "kill": kill,
+    "head": head,
+    "concurrent": concurrent,
+    "beside": beside,
+    "cut": cut,
+}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,13 @@ def raylet_above(pid: int) -> psutil.Process:
 
 def _hold(folder: Path, cpus: Sequence[int]) -> None:
     """Start it, say where, and stay until nobody holds our standard input."""
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
     from autods.cluster.ray_lean import without_monitors
 
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    services.get_node = _patient(services.get_node)
     first, *others = cpus
     with without_monitors():
         head = {"num_cpus": first, "temp_dir": str(folder / "ray"), **common}
@@ -122,6 +124,22 @@ def _hold(folder: Path, cpus: Sequence[int]) -> None:
     os.replace(folder / "address.tmp", folder / "address")
     sys.stdin.read()
     ours.shutdown()
+
+
+def _patient(get_node: Callable[..., object]) -> Callable[..., object]:
+    """On a busy machine a raylet takes more than the 30 s after which Ray gives it up."""
+
+    def got(*asked: object) -> object:
+        began = time.monotonic()
+        while True:
+            try:
+                return get_node(*asked)
+            except RuntimeError:
+                if time.monotonic() - began > 100:
+                    raise
+                time.sleep(0.1)
+
+    return got
 
 
 def _alive(ours: object) -> list[object]:

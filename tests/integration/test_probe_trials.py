@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from autods import InputError
 from autods.outcomes import Fit
 from autods.report.probe_result import ProbeReport, to_dict
 
-VARIED, TINY, WIDE = (HERE / "workloads" / f"{name}.py" for name in ("varied", "tiny", "wide"))
+VARIED, TINY, WIDE, BATCHES = (HERE / "workloads" / f"{name}.py" for name in ("varied", "tiny", "wide", "batches"))
 
 
 def probe(workload: Path, out: Path, *vary: str, **asked: object) -> ProbeReport:
@@ -89,25 +90,21 @@ def test_what_runs_out_of_memory_is_said_with_the_tier_and_the_bytes(ray: object
     assert report.compared == (2, "samples")
 
 
-def test_capacity_is_proven_at_the_boundary_by_trials(ray: object, tmp_path: Path) -> None:
-    wide = tmp_path / "wide_batch.py"
-    wide.write_text(
-        "import torch\n\n\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.layer = torch.nn.Linear(8, 8)\n\n"
-        "    def forward(self, x):\n        return (x * self.layer.weight.sum()).exp().square().mean()\n\n\n"
-        "def build_model():\n    return Net()\n\n\n"
-        "def build_batch(micro_batch_size):\n    return {'x': torch.zeros(micro_batch_size, 2**19)}\n"
-    )
-    report = probe(wide, tmp_path / "out", "rung=ddp", capacity=True, gpu_memory="192MiB", gpus=1, precision="fp32")
-    capacity = report.cells[0].capacity
-    assert capacity is not None
-    assert capacity.verified is not None
-    assert capacity.refused == capacity.verified + 1
-    assert capacity.exact
-    tried = {record.trial.knobs.micro_batch: record.outcome for record in report.trials}
-    assert isinstance(tried[capacity.verified], Fit)
-    assert tried[capacity.refused].kind == "out_of_memory"
+def test_capacity_is_proven_at_the_boundary_by_trials_also_of_two_cells_at_a_time(ray: object, tmp_path: Path) -> None:
+    workload = Path(shutil.copy(BATCHES, tmp_path))
+    (tmp_path / "met").mkdir()  # the first trial of each cell waits for that of the other
+    asked = {"capacity": True, "gpu_memory": "192MiB", "gpus": 1, "precision": "fp32", "parallel_trials": 2}
+    report = probe(workload, tmp_path / "out", "rung=ddp", "build_batch.elements=524288,1048576", **asked)
+    tried = {record.id: record for record in report.trials}
+    for cell in report.cells:
+        capacity = cell.capacity
+        assert capacity is not None
+        assert capacity.verified is not None
+        assert capacity.refused == capacity.verified + 1
+        assert capacity.exact
+        kinds = {tried[id].trial.knobs.micro_batch: tried[id].outcome.kind for id in cell.trials}
+        assert (kinds[capacity.verified], kinds[capacity.refused]) == ("fit", "out_of_memory")
+    assert sum(record.beside for record in report.trials) >= 2
 
 
 def test_a_hugging_face_config_is_probed_by_its_own_keys(ray: object, tmp_path: Path) -> None:

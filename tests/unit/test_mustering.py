@@ -59,7 +59,7 @@ class Ray:
         self.unseen: list[str] = []
 
     def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "id1")
+        return SimpleNamespace(get_node_id=lambda: "id1", gcs_address="10.0.0.1:6379")
 
     def remote(self, **options: Any) -> Any:
         number = len(self.options)
@@ -124,6 +124,7 @@ class Lines:
 @pytest.fixture(autouse=True)
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mustering, "Lifelines", Lines)
+    monkeypatch.setattr(mustering.Head, "gone", lambda head: None)
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +214,11 @@ def test_the_cards_that_ray_gave_the_actor_are_the_zygotes(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert launch._environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     assert launch._environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_waiting_threads_of_a_rank_leave_the_processor_to_others_unless_the_user_said_how_they_wait() -> None:
+    assert launch._environment("cpu", {})["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert launch._environment("cuda", {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:

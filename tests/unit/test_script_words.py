@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 
 from autods.trial.script.machine import told_of_cuda
-from autods.trial.script.run import _before_it_left, _of_import
 from autods.trial.script.users import Place
+from autods.trial.script.words import _last_words, _of_import, _waits_for_input, before_it_left
 
 
 def raised(text: str) -> ImportError:
@@ -50,7 +52,7 @@ def test_a_name_that_the_scripts_own_module_lacks_is_told_as_python_does(tmp_pat
 def left(text: str, failure: Exception | None = None) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         exec(text, {})
-    return _before_it_left(caught.value, SimpleNamespace(failure=failure))
+    return before_it_left(caught.value, SimpleNamespace(failure=failure))
 
 
 def test_a_script_that_prints_its_error_and_leaves_died_of_the_error():
@@ -83,3 +85,22 @@ def test_a_division_by_the_number_of_cards_needs_cuda_and_another_does_not():
     error = ZeroDivisionError("integer modulo by zero")
     assert told_of_cuda(error, Place("/x.py", 3, "gpu = rank % torch.cuda.device_count()")).where == "/x.py:3"
     assert told_of_cuda(error, Place("/x.py", 3, "share = total / len(data)")) is None
+
+
+def test_the_last_line_of_the_log_that_speaks_of_an_error_is_quoted(capfd):
+    with tempfile.TemporaryFile() as log:
+        kept = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            os.write(2, b"loading\nERROR: Could not consume arg: --lrr\nUsage: train.py [--lr LR]\n\n")
+            assert _last_words() == "ERROR: Could not consume arg: --lrr"
+            os.write(2, b"\n".join(b"line %d" % one for one in range(20)))
+            assert _last_words() == "line 19"
+        finally:
+            os.dup2(kept, 2)
+
+
+def test_a_parser_that_finds_nothing_on_the_standard_input_waits_for_input():
+    error = ValueError("Expecting value: line 1 column 1 (char 0)")
+    assert _waits_for_input(error, Place("/x.py", 3, "config = json.load(sys.stdin)"))
+    assert not _waits_for_input(error, Place("/x.py", 3, "config = json.load(open(path))"))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from autods.cluster import head as heads
 from autods.cluster import team as teams
-from autods.cluster.parts import parts_of
+from autods.cluster.nodes import Nodes
+from autods.cluster.parts import parts_of, repeated
 from autods.cluster.placing import NodeState
 from autods.cluster.result import failure_from
 from autods.cluster.team import Member, Team
-from autods.outcomes import Failed, OutOfMemory
+from autods.outcomes import Failed, OutOfMemory, is_machines_fault
 from autods.trial.rank import environment
 from autods.trial.spec import RankJob
 from autods.values import WorkloadSource
@@ -98,6 +103,30 @@ class Lines:
         return self.said
 
 
+class Head:
+    """Gone after so many looks."""
+
+    address = "10.0.0.9:6379"
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def gone(self) -> str | None:
+        self.looks -= 1
+        return "connection refused" if self.looks < 0 else None
+
+
+def until(holds: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < 20
+
+
+def calls(door: socket.socket) -> bool:
+    """Whether somebody waits to be let in."""
+    return bool(select.select([door], [], [], 0)[0])
+
+
 def a_member(actor: Actor, number: int) -> Member:
     return Member(NodeState(id=f"id{number}", address=f"10.0.0.{number}", total={}), actor)
 
@@ -155,6 +184,13 @@ def test_fewer_ranks_than_places_leave_nodes_alone_that_they_do_not_need() -> No
 def test_nodes_of_one_machine_do_not_share_a_working_directory() -> None:
     parts = parts_of(JOB, a_team(Actor(WELL), Actor(WELL)).members, 2, 1)
     assert len({job.scratch for _, job in parts}) == 2
+
+
+def test_nodes_that_all_do_a_job_work_where_no_other_clears() -> None:
+    first, other = (job for _, job in repeated(JOB, a_team(Actor(WELL), Actor(WELL)).members))
+    assert first == JOB
+    assert other.scratch == f"{other.folder}/scratch"
+    assert not other.folder.startswith(f"{first.folder}/")
 
 
 def test_nodes_of_one_machine_swap_into_folders_of_their_own() -> None:
@@ -221,6 +257,33 @@ def test_where_a_node_is_stuck_the_other_may_say_so_too_before_it_is_ended(monke
     outcome = failure_from(reports, JOB)
     assert isinstance(outcome, Failed)
     assert outcome.rank == 3
+
+
+def test_when_the_head_is_gone_all_ranks_are_ended_and_nothing_is_tried_until_there_is_one_again() -> None:
+    """Memory that seemed to run out then is no finding: the cluster has to be mended first."""
+    ended = {**WELL, "ends": [an_end(0, killed=True)], "why_killed": "aborted"}
+    actors = Actor(ended, when="aborted"), Actor(ended, when="aborted")
+    settings: Any = SimpleNamespace(ranks_per_node=2, address="auto")
+    nodes = Nodes(settings, lambda event: None, environment={}, check=lambda ready: None)
+    team = a_team(*actors)
+    team.head = Head(2)  # type: ignore[assignment]
+    nodes.mustered = SimpleNamespace(team=team)  # type: ignore[assignment]
+    for _ in range(2):  # the second is not even begun
+        outcome = failure_from(nodes.run(replace(JOB, world_size=2, local_ranks=(0, 1))), JOB)
+        assert isinstance(outcome, Failed)
+        assert (outcome.failure, outcome.action, outcome.rank) == ("infrastructure", "fix_environment", -1)
+        assert outcome.evidence == "the head of the Ray cluster at 10.0.0.9:6379 is gone: connection refused"
+        assert is_machines_fault(outcome)
+    assert len(actors[0].jobs) == 1
+
+
+def test_a_head_that_hangs_up_on_who_says_nothing_is_still_there_while_it_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        head = heads.Head(f"127.0.0.1:{door.getsockname()[1]}")
+        for _ in range(2):
+            until(lambda: head.gone() is None and calls(door))
+            door.accept()[0].close()
+    until(lambda: head.gone() == "connection refused")
 
 
 def test_memory_that_ran_out_on_a_node_that_is_there_is_the_cause_of_one_that_is_not() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import os
 import runpy
@@ -20,7 +18,8 @@ from ...workload.script import filled
 from ..spec import RankJob
 from . import guard, hooks, machine
 from .session import Enough, Session
-from .users import of_traceback, refusal
+from .users import refusal
+from .words import before_it_left, in_words
 
 _TOLD = 20  # files
 
@@ -44,7 +43,7 @@ def run(
     try:
         hooks.install(session)
     except ImportError as error:  # of the library that the script's kind is named after
-        raise _in_words(error, session) from error
+        raise in_words(error, session.job) from error
     session.batches.watch_loaders()
     pid = os.getpid()
     overlay = guard.install(session)
@@ -59,7 +58,7 @@ def run(
         if os.getpid() != pid:
             _end_child(session, error)
         if not session.over and not _left_quietly(error):
-            died = _before_it_left(error, session)
+            died = before_it_left(error, session)
     if os.getpid() != pid:
         os._exit(0)  # a child that it forked and let run on
     if died is not None:
@@ -106,18 +105,10 @@ def _left_quietly(error: BaseException) -> bool:
 
 def _raise(error: BaseException, session: Session) -> NoReturn:
     """What ended the script, in words that help where there are any."""
-    said = _in_words(error, session)
+    said = in_words(error, session.job)
     if said is error:
         raise error
     raise said from error
-
-
-def _before_it_left(error: BaseException, session: Session) -> BaseException:
-    """What a script had met that printed it and called `sys.exit(1)`: a call of its engine, or what it caught last."""
-    if not isinstance(error, SystemExit):
-        return error
-    met = session.failure or error.__context__
-    return met if isinstance(met, Exception) else error
 
 
 def _end_child(session: Session, error: BaseException) -> NoReturn:
@@ -147,47 +138,3 @@ def _check_ended_well(session: Session) -> None:
             f"and a trial needs {wanted} at least",
             mend="give it more data, more epochs or a larger max_steps after --",
         )
-
-
-def _in_words(error: BaseException, session: Session) -> BaseException:
-    """What ended the script, said in its own terms where the exception alone does not."""
-    place = of_traceback(error)
-    if session.job.device == "cpu" and (said := machine.told_of_cuda(error, place)) is not None:
-        return said
-    if isinstance(error, EOFError) and _waits_for_input(error):
-        mend = "give it the answer as an argument, or in a file"
-        return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
-    if isinstance(error, ImportError) and (of_import := _of_import(error)) is not None:
-        return refusal(of_import[0], mend=of_import[1], at=place)
-    if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
-        mend = f"install it into the Python that autods runs in, {sys.executable}"
-        return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
-    if isinstance(error, SystemExit):
-        how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
-        return refusal(f"it left {how}", mend="why may stand in its log, above the end", at=place)
-    if isinstance(error, AssertionError) and "min_capacity" in str(error):
-        what = f"its experts take no batch of so few tokens as micro batch {session.job.micro_batch} has (min_capacity)"
-        return refusal(what, mend="give MoE(…, min_capacity=0): trials begin with micro batch 1", at=place)
-    return error
-
-
-def _of_import(error: ImportError) -> tuple[str, str] | None:
-    """What is wrong, and how to mend it, of an import that found its package."""
-    cause = error.__cause__  # a library that loads its parts when they are asked for tells what it met in its own words
-    while cause is not None and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause is not None:
-        words = str(cause).strip().partition("\n")[0]
-        what = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {words}"
-        return what, f"the packages in {sys.executable} do not go together: reinstall that one, or take another version"
-    package, _, part = (error.name or "").partition(".")
-    if package and (part or "cannot import name" in str(error)):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(package)
-            mend = f"{package} {version} is installed here: the script was written for another version of it"
-            return str(error).partition(" (")[0], mend
-    return None
-
-
-def _waits_for_input(error: BaseException) -> bool:
-    return "EOF when reading a line" in str(error)

@@ -233,8 +233,15 @@ class Session:
 
     def _conclude(self) -> None:
         """What the losses of a parity trial belong to; while the ranks can still talk."""
-        if self._parity is not None and self._trained is None:
+        import torch
+
+        if self._parity is not None and self._trained is None and torch.distributed.is_initialized():
             self.losses, self._trained = self._parity.losses, self._parity.said()
+
+    def parts(self) -> None:
+        """The script ends its process group. If it has trained too few steps, its end says so."""
+        if self.engine is not None and not self.over and len(self.clock.times) > self.job.steps.warmup:
+            self.ended()
 
     def ended(self) -> None:
         """The script ended by itself: what is left of the exam is done without its steps."""
