@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from .journal import key_of
 from .outcomes import Fit
 from .resume import Memory
 from .search.applies import check_ranks, idle, tunable, unforeseeable
-from .search.ask import is_alike, score_of
+from .search.ask import fits_within, is_alike, score_of
 from .search.candidates import Candidate, candidates
 from .search.certify import Certified, certify
 from .search.climb import Rules
@@ -33,6 +34,10 @@ from .values import ModelFacts, Record, Trial
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
 # batch, buckets and checkpointing: up to 3e-7 in fp32, 5e-3 in bf16. A learning rate that is a tenth higher: 6e-3.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+
+
+# Of the trials of tuning, for a runner-up with the settings of the winner: what these are worth is known by then.
+_SAME_KEYS = 1 / 3
 
 
 class Runner(Protocol):
@@ -209,7 +214,14 @@ class Search:
         tunes = self.settings.profile.tune.trials > 0 and self.settings.objective != "memory"
         if not close or not tunes or not self._may_tune():
             return tuned
-        also = self._tune(close[0], facts)
+        share = 1.0
+        if self._keys_of(close[0]) <= self._keys_of(raced.best):
+            if is_alike(tuned.best, raced.best):
+                return replace(
+                    tuned, reason=f"{tuned.reason}; {close[0].trial.rung}, as fast, has no other settings to try"
+                )
+            share = _SAME_KEYS
+        also = self._tune(close[0], facts, share)
         final = finals(
             [tuned.best, also.best],
             self.run,
@@ -226,19 +238,25 @@ class Search:
             reason=f"{tuned.reason}; the runner-up: {also.reason}; {final.reason}",
         )
 
+    def _keys_of(self, record: Record) -> set[str]:
+        """What can be tuned of its rung."""
+        return {key for one in self.settings.ladder if one.name == record.trial.rung for key in one.tune}
+
     def _may_tune(self) -> bool:
         """Whether one more trial leaves enough to confirm what it may find."""
         return self.may_run(1 + 2 * self.settings.profile.tune.turns)
 
-    def _tune(self, start: Record, facts: ModelFacts) -> Tuned:
+    def _tune(self, start: Record, facts: ModelFacts, share: float = 1.0) -> Tuned:
+        """share: of the trials that tuning may have."""
         settings, profile = self.settings, self.settings.profile
+        limits = replace(profile.tune, trials=ceil(share * profile.tune.trials))
         rung = tunable(next(rung for rung in settings.ladder if rung.name == start.trial.rung), facts)
         config = self.runner.final_config(start.trial)
         return tune(
             start,
             self.run,
             rung=rung,
-            limits=profile.tune,
+            limits=limits,
             steps=profile.timed,
             limit_bytes=settings.device_bytes,
             headroom=profile.headroom,
@@ -260,7 +278,7 @@ class Search:
             tuned.best,
             self._examine,
             alternates=(raced.best, *raced.others),
-            reference=reference if limits.parity is not None else None,
+            reference=self._largest(reference) if limits.parity is not None else None,
             steps=limits.steps,
             parity_steps=limits.parity or limits.steps,
             tolerance=max(TOLERANCE[one] for one in (precision_of(settings.base), *settings.precisions)),
@@ -270,9 +288,22 @@ class Search:
             global_batch=settings.global_batch,
             most_trials=limits.most_trials,
             longest_ratio=facts.longest_ratio,
+            seen=tuple(self.memory.records),
             leaner=self._leaner(untried if settings.profile.race.stop == "first-fit" else ()),
             alike=settings.source.kind == "script",
         )
+
+    def _largest(self, plain: Record) -> Record:
+        """The same config at the largest micro batch that is known to fit: it trains on the winner's samples, and at
+        micro batch 1 that would take many times as long."""
+
+        def cut(record: Record) -> Trial:
+            knobs = replace(record.trial.knobs, micro_batch=1, accumulation=1)
+            usual = replace(record.trial, purpose="walk", steps=plain.trial.steps, repeat=0)
+            return replace(usual, knobs=knobs)
+
+        alike = [one for one in self.memory.records if cut(one) == cut(plain) and fits_within(one, self.usable_bytes)]
+        return max([plain, *alike], key=lambda one: one.trial.knobs.micro_batch)
 
     def _examine(self, trial: Trial) -> Record:
         """A trial of the certificate: a disk too full for a checkpoint is said there, and ends no fit."""

@@ -142,7 +142,7 @@ class Surface:
         times = _measured(self.step_s(trial) * math.exp(noise.gauss(0, _TRIAL_NOISE)), trial.steps, noise)
         middle = statistics.median(times)
         rate = trial.knobs.train_batch(self.world_size) / middle
-        spread = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / middle if len(times) > 1 else 0.0
+        spread = _spread(times)
         shown = fit(peak_bytes=int(peak), samples_per_second=rate, step_s=middle, limit_bytes=self.limit_bytes)
         losses = tuple(8.0 - index / 10 for index in range(len(times)))
         examined = _EXAMINED if trial.exam == "worst_case" else None
@@ -184,15 +184,22 @@ def _place(row: Dimension, value: Any) -> float:
 
 
 def _measured(step_s: float, steps: Steps, noise: random.Random) -> tuple[float, ...]:
-    """The steps of a trial, until their median is known well enough."""
+    """The steps of a trial, until their median is known well enough or the time for that is spent."""
     times: list[float] = []
+    elapsed_s = steps.warmup * step_s
     while len(times) < steps.most_timed:
         times.append(step_s * math.exp(noise.gauss(0, _STEP_NOISE)))
-        if len(times) >= max(2, steps.timed):
-            spread = 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
-            if spread <= steps.spread:
-                break
+        elapsed_s += times[-1]
+        if len(times) >= steps.timed and (elapsed_s >= steps.budget_s or _spread(times) <= steps.spread):
+            break
     return tuple(times)
+
+
+def _spread(times: Sequence[float]) -> float:
+    """As `trial.act.spread_of`."""
+    if len(times) < 2:
+        return 0.0
+    return 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
 
 
 class ScriptedForesight:

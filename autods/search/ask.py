@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 from ..outcomes import Action, Failed, Fit, OutOfMemory
-from ..values import Record, Run, Trial
+from ..values import Record, Run, Steps, Trial
 
 # Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
 LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
@@ -45,6 +47,18 @@ def asked(trial: Trial, run: Run) -> tuple[Record, ...]:
             return (first, run(replace(trial, repeat=trial.repeat + 1)))
 
 
+def paced(steps: Steps, step_s: float, *, least: int = 1) -> Steps:
+    """Of warm-up and timed steps as many as their budget has room for, of the timed ones at least so many: the noise of
+    a long step is small. step_s: how long one is expected to take, 0: unknown."""
+    room = steps.budget_s / step_s if step_s > 0 else math.inf
+    if room >= steps.warmup + steps.timed:
+        return steps
+    warmup = min(steps.warmup, 1)
+    timed = min(steps.timed, max(least, int(room) - warmup))
+    fixed = steps.timed == steps.most_timed
+    return replace(steps, warmup=warmup, timed=timed, most_timed=timed if fixed else steps.most_timed)
+
+
 def fits_well(record: Record) -> bool:
     """Whether the trial fitted, and its allocator never had to flush and try again: it would in every step to come."""
     return isinstance(record.outcome, Fit) and record.outcome.alloc_retries == 0
@@ -58,6 +72,12 @@ def fits_within(record: Record, usable_bytes: float) -> bool:
 def samples_per_second(record: Record) -> float:
     """The objective; 0 for a trial that did not fit."""
     return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
+
+
+def step_s_of(record: Record) -> float:
+    """Seconds of its median step; 0 for a trial that did not fit."""
+    fit = record.outcome
+    return median(fit.step_s) if isinstance(fit, Fit) and fit.step_s else 0.0
 
 
 def is_alike(one: Record, other: Record) -> bool:

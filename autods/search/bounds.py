@@ -12,7 +12,7 @@ from ..outcomes import Fit
 from ..values import Record
 
 _WIDE = 2  # two micro batches this far apart, as a ratio, show what a sample costs; closer ones show noise
-_SURE = 0.85  # of a slope, for noise
+SURE = 0.85  # of a slope, for noise
 _STEEP = 2.0  # what samples behind a cliff may cost, where it was not measured
 _CLIFF = 1.25  # what a smaller micro batch may gain where only a large one was measured
 _WORTH_HALVING = 4  # below, a smaller micro batch is not worth a trial
@@ -94,9 +94,9 @@ def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sampl
     last = sizes[-1]
     if most <= last:
         return Promise(rate=0.0)
-    flat = _SURE * sample_s
+    flat = SURE * sample_s
     if len(sizes) > 1 and last >= _WIDE * sizes[0]:
-        flat = max(flat, _SURE * _slope(times, max(size for size in sizes if last >= _WIDE * size), last))
+        flat = max(flat, SURE * _slope(times, max(size for size in sizes if last >= _WIDE * size), last))
     if math.isinf(most):
         return Promise(rate=math.inf if flat <= 0 else 1 / flat, size=2 * last)
     return Promise(rate=most / (times[last] + flat * (most - last)), size=int(most))
@@ -114,9 +114,9 @@ def _between(times: Mapping[int, float], sizes: Sequence[int], place: int, sampl
     left, right = sizes[place - 1], sizes[place]
     if right < _WIDE * left or right - left < 2:
         return Promise(rate=0.0)
-    flat = _SURE * sample_s
+    flat = SURE * sample_s
     if place >= 2:
-        flat = max(flat, _SURE * _slope(times, sizes[place - 2], left))
+        flat = max(flat, SURE * _slope(times, sizes[place - 2], left))
     steep = max(_STEEP * sample_s, _CLIFF * _slope(times, left, right))
     if place + 1 < len(sizes):
         steep = _slope(times, right, sizes[place + 1])

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ..values import Record, Run, Steps, Trial
-from .ask import fits_well
+from .ask import fits_well, paced, step_s_of
 from .certificate import Certificate, read_off, settled
 from .exams import Exams
 from .holding import Held, Holding
 from .parity import Compared, compare, is_same_maths
 
+_LEAST_COMPARED = 4  # steps; what changes the maths adds up
 _COMPARISON = 2  # trials: the config and the reference
 
 
@@ -46,6 +47,7 @@ def certify(
     leaner: Iterable[Record] = (),
     alike: bool = False,
     longest_ratio: float = 1.0,
+    seen: Sequence[Record] = (),
 ) -> Certified:
     """Prove the winner, or what has to be taken instead, in at most `most_trials` trials.
 
@@ -55,9 +57,10 @@ def certify(
     alike: losses are compared at one micro batch, as a script needs it.
     leaner: fits of rungs further down, drawn one by one when none of `alternates` holds: what they cost to find is not
     counted here. longest_ratio: elements of a sample of the longest batch by those of a usual one; 1: unknown.
+    seen: all trials of the fit; they say how memory grows, and stand for timings.
     """
     holding = Holding(
-        known=(winner, *alternates, *(() if reference is None else (reference,))),
+        known=(winner, *alternates, *(() if reference is None else (reference,)), *seen),
         exams=Exams(run=run, most_trials=most_trials),
         steps=steps,
         limit_bytes=limit_bytes,
@@ -104,7 +107,7 @@ def _compared(held: Held, reference: Record, holding: Holding, steps: Steps, tol
         held.best.trial,
         reference,
         holding.exams,
-        steps=steps,
+        steps=paced(steps, step_s_of(held.best), least=_LEAST_COMPARED),
         tolerance=tolerance,
         limit_bytes=holding.limit_bytes,
         alike=alike,

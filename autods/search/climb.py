@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..outcomes import Fit
 from ..profile import GrowLimits
 from ..values import Record, Run, Steps, Trial
-from .ask import accumulation_for, asked, fits_within, micro_batches, samples_per_second
+from .ask import accumulation_for, asked, fits_within, micro_batches, paced, samples_per_second
+from .bounds import micro_step_seconds
 from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
@@ -17,6 +18,7 @@ from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturate
 _FIRST_LOOK = 64  # micro batch
 # Times as long as the shortest step: so long a step may take, even where that is more than its budget.
 _LONGER_STEPS = 2
+_WORTH_A_LONG_STEP = 1.15  # times the micro batch: less growth is not worth a trial whose steps are about too long
 _SURELY_SLOWER = 1.5  # times; the walk times one step, after one that warms up
 _AS_SURELY = 1.15  # times; where other trials hardly time more steps than that
 
@@ -47,8 +49,8 @@ class Climb:
     """One config's climb.
 
     first: its trial at micro batch 1, or the smallest that can be trained. walked: that trial's record where it
-    fitted; its steps hardly count as timed.
-    records: what was measured since. stop: why the climb ended.
+    fitted; its steps hardly count as timed. records: what was measured since. stop: why the climb ended. like: trials
+    of another config of the same model, by which the length of steps is guessed until they are measured.
     """
 
     rules: Rules
@@ -56,6 +58,7 @@ class Climb:
     walked: Record | None = None
     records: list[Record] = field(default_factory=list)
     stop: Stop | None = None
+    like: Sequence[Record] = ()
     _foreseen: list[int | None] = field(default_factory=list)  # asked once: it costs a simulation
 
     @property
@@ -88,9 +91,26 @@ class Climb:
         """One micro batch, timed, with the accumulation that keeps the global batch."""
         accumulation = accumulation_for(self.rules.global_batch, micro_batch, self.rules.world_size)
         knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=accumulation)
-        trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
+        steps = paced(self.rules.steps, self.expected_s(micro_batch), least=2)
+        trial = replace(self.first, knobs=knobs, purpose="grow", steps=steps, repeat=0)
         self.records.extend(asked(trial, self.rules.run))
         return self.records[-1]
+
+    def expected_s(self, micro_batch: int) -> float:
+        """Seconds of a step, as far as can be said; 0 where nothing can."""
+        times, like = micro_step_seconds(self.seen), micro_step_seconds(self.like)
+        accumulation = accumulation_for(self.rules.global_batch, micro_batch, self.rules.world_size)
+        if len(times) == 1 and len(like) > 1:  # one point does not tell how steps grow: the same model's do
+            ((size, seconds),) = times.items()
+            return accumulation * seconds * _along(like, micro_batch) / _along(like, size)
+        return accumulation * _along(times or like, micro_batch)
+
+    @property
+    def longest_step_s(self) -> float:
+        """What a step may take at most to be timed. A large model's is long whatever the batch, so that is said in the
+        shortest that is known, too, which is not this config's where it began with a large micro batch."""
+        known = (*step_seconds(self.seen).values(), *step_seconds(self.like).values())
+        return max(self.rules.steps.budget_s, _LONGER_STEPS * min(known, default=0.0))
 
     def foreseen(self) -> int | None:
         """The largest micro batch that the forecast lets in; None when it cannot say."""
@@ -135,12 +155,13 @@ class Climb:
             return when_spent(ground, rules.limits.most_trials)
         if rules.global_batch is not None:
             return size  # a step has the same samples at every micro batch: growing never makes it much slower
-        times = step_seconds(self.seen)
-        # A large model's step is long whatever the batch: what is too long is said in its own steps, too.
-        budget_s = max(rules.steps.budget_s, _LONGER_STEPS * min(times.values(), default=0.0))
+        budget_s = self.longest_step_s
         open_sizes = ground.between(sizes)
-        quick = [one for one in open_sizes if one <= size and predicted_s(times, one) <= budget_s]
-        return quick[-1] if quick else when_slow(open_sizes[0], predicted_s(times, open_sizes[0]), budget_s)
+        quick = [one for one in open_sizes if one <= size and self.expected_s(one) <= budget_s]
+        if quick and (quick[-1] == size or quick[-1] >= _WORTH_A_LONG_STEP * ground.good):
+            return quick[-1]
+        slow = next(one for one in open_sizes if one not in quick)
+        return when_slow(slow, self.expected_s(slow), budget_s)
 
     def _foreseen_first(self, ground: Ground) -> int | None:
         """The forecast's micro batch: to begin with, and as long as measured peaks say nothing of how they grow."""
@@ -169,3 +190,17 @@ class Climb:
             return False
         sure = _AS_SURELY if self.rules.steps.most_timed <= 2 else _SURELY_SLOWER
         return sure * samples_per_second(self.walked) < samples_per_second(best)
+
+
+def _along(times: Mapping[int, float], micro_batch: int) -> float:
+    """Seconds of a step: as measured, between two that were, or beyond; 0 where nothing is known."""
+    if micro_batch in times or not times:
+        return times.get(micro_batch, 0.0)
+    below, above = [size for size in times if size < micro_batch], [size for size in times if size > micro_batch]
+    if not above:
+        return predicted_s(times, micro_batch)
+    right = min(above)
+    if not below:
+        return times[right] * micro_batch / right
+    left = max(below)
+    return times[left] + (times[right] - times[left]) * (micro_batch - left) / (right - left)

@@ -10,10 +10,11 @@ from ..outcomes import Fit
 from ..units import show_bytes
 from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_within
+from .bounds import SURE
 from .candidates import Candidate
 from .climb import Climb, Rules
 from .foresight import why_impossible
-from .stopping import what_happened
+from .stopping import step_seconds, what_happened
 from .variants import name_of
 from .walk import first_trial, tried
 
@@ -113,6 +114,14 @@ class Entrant:
             foreseen = self.climb.foreseen()
             allowed = rules.sizes[-1] if foreseen is None else max(foreseen, ground.good)
         return min(rules.sizes[-1], allowed, math.inf if ground.bad is None else ground.bad - 1)
+
+    def longest(self, sample_s: float) -> float:
+        """The largest micro batch whose step is short enough to be timed, where a sample costs so many seconds."""
+        times = step_seconds(self.climb.seen)
+        if self.climb.rules.global_batch is not None or not times or sample_s <= 0:
+            return math.inf
+        size = max(times)
+        return max(size, size + (self.climb.longest_step_s - times[size]) / (SURE * sample_s))
 
     def said(self) -> str:
         """How fast its best was; how lean, where that is what counts."""

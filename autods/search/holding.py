@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ..outcomes import Fit
 from ..values import Record, Steps, Trial
-from .ask import accumulation_for, fits_well, micro_batches
+from .ask import accumulation_for, fits_well, micro_batches, paced, step_s_of
 from .backoff import Backoff, usual_peaks
 from .exams import Exams, grows_with_the_batch, is_short, what_happened
 
+_LEAST_STEPS = 2  # after the first: states that the optimizer makes lie there from the second on
 _WAYS_UP = 2  # exams of larger micro batches than one that holds
 
 
@@ -98,13 +99,19 @@ class Holding:
         return f"on {on}, micro batch {size} {what_happened(last.outcome, self.limit_bytes)}"
 
     def _examined(self, config: Trial) -> Record | None:
-        return self.exams.ask(replace(config, purpose="certify", exam="worst_case", steps=self.steps, repeat=0))
+        first, knobs = self.known[0], config.knobs
+        samples = knobs.micro_batch * knobs.accumulation
+        more = samples / (first.trial.knobs.micro_batch * first.trial.knobs.accumulation)
+        steps = paced(self.steps, step_s_of(first) * more * self.longest_ratio, least=_LEAST_STEPS)
+        return self.exams.ask(replace(config, purpose="certify", exam="worst_case", steps=steps, repeat=0))
 
     def _timed(self, config: Trial) -> Record | None:
         """Its throughput on the usual batch: by a trial that is known, or by a new one."""
         for record in self.known:
-            same = replace(config, purpose=record.trial.purpose, repeat=record.trial.repeat)
-            if record.trial == same and (record is self.known[0] or fits_well(record)):
+            trial = record.trial
+            timed = trial.purpose != "walk" and trial.exam is None and trial.limited and trial.native_optimizer
+            same = (trial.rung, trial.knobs) == (config.rung, config.knobs)
+            if same and (record is self.known[0] or (timed and fits_well(record))):
                 return record
         return self.exams.ask(config)
 

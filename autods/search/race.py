@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..profile import RaceLimits
 from ..values import Record, Steps
-from .ask import is_alike
+from .ask import is_alike, paced, step_s_of
 from .bounds import least_sample_s, micro_step_seconds, promise
 from .candidates import Candidate
 from .climb import Climb, Rules
@@ -21,6 +20,8 @@ from .variants import in_precision, name_of, without_checkpointing
 
 # Recomputing activations is a third on top of forward and backward: leaving it out gains no more.
 _WITHOUT_RECOMPUTING = 4 / 3
+_LEAST_FINAL = 2  # steps of the last comparison
+_OTHER_SIZE = 1.25  # times the micro batch, to be another contestant of the last comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +101,10 @@ class _Field:
         rivals = tuple(one for one in asked if one.name not in known)
         if not rivals:
             return
-        size = self._entry_size()
+        size, leader = self._entry_size(), self._leader()
         for rival in rivals:
             rival.size = size
+            rival.climb.like = (*self.entrants[0].climb.seen, *leader.climb.seen)  # the first has short steps, too
             self._learn(rival)
         self.rules.foresight.prepare(rival.trial_at(size) for rival in rivals if rival.out is None)
         for rival in rivals:
@@ -131,7 +133,8 @@ class _Field:
             return True
         if one.most() >= self.rules.sizes[-1]:
             return False
-        best = promise(micro_step_seconds(one.climb.seen), most=math.inf, sample_s=self._sample_s(one))
+        sample_s = self._sample_s(one)
+        best = promise(micro_step_seconds(one.climb.seen), most=one.longest(sample_s), sample_s=sample_s)
         return best.rate * self.rules.world_size / _WITHOUT_RECOMPUTING >= self._to_beat()
 
     def _may_go_on(self) -> bool:
@@ -168,9 +171,10 @@ class _Field:
         leader, world = self._leader(), self.rules.world_size
         times = micro_step_seconds(rival.climb.seen)
         sample_s = self._sample_s(rival)
-        best = promise(times, most=math.inf, sample_s=sample_s, allowed=self.rules.sizes)
+        longest = rival.longest(sample_s)
+        best = promise(times, most=longest, sample_s=sample_s, allowed=self.rules.sizes)
         if best.rate * world >= self._to_beat():  # how far it may grow costs simulations: asked only where it matters
-            best = promise(times, most=rival.most(), sample_s=sample_s, allowed=self.rules.sizes)
+            best = promise(times, most=min(rival.most(), longest), sample_s=sample_s, allowed=self.rules.sizes)
         if best.rate * world >= self._to_beat():
             return best.size
         if rival is not leader:
@@ -213,6 +217,7 @@ class _Field:
         timed = [(record, one) for one in standing for record in one.climb.eligible()]
         close = [(record, one) for record, one in timed if self.rules.score(record) >= to_beat]
         close.sort(key=lambda item: self.rules.score(item[0]), reverse=True)
+        close = _apart(close)
         finalists = max(1, sum(self.may_run(count) for count in range(1, self.limits.finalists + 1)))
         contestants = [_longer(record, self.limits.finals) for record, _ in close[:finalists]]
         final = finals(
@@ -239,6 +244,18 @@ class _Field:
         return f"{one.said()}, {self._score(one) / self._score(won):.2f} {times} as {won.name}"
 
 
+def _apart(close: Sequence[tuple[Record, Entrant]]) -> list[tuple[Record, Entrant]]:
+    """Of micro batches of one config that lie close the larger: it is the faster one but for the noise, and to tell
+    them apart is worth no trial."""
+    found = list(close)
+    for record, one in close:
+        size = record.trial.knobs.micro_batch
+        larger = [other.trial.knobs.micro_batch for other, its in found if its is one]
+        if any(size < other < _OTHER_SIZE * size for other in larger):
+            found.remove((record, one))
+    return found
+
+
 def _longer(record: Record, steps: Steps) -> Record:
     """To be measured with more steps: what is left to tell apart lies close together."""
-    return replace(record, trial=replace(record.trial, steps=steps))
+    return replace(record, trial=replace(record.trial, steps=paced(steps, step_s_of(record), least=_LEAST_FINAL)))

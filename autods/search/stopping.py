@@ -91,16 +91,20 @@ def step_seconds(records: Sequence[Record]) -> dict[int, float]:
 
 
 def predicted_s(times: Mapping[int, float], micro_batch: int) -> float:
-    """Seconds of a step by the line through the two largest measured micro batches."""
+    """Seconds of a step by the line through the two largest measured micro batches.
+
+    One point does not tell which part stays (nearly all, with an optimizer on the CPU): that is hopeful, half of it.
+    So it is where noise hides that a step becomes longer: no line is believed that says less.
+    """
     if not times:
         return 0.0
+    largest = max(times)
+    hopeful = times[largest] * max(1.0, micro_batch / largest / 2)
     if len(times) == 1:
-        # One point does not tell which part stays (nearly all, with an optimizer on the CPU): be hopeful, half of it.
-        ((size, seconds),) = times.items()
-        return seconds * max(1.0, micro_batch / size / 2)
-    before, largest = sorted(times)[-2:]
+        return hopeful
+    before = sorted(times)[-2]
     each = max(0.0, (times[largest] - times[before]) / (largest - before))
-    return times[largest] + each * (micro_batch - largest)
+    return max(hopeful, times[largest] + each * (micro_batch - largest))
 
 
 def what_happened(record: Record, usable: str) -> str:

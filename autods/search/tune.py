@@ -13,7 +13,7 @@ from ..forecast.values import RungForecast
 from ..ladder import Rung
 from ..settings import TuneLimits
 from ..values import Record, Run, Scalar, Steps
-from .ask import fits_within, samples_per_second
+from .ask import fits_within, paced, samples_per_second, step_s_of
 from .confirm import confirm
 from .enough import WAIT, enough
 from .finals import PRIOR_NOISE, Score
@@ -140,7 +140,8 @@ class _Search:
         if key not in self.answers:  # rounding and a confident sampler propose the same again: told, not run
             first = self.judge.start.trial
             knobs = replace(first.knobs, settings={**first.knobs.settings, **settings})
-            trial = replace(first, knobs=knobs, purpose="tune", steps=self.steps, repeat=0)
+            steps = paced(self.steps, step_s_of(self.judge.start))
+            trial = replace(first, knobs=knobs, purpose="tune", steps=steps, repeat=0)
             forecast = self.judge.foresight.forecast(trial)
             cannot_fit = forecast is not None and forecast.verdict == "cannot_fit"
             self.answers[key] = forecast if forecast is not None and cannot_fit else self.run(trial)

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,9 @@ def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Calla
     assert won(found)[0] == "ddp"
     final = [trial for trial in machine.ran if trial.purpose == "race"]
     assert {"ddp", "zero1"} <= {trial.rung for trial in final}
-    assert all(trial.steps == SETTINGS.profile.race.finals for trial in final)
+    finals = SETTINGS.profile.race.finals
+    assert {(trial.steps.most_timed, trial.steps.spread) for trial in final} == {(finals.most_timed, finals.spread)}
+    assert all(2 <= trial.steps.timed < finals.timed for trial in final)  # each takes seconds
     assert "measured again" in found.raced.reasons["ddp"]
     assert found.best.outcome == machine.answer(found.best.trial)
 
@@ -466,12 +469,35 @@ def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Fou
 def test_two_variants_of_a_rung_are_tuned_apart(raced: Callable[..., Found], tmp_path: Path) -> None:
     """Here they have the same micro batch: all that differs is the checkpointing."""
     machine = Machine({"zero2": Rung(sample_s=0.05)}, kept_gib=0.1)
-    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=2)
+    usual = raced(replace(machine, ran=[]), global_batch=2 * SETTINGS.gpus, checkpointing=True).best.trial.knobs
+    (tmp_path / "journal.jsonl").unlink()
+    machine.flattery = lambda trial: 1.2 if trial.knobs.settings != usual.settings else 1.0
+    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=3)
     assert "the runner-up" in found.tuned.reason
     tuned = [trial for trial in machine.ran if trial.purpose == "tune" and trial.repeat == 0]
-    assert Counter(trial.knobs.checkpointing for trial in tuned) == {True: 2, False: 2}
+    counted = Counter(trial.knobs.checkpointing for trial in tuned)
+    assert sorted(counted.values()) == [1, 3]  # the same settings: what they are worth is known by then
     rows = [json.loads(line) for line in (tmp_path / "study.jsonl").read_text().splitlines()]
     assert len({row["study_name"] for row in rows if "study_name" in row}) == 2
+
+
+def test_a_runner_up_with_the_same_settings_is_not_tuned_where_these_gave_the_winner_nothing(
+    raced: Callable[..., Found],
+) -> None:
+    machine = Machine({"zero2": Rung(sample_s=0.05)}, kept_gib=0.1)
+    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=2)
+    tuned = [trial for trial in machine.ran if trial.purpose == "tune"]
+    assert len({trial.knobs.checkpointing for trial in tuned}) == 1
+    assert "none was faster; zero2, as fast, has no other settings to try" in found.tuned.reason
+
+
+def test_of_two_sizes_that_lie_close_only_the_larger_is_measured_again(raced: Callable[..., Found]) -> None:
+    """Its speed is the higher one but for the noise."""
+    machine = Machine({"ddp": Rung(gib=2, fixed_s=3.0), "zero1": Rung(gib=2, fixed_s=3.0)})
+    raced(machine)
+    final = {(trial.rung, trial.knobs.micro_batch) for trial in machine.ran if trial.purpose == "race"}
+    sizes = sorted(size for rung, size in final if rung == "ddp")
+    assert all(larger >= 1.25 * smaller for smaller, larger in pairwise(sizes))
 
 
 CROWD = Machine({"ddp": Rung(gib=40), "zero2": Rung(gib=9), "zero2-offload": Rung(full="host"), "zero3": Rung(gib=3)})

@@ -184,3 +184,25 @@ def test_forecasts_save_trials_and_change_the_answer_by_noise_alone() -> None:
             counts.append(len(ran))
     assert counts[0] < counts[1]
     assert rates[1] == pytest.approx(rates[0], rel=0.1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_are_compared_with_a_plain_config_at_the_largest_micro_batch_that_it_fitted(seed: int) -> None:
+    """It trains on the winner's samples: at micro batch 1 that would take many times as long."""
+    with folder(seed) as search:
+        found, ran = searched(search, seed)
+        usable = search.usable_bytes
+    assert found.walked.winner is not None
+    plain, surface = found.walked.winner.trial, Surface(seed)
+
+    def is_plain(trial: Trial) -> bool:
+        same = (trial.rung, trial.knobs.checkpointing, trial.knobs.settings)
+        return same == (plain.rung, plain.knobs.checkpointing, plain.knobs.settings)
+
+    usual = [one for one in ran if is_plain(one) and one.exam is None and surface.peak_bytes(one) <= usable]
+    largest = max(one.knobs.micro_batch for one in usual)
+    for trial in ran:
+        if trial.exam == "parity" and is_plain(trial):
+            samples = trial.knobs.micro_batch * trial.knobs.accumulation
+            divisors = [size for size in range(1, samples + 1) if samples % size == 0]
+            assert trial.knobs.micro_batch == max(size for size in divisors if size <= largest)

@@ -272,13 +272,13 @@ def test_an_unknown_config_is_refused_with_the_names_there_are() -> None:
     ("old", "new", "said"),
     [
         ("[tune]\n", "[tuna]\n", "unknown key 'tuna'"),
-        ("trials = 16\n", "", "tune lacks 'trials'"),
-        ("trials = 16", 'trials = "many"', "tune.trials is 'many', not a whole number"),
-        ("trials = 16", "trials = -1", "tune.trials must be at least 0"),
+        ("trials = 12\n", "", "tune lacks 'trials'"),
+        ("trials = 12", 'trials = "many"', "tune.trials is 'many', not a whole number"),
+        ("trials = 12", "trials = -1", "tune.trials must be at least 0"),
         ("headroom = 0.05", "headroom = 1.5", "memory.headroom must be at least 0 and below 1"),
         ("stall_s = 120.0", "stall_s = 0", "limits must be above 0 s"),
         ("timed = 3", "timed = 30", "most_timed no less than timed"),
-        ("trials = 16", "trials = 16 16", "is not TOML"),
+        ("trials = 12", "trials = 12 12", "is not TOML"),
     ],
 )
 def test_a_bad_config_file_is_refused_with_the_file_and_what_is_wrong(

@@ -1,0 +1,110 @@
+"""How many steps a trial times, and which micro batches are too slow to be timed: minutes that would teach nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from autods.cluster.scripted import ScriptedRunner, fit
+from autods.outcomes import Outcome
+from autods.search.ask import paced
+from autods.search.climb import Climb, Rules
+from autods.search.stopping import predicted_s
+from autods.settings import GrowLimits
+from autods.values import Knobs, Record, Steps, Trial
+
+GIB = 2**30
+TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=8.0)
+LIMITS = GrowLimits(most_trials=8, most_micro_batch=4096, gain=1.0)
+
+
+def test_short_steps_are_timed_as_often_as_the_profile_says() -> None:
+    assert paced(TIMED, 1.6) == TIMED
+    assert paced(TIMED, 0.0) == TIMED  # nothing is known of them
+
+
+@pytest.mark.parametrize(("step_s", "warmup", "timed"), [(1.7, 1, 3), (2.5, 1, 2), (4.0, 1, 1), (100.0, 1, 1)])
+def test_of_long_steps_as_many_are_run_as_the_budget_has_room_for(step_s: float, warmup: int, timed: int) -> None:
+    said = paced(TIMED, step_s)
+    assert (said.warmup, said.timed, said.most_timed) == (warmup, timed, 12)
+
+
+def test_a_fixed_number_of_steps_stays_fixed_and_is_never_less_than_what_proves_something() -> None:
+    exam = Steps(warmup=0, timed=6, most_timed=6, budget_s=20.0)
+    said = paced(exam, 7.0, least=4)
+    assert (said.warmup, said.timed, said.most_timed) == (0, 4, 4)
+    assert paced(exam, 3.0) == exam
+
+
+def test_noise_that_hides_how_a_step_grows_is_not_believed() -> None:
+    assert predicted_s({1: 1.0, 11: 6.0}, 21) == pytest.approx(11.0)
+    assert predicted_s({12: 18.2, 25: 15.1}, 172) == pytest.approx(15.1 * 172 / 25 / 2)  # it took eight minutes once
+
+
+class Model:
+    """Steps that cost a second and a quarter of one for each sample."""
+
+    def __init__(self) -> None:
+        self.runner = ScriptedRunner(self.answer)
+
+    def answer(self, trial: Trial) -> Outcome:
+        size = trial.knobs.micro_batch
+        step_s = self.step_s(size)
+        return fit(peak_bytes=GIB, limit_bytes=64 * GIB, step_s=step_s, samples_per_second=size / step_s)
+
+    @staticmethod
+    def step_s(size: int) -> float:
+        return 1.0 + size / 4
+
+    def climb(self, rung: str, *, like: tuple[Record, ...] = (), most_trials: int = 8) -> Climb:
+        rules = Rules(
+            run=self.runner.run,
+            limits=GrowLimits(most_trials=most_trials, most_micro_batch=4096, gain=1.0),
+            steps=TIMED,
+            usable_bytes=63 * GIB,
+            world_size=1,
+            global_batch=None,
+        )
+        return Climb(rules=rules, first=Trial(rung=rung, knobs=Knobs(), purpose="walk"), like=like)
+
+
+def test_a_rival_that_begins_with_a_large_batch_goes_by_the_shortest_step_of_another() -> None:
+    model = Model()
+    leader = model.climb("ddp")
+    leader.walked = model.runner.run(leader.first)
+    leader.ends()
+    assert max(trial.knobs.micro_batch for trial in model.runner.trials) <= 28  # a step of 8 seconds
+    rival = model.climb("zero1", like=leader.seen)
+    assert rival.expected_s(24) == pytest.approx(7.0, rel=0.2)
+    rival.measure(24)
+    assert rival.longest_step_s == TIMED.budget_s
+    alone = model.climb("zero1")
+    alone.measure(24)
+    assert alone.longest_step_s == 2 * model.step_s(24)  # its own large batch is all that it knows of
+    while rival.goes_on():
+        pass
+    assert max(record.trial.knobs.micro_batch for record in rival.records) <= 28
+    assert rival.stop is not None
+    assert "more than the 8.0 s that timing may take" in rival.stop.reason
+
+
+def test_a_rivals_first_trial_is_as_short_as_its_steps_are_long() -> None:
+    model = Model()
+    leader = model.climb("ddp")
+    leader.walked = model.runner.run(leader.first)
+    leader.measure(24)
+    rival = model.climb("zero1", like=leader.seen)
+    trial = rival.measure(24).trial
+    assert (trial.steps.warmup, trial.steps.timed) == (1, 2)
+    assert leader.records[0].trial.steps.timed <= 2
+
+
+def test_where_time_ends_the_growth_a_little_more_is_not_worth_a_trial() -> None:
+    model = Model()
+    climb = model.climb("ddp")
+    climb.walked = model.runner.run(climb.first)
+    climb.ends()
+    sizes = [record.trial.knobs.micro_batch for record in climb.records]
+    assert all(larger >= 1.15 * smaller for smaller, larger in pairwise(sizes))
+    assert len(sizes) <= 4
