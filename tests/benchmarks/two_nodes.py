@@ -183,7 +183,7 @@ def head() -> Iterator[Row]:
             yield {
                 "event": "head killed in forward",
                 "reported": last_error(one.out),
-                "ranks gone s": round(gone_s, 2),
+                "ranks and zygotes gone s": round(gone_s, 2),
                 "then": f"exit {code} after {time.monotonic() - began:.1f} s",
             }
         (one.out / "fault.json").unlink()
