@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .events import Listener
+from .machine_checks import check_nodes
 from .report import Report
-from .settings import Settings, check_nodes, resolve
+from .settings import Settings, resolve
 from .values import WorkloadSource
 
 if TYPE_CHECKING:

@@ -12,6 +12,23 @@ from .errors import InputError
 
 _AUTO_PLACES = ("optimizer.params", "scheduler.params", "bf16", "fp16")
 
+# Sections that decide by themselves what a trial decides: key → what they do, what to do instead.
+_DECIDE_THEMSELVES = {
+    "zero_optimization.zenflow": (
+        "ZenFlow sets the accumulation itself (update_interval) and needs an offloaded optimizer, so rungs with and "
+        "without it do not train the same",
+        "leave it out here, and add it to the config that is found",
+    ),
+    "elasticity.enabled": (
+        "elastic training solves for the batch itself, against the one that a trial asks for",
+        "leave it out here, and give --global-batch",
+    ),
+    "autotuning.enabled": (
+        "DeepSpeed Autotuning is a search of its own: its engines end after their measurement",
+        "leave it out",
+    ),
+}
+
 
 def read_base_config(path: Path) -> dict[str, Any]:
     """A DeepSpeed JSON file as a dict. Raises InputError naming file, line and column."""
@@ -61,6 +78,9 @@ def check_base_config(
             where=where,
             mend='set "enabled": false in one of them',
         )
+    for key, (why, mend) in _DECIDE_THEMSELVES.items():
+        if get(config, key):
+            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', where=where, mend=mend)
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
         raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
     _check_batch(config, world_size, where)

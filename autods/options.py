@@ -22,6 +22,9 @@ ScriptArgs = Annotated[
         "are filled in.",
     ),
 ]
+Module = Annotated[
+    bool, Option("--module", "-m", help="WORKLOAD is a module, package.module, and is started as with python -m.")
+]
 Kind = Annotated[
     str | None,
     Option(

@@ -75,6 +75,15 @@ class Examined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a script's parity trial trained: a mark of all that its engine was given, on all ranks, and the sum of the
+    magnitudes of its first weights. Losses of two trials compare where both are alike; None: it was not seen."""
+
+    samples: str | None
+    weights: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """What one kind of collective did in an optimizer step, on the rank that did most of it.
 
@@ -125,6 +134,7 @@ class Fit:
     timing: Timing
     alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
     examined: Examined | None = None
+    trained: Trained | None = None  # of a script's parity trial
     communication: Communication | None = None
     card: CardUse | None = None  # of a CUDA rank
     kind: Literal["fit"] = "fit"
@@ -166,7 +176,8 @@ class OutOfMemory:
 class Failed:
     """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver.
 
-    op: the DeepSpeed op that is broken; only rungs that need it share the failure.
+    op: the DeepSpeed op that is broken; only rungs that need it share the failure. wants_larger_batch: it cannot be
+    trained with so small a micro batch (batch normalisation of one sample, say).
     """
 
     failure: FailureKind
@@ -177,6 +188,7 @@ class Failed:
     advice: str
     step: int = 0
     op: str | None = None
+    wants_larger_batch: bool = False
     kind: Literal["failed"] = "failed"
 
 

@@ -260,8 +260,7 @@ class Search:
             tuned.best,
             self._examine,
             alternates=(raced.best, *raced.others),
-            # A script draws its own samples: two trials never train on the same ones.
-            reference=reference if limits.parity is not None and settings.source.kind != "script" else None,
+            reference=reference if limits.parity is not None else None,
             steps=limits.steps,
             parity_steps=limits.parity or limits.steps,
             tolerance=max(TOLERANCE[one] for one in (precision_of(settings.base), *settings.precisions)),
@@ -270,7 +269,9 @@ class Search:
             world_size=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             most_trials=limits.most_trials,
+            longest_ratio=facts.longest_ratio,
             leaner=self._leaner(untried if settings.profile.race.stop == "first-fit" else ()),
+            alike=settings.source.kind == "script",
         )
 
     def _examine(self, trial: Trial) -> Record:

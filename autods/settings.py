@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precisions_of, size_of
+from .checks import Given, asked_base, base_of_script, global_batch_of, precisions_of, size_of
 from .checks import Precision as Precision
-from .errors import EnvironmentBroken, InputError
+from .errors import InputError
 from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
+from .machine_checks import check_nodes, device_bytes_of, device_of, nvme_folder, ranks_of
 from .profile import Budget as Budget
 from .profile import GrowLimits as GrowLimits
 from .profile import Profile as Profile
@@ -23,7 +23,7 @@ from .profile import TimeLimits as TimeLimits
 from .profile import TuneLimits as TuneLimits
 from .profile import read_profile as read_profile
 from .threads import asked as asked_threads
-from .units import parse_seconds, show_bytes
+from .units import parse_seconds
 from .values import Device, ModelFacts, WorkloadSource
 
 # What the search looks for: the most samples or tokens a second, or the least device memory.
@@ -110,9 +110,9 @@ def resolve(
     """
     profile = _stopping(read_profile(config), stop)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
-    kind = _device(device, hardware)
+    kind = device_of(device, hardware)
     spread = check_nodes(nodes, address)
-    ranks = _ranks(gpus, kind, hardware, spread)
+    ranks = ranks_of(gpus, kind, hardware, spread)
     asked = size_of(gpu_memory, "--gpu-memory")
     first, *others = precisions_of(precision)
     base = asked_base(source, base_config, first, world_size=ranks)
@@ -121,14 +121,14 @@ def resolve(
         source=source,
         gpus=ranks,
         device=kind,
-        device_bytes=_device_bytes(asked, kind, ranks // spread, hardware),
+        device_bytes=device_bytes_of(asked, kind, ranks // spread, hardware),
         device_bytes_asked=asked is not None or kind == "cpu",
         out=Path(),
         profile=profile,
         ladder=rungs,
         base=base,
         global_batch=total,
-        nvme_path=_nvme(nvme_path),
+        nvme_path=nvme_folder(nvme_path),
         seed=seed,
         threads=asked_threads(),
         forecast=forecast,
@@ -192,80 +192,3 @@ def _budget(budget: Budget, trials: int | None, time: str | float | None) -> Bud
     except ValueError as error:
         raise InputError(f"--max-time {error}", mend="give a time such as 90s, 20m or 2h") from None
     return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
-
-
-def _device(device: str, hardware: Hardware) -> Device:
-    if device == "cpu":
-        return "cpu"
-    if device != "cuda":
-        raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
-    if hardware.unusable is not None:
-        raise EnvironmentBroken(hardware.unusable)
-    if not hardware.cards:
-        raise InputError(
-            "no CUDA GPU is visible on this machine",
-            mend="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
-        )
-    return "cuda"
-
-
-def check_nodes(nodes: int | None, address: str | None) -> int:
-    """How many; several need a cluster."""
-    if nodes is not None and nodes < 1:
-        raise InputError(f"--nodes {nodes}: at least one node is needed")
-    if nodes is not None and nodes > 1 and address is None:
-        raise InputError(
-            f"--nodes {nodes} needs a Ray cluster",
-            mend="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
-        )
-    return nodes or 1
-
-
-def _ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
-    if gpus is None:
-        if device == "cpu":
-            raise InputError("--device cpu needs the number of ranks", mend="give --gpus 2, say")
-        return len(hardware.cards) * nodes
-    if check_ranks(gpus) % nodes:
-        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
-    if gpus // nodes > len(hardware.cards) and device == "cuda":
-        shown = f"this machine shows {len(hardware.cards)} GPUs"
-        if nodes > 1:
-            shown = (
-                f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {len(hardware.cards)} GPUs"
-            )
-        raise InputError(
-            f"--gpus {gpus}: {shown}",
-            mend=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
-        )
-    return gpus
-
-
-def _device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
-    if device == "cuda":
-        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
-        smallest = card.usable_bytes
-        if asked is not None and asked > smallest:
-            shared = f", of which other processes hold {show_bytes(card.others_bytes)}" if card.others_bytes else ""
-            raise InputError(
-                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(card.total_bytes)}{shared}",
-                mend=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
-            )
-        return asked or smallest
-    fair = int(hardware.host_free_bytes * 0.8 / ranks)
-    if asked is not None and asked * ranks > hardware.host_bytes:
-        raise InputError(
-            f"{ranks} CPU ranks × {show_bytes(asked)} = {show_bytes(asked * ranks)}: "
-            f"this machine has {show_bytes(hardware.host_bytes)}",
-            mend=f"give --gpu-memory {fair // 2**20}MiB or less",
-        )
-    return asked or fair
-
-
-def _nvme(path: str | Path | None) -> Path | None:
-    if path is None:
-        return None
-    folder = Path(path).absolute()
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError("is not a folder that can be written", where=f"--nvme-path {path}", mend="create it first")
-    return folder

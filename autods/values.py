@@ -18,7 +18,8 @@ Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certif
 
 # What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
 # evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
-# batch, without dropout, so that the losses of two configs can be compared.
+# batch, without dropout, so that the losses of two configs can be compared; a script deals out its own samples, and a
+# mark says which.
 Exam = Literal["worst_case", "parity"]
 
 # What a Hugging Face config is trained for.
@@ -119,6 +120,7 @@ class ModelFacts:
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
+    longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
     def replicas(self, world_size: int) -> int:
         """How many train on samples of their own: the data-parallel size, which the batch identity multiplies by."""
@@ -135,7 +137,8 @@ class WorkloadSource:
     turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
     functions are called with; of an hf_config the first is a key of its config. zero_init: stage 3 builds an hf_config
     under `deepspeed.zero.Init`, already split. Of a script: argv as given, with the placeholders of `workload.script`;
-    script_kind, None where its imports do not tell; folder, where it is run.
+    script_kind, None where its imports do not tell; folder, where it is run; module, where it is started with `python
+    -m`, and root the folder that its top package is in.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -150,6 +153,8 @@ class WorkloadSource:
     argv: tuple[str, ...] = ()
     script_kind: ScriptKind | None = None
     folder: str | None = None
+    module: str | None = None
+    root: str | None = None
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
     zero_init: bool = False
 

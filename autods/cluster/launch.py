@@ -34,6 +34,10 @@ _ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
+# What the user did not set. A thread that waits for the others of its rank sleeps: left alone it spins, and where
+# anything else runs it spins on the processor that they wait for. Measured: alone a step takes as long either way, on a
+# busy machine with two threads a seventh of the time.
+_UNLESS_SAID = {"OMP_WAIT_POLICY": "PASSIVE"}
 # On CUDA, what the user did not set.
 _ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's own puts the fastest card first
@@ -96,6 +100,7 @@ def launch(
 def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
     scripts = os.path.dirname(sys.executable)  # ninja lives there
     said = {
+        **_UNLESS_SAID,
         **environment,  # the user's own, which a cluster that already ran does not know
         **_ENVIRONMENT,
         "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),

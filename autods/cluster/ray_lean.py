@@ -12,18 +12,29 @@ _UNUSED = {"no_monitor": True, "include_log_monitor": False}  # as `ray start` h
 
 @contextlib.contextmanager
 def without_monitors() -> Iterator[None]:
-    """ray.init inside starts no autoscaler, log monitor or dashboard server.
+    """ray.init inside starts no autoscaler, log monitor or dashboard server, and the small one of its two agents.
 
     Each is a Python that imports Ray, together some 2 s of processors while torch is being loaded. `ray start` has
-    switches for the first two, ray.init for none. Where a release of Ray has other names, they are started as usual.
+    switches for the first two, ray.init for none. The node's agent has a small form, for a Ray that was installed
+    without its dashboard: the other one listens on a fixed port, and where another Ray of this machine has that, tries
+    for 3.4 s to get it while the raylet waits. Where a release of Ray has other names, they are started as usual.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
-            _arrange(stack)
+        for arrange in (_no_monitors, _small_agent):
+            with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
+                arrange(stack)
         yield
 
 
-def _arrange(stack: contextlib.ExitStack) -> None:
+def _small_agent(stack: contextlib.ExitStack) -> None:
+    from ray._private import utils
+
+    lacks = utils.get_dashboard_dependency_error
+    utils.get_dashboard_dependency_error = lambda: ImportError("nobody looks at a dashboard of ours")
+    stack.callback(setattr, utils, "get_dashboard_dependency_error", lacks)
+
+
+def _no_monitors(stack: contextlib.ExitStack) -> None:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 

@@ -107,7 +107,8 @@ def _import_ray(*, joins: bool = False) -> Any:
         # Its default for a local cluster, said aloud so that it prints nothing.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
-    os.environ.setdefault("RAY_enable_worker_prestart", "0")  # one actor is all we start; each idle worker costs 0.6 s
+    for name in ("RAY_enable_worker_prestart", "RAY_prestart_worker_first_driver"):
+        os.environ.setdefault(name, "0")  # one actor is all we start; each idle worker costs 0.6 s
     # By default Ray's workers have 15, and so would our ranks: whatever else runs would be timed along with them.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # our ranks' memory is ours to judge

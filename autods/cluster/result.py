@@ -20,6 +20,7 @@ from ..outcomes import (
     Tier,
     TierUse,
     Timing,
+    Trained,
 )
 from ..trial.act import spread_of
 from ..trial.spec import RankJob
@@ -57,6 +58,7 @@ def outcome_from(
         losses=tuple(first["losses"]),
         alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
         examined=_examined([result["examined"] for result in results]),
+        trained=Trained(**said) if (said := first.get("trained")) else None,
         card=_card([result["peaks"] for result in results]),
         communication=_communication([said for result in results if (said := result.get("communication"))]),
         timing=Timing(

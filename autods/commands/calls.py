@@ -43,6 +43,11 @@ class Call:
     argv: Sequence[str]
 
 
+def as_module(workload: str) -> str:
+    """How a workload is written that is started with `python -m`: of `-m`, as `workload.modules` reads it."""
+    return f"module:{workload}"
+
+
 def ended_by(error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True) -> int:
     """Say what ended the command and return its exit code. resumes: the same command goes on where this one stopped."""
     from ..report import endings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import options
-from .calls import Call, ended_by
+from .calls import Call, as_module, ended_by
 
 if TYPE_CHECKING:
     from ..forecast.events import ForecastListener
@@ -49,6 +49,7 @@ def plan_command(
     seq_len: options.SeqLen = None,
     target_len: options.TargetLen = None,
     kind: options.Kind = None,
+    module: options.Module = False,
     micro_batch: options.MicroBatch = None,
     global_batch: options.GlobalBatch = None,
     precision: options.Precision = "auto",
@@ -74,7 +75,7 @@ def plan_command(
         "kind": kind, "script_args": tuple(script_args or ()),
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "largest": largest,
     }  # fmt: skip
-    return _plan(context.obj, workload, asked, as_json=as_json, quiet=quiet)
+    return _plan(context.obj, as_module(workload) if module else workload, asked, as_json=as_json, quiet=quiet)
 
 
 def _plan(call: Call, workload: str, asked: dict[str, Any], *, as_json: bool, quiet: bool) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import options
-from .calls import Call, ended_by
+from .calls import Call, as_module, ended_by
 
 if TYPE_CHECKING:
     from ..events import Event, Listener
@@ -71,6 +71,7 @@ def probe_command(
     target_len: options.TargetLen = None,
     zero_init: options.ZeroInit = False,
     kind: options.Kind = None,
+    module: options.Module = False,
     out: options.Out = None,
     no_forecast: options.NoForecast = False,
     fresh: options.Fresh = False,
@@ -95,7 +96,15 @@ def probe_command(
         "task": task, "seq_len": seq_len, "target_len": target_len, "zero_init": zero_init, "kind": kind,
         "script_args": tuple(script_args or ()), "out": out, "forecast": not no_forecast, "seed": seed,
     }  # fmt: skip
-    return _probe(context.obj, workload, asked, fresh=fresh, csv=csv, as_json=as_json, quiet=quiet)
+    return _probe(
+        context.obj,
+        as_module(workload) if module else workload,
+        asked,
+        fresh=fresh,
+        csv=csv,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 def _probe(

@@ -17,6 +17,7 @@ _INVALID = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
 _OP = re.compile(
     r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io)(?:\.so|')|'(\w+)Builder'"
 )
+_TOO_SMALL = re.compile(r"Expected more than 1 (?:value per channel|spatial element) when training|than min_capacity\b")
 _EVIDENCE_CHARS = 400
 
 
@@ -124,6 +125,7 @@ def _failed(cause: Evidence, said: Said) -> Failed:
         action=said.action,
         advice=said.advice,
         op=_op_in(cause.text) if said.kind == "toolchain" else None,
+        wants_larger_batch=said.kind == "user_code" and _TOO_SMALL.search(cause.text) is not None,
     )
 
 

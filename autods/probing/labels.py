@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..report.probe_table import of_value
+from ..report.probe_columns import of_value
 from ..values import Trial
 from .axes import Value
 from .keys import PINS

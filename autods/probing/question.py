@@ -135,7 +135,7 @@ def pose(
         )
     name = f"{source.name}-probe-{question.fingerprint()[:6]}"
     folder = (Path(out) if out is not None else Path("autods-out") / name).absolute()
-    return replace(question, settings=replace(settings, out=folder))
+    return replace(question, settings=replace(question.settings, out=folder))
 
 
 def experiment_rungs() -> Path:

@@ -122,7 +122,9 @@ def _program(report: Report, launcher: str) -> tuple[str, ...]:
     """The script and its arguments, filled. accelerate's own file names the config to a script that is not known."""
     script = _script(report)
     if script:
-        return (str(script["path"]), *filled(script["argv"], _values(report)))
+        module = ("--module" if launcher == "deepspeed" else "-m", str(script.get("module")))
+        program = module if "module" in script else (str(script["path"]),)
+        return (*program, *filled(script["argv"], _values(report)))
     said = ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
     return ("train.py", *(said if launcher != "accelerate" else ()))
 
@@ -139,5 +141,6 @@ def _values(report: Report) -> dict[str, object]:
 
 
 def _script(report: Report) -> Mapping[str, Any]:
-    """{"path", "argv", "kind", "takes_local_rank"} of a training script; empty for any other workload."""
+    """{"path", "argv", "kind", "takes_local_rank"} of a training script, and its "module" where it is started with -m;
+    empty for any other workload."""
     return report.question.get("script") or {}

@@ -11,7 +11,9 @@ from .ask import fits_well
 from .certificate import Certificate, read_off, settled
 from .exams import Exams
 from .holding import Held, Holding
-from .parity import Compared, compare
+from .parity import Compared, compare, is_same_maths
+
+_COMPARISON = 2  # trials: the config and the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +44,17 @@ def certify(
     global_batch: int | None,
     most_trials: int,
     leaner: Iterable[Record] = (),
+    alike: bool = False,
+    longest_ratio: float = 1.0,
 ) -> Certified:
     """Prove the winner, or what has to be taken instead, in at most `most_trials` trials.
 
     Where memory runs short on the longest batch, the micro batch shrinks; where none holds, the next of `alternates`
     (other configs that fitted, best first) is examined. reference: a plain config known to fit, whose losses the
     winner has to match within `tolerance`, relatively; a knob that changes them is taken back. None: not compared.
+    alike: losses are compared at one micro batch, as a script needs it.
     leaner: fits of rungs further down, drawn one by one when none of `alternates` holds: what they cost to find is not
-    counted here.
+    counted here. longest_ratio: elements of a sample of the longest batch by those of a usual one; 1: unknown.
     """
     holding = Holding(
         known=(winner, *alternates, *(() if reference is None else (reference,))),
@@ -59,12 +64,14 @@ def certify(
         headroom=headroom,
         world_size=world_size,
         global_batch=global_batch,
+        reserve=0 if reference is None or is_same_maths(winner.trial, reference.trial) else _COMPARISON,
+        longest_ratio=longest_ratio,
     )
     parting: tuple[Held, Compared, tuple[str, ...]] | None = None  # holds, but its losses are not the reference's
     for config in _configs(winner, chain(alternates, leaner), holding):
         if (held := holding.hold(config)) is None:
             continue
-        said = Compared() if reference is None else _compared(held, reference, holding, parity_steps, tolerance)
+        said = Compared() if reference is None else _compared(held, reference, holding, parity_steps, tolerance, alike)
         backed_off = tuple(holding.backed_off)
         if said.taken_back is None:
             return _certified(held, said, holding, backed_off)
@@ -92,9 +99,16 @@ def _configs(winner: Record, others: Iterator[Record], holding: Holding) -> Iter
             before = config
 
 
-def _compared(held: Held, reference: Record, holding: Holding, steps: Steps, tolerance: float) -> Compared:
-    limit_bytes = holding.limit_bytes
-    return compare(held.best.trial, reference, holding.exams, steps=steps, tolerance=tolerance, limit_bytes=limit_bytes)
+def _compared(held: Held, reference: Record, holding: Holding, steps: Steps, tolerance: float, alike: bool) -> Compared:
+    return compare(
+        held.best.trial,
+        reference,
+        holding.exams,
+        steps=steps,
+        tolerance=tolerance,
+        limit_bytes=holding.limit_bytes,
+        alike=alike,
+    )
 
 
 def _certified(held: Held, said: Compared, holding: Holding, backed_off: tuple[str, ...]) -> Certified:

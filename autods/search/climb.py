@@ -46,7 +46,8 @@ class Rules:
 class Climb:
     """One config's climb.
 
-    first: its trial at micro batch 1. walked: that trial's record where it fitted; its steps hardly count as timed.
+    first: its trial at micro batch 1, or the smallest that can be trained. walked: that trial's record where it
+    fitted; its steps hardly count as timed.
     records: what was measured since. stop: why the climb ended.
     """
 
@@ -81,7 +82,7 @@ class Climb:
         while self.stop is None and self.goes_on():
             pass
         if self._worth_timing_the_first():
-            self.measure(1)
+            self.measure(self.first.knobs.micro_batch)
 
     def measure(self, micro_batch: int) -> Record:
         """One micro batch, timed, with the accumulation that keeps the global batch."""
@@ -159,7 +160,7 @@ class Climb:
         if self._walked_was_slower(best):
             return False
         smallest = min(record.trial.knobs.micro_batch for record in timed)
-        return fastest == smallest > 1 and len(self.records) < self.rules.limits.most_trials
+        return fastest == smallest > self.first.knobs.micro_batch and len(self.records) < self.rules.limits.most_trials
 
     def _walked_was_slower(self, best: Record) -> bool:
         """Whether the walk's short look at micro batch 1 says enough. With a global batch it took fewer micro batches

@@ -1,8 +1,7 @@
-"""What certifying asks of a runner: each exam once, few in all; and what an exam that ran short asks for next."""
+"""What certifying asks of a runner: each exam once, few in all; and what an answer says of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, is_machines_fault
@@ -13,8 +12,6 @@ from .certificate import first_line
 
 # Where a rank's device memory grows with the micro batch. What building, saving and loading need does not.
 _WITH_THE_BATCH: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")
-_TAKES_MUCH = 0.8  # of the micro batch that ran out
-_WORTH = 1.125  # times the micro batch that holds; growth by less is not worth an exam
 
 
 @dataclass(slots=True)
@@ -87,62 +84,3 @@ def what_happened(outcome: Outcome, limit_bytes: int) -> str:
             return f"ran out of {out.tier} memory in {out.phase}{lacking}"
         case Failed() as failure:
             return f"failed in {failure.phase}: {first_line(failure.evidence)}"
-
-
-def smaller(
-    short: Record, sizes: Sequence[int], known: Iterable[Record], *, usable_bytes: float, limit_bytes: int, again: bool
-) -> int | None:
-    """The next micro batch to examine, one of `sizes` (ascending), or None when no smaller one can help.
-
-    By what is known of the memory that was lacking: as if all of it grew with the batch but what does not by the line
-    through the config's `known` trials. Both are hopeful, and what ran out is a lower bound: where that takes little
-    away, or did not help (`again`), it is half.
-    """
-    size = short.trial.knobs.micro_batch
-    below = [one for one in sizes if one < size]
-    if not below or not grows_with_the_batch(short.outcome):
-        return None
-    target = size / 2
-    needed = _needed(short.outcome, limit_bytes)
-    if not again and needed is not None and needed > usable_bytes:
-        fixed = min(_fixed_bytes(short.trial, known), usable_bytes)
-        by_line = size * (usable_bytes - fixed) / (needed - fixed)
-        if isinstance(short.outcome, Fit) or by_line <= _TAKES_MUCH * size:
-            target = by_line
-    return max((one for one in below if one <= target), default=below[0])
-
-
-def roomier(exam: Record, sizes: Sequence[int], *, usable_bytes: float) -> int | None:
-    """A larger one of `sizes` that must fit, too, as if all of the exam's peak grew with the batch; None: no such."""
-    if not isinstance(exam.outcome, Fit):
-        return None
-    size = exam.trial.knobs.micro_batch
-    most = size * usable_bytes / max(1, exam.outcome.device_peak_bytes)
-    return max((one for one in sizes if size * _WORTH <= one <= most), default=None)
-
-
-def _needed(outcome: Outcome, limit_bytes: int) -> int | None:
-    """Device bytes that would have been enough, as far as is known."""
-    match outcome:
-        case Fit() as fit:
-            return fit.device_peak_bytes
-        case OutOfMemory(missing_bytes=int(missing)):
-            return limit_bytes + missing
-        case _:
-            return None
-
-
-def _fixed_bytes(trial: Trial, known: Iterable[Record]) -> float:
-    """What does not grow with the micro batch, by the line through the smallest and the largest that fitted; else 0."""
-    peaks = {
-        record.trial.knobs.micro_batch: record.outcome.device_peak_bytes
-        for record in known
-        if isinstance(record.outcome, Fit)
-        and (record.trial.rung, record.trial.exam) == (trial.rung, None)
-        and record.trial.knobs.checkpointing == trial.knobs.checkpointing
-    }
-    if len(peaks) < 2:
-        return 0.0
-    least, most = min(peaks), max(peaks)
-    bytes_each = (peaks[most] - peaks[least]) / (most - least)
-    return min(max(0.0, peaks[least] - bytes_each * least), peaks[least])

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, replace
 from ..outcomes import Fit
 from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_well, micro_batches
-from .exams import Exams, grows_with_the_batch, is_short, roomier, smaller, what_happened
+from .backoff import Backoff, usual_peaks
+from .exams import Exams, grows_with_the_batch, is_short, what_happened
+
+_WAYS_UP = 2  # exams of larger micro batches than one that holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,8 @@ class Held:
 class Holding:
     """A search under way. known: trials that were run before, the winner first. short: answers that did not hold.
 
-    backed_off: from what to what, and why, as sentences.
+    reserve: how many of the exams' trials what follows will need. longest_ratio: see `Backoff`. backed_off: from what
+    to what, and why, as sentences.
     """
 
     known: tuple[Record, ...]
@@ -33,6 +37,8 @@ class Holding:
     headroom: float
     world_size: int
     global_batch: int | None
+    reserve: int = 0
+    longest_ratio: float = 1.0
     backed_off: list[str] = field(default_factory=list)
     short: list[Record] = field(default_factory=list)
 
@@ -45,22 +51,24 @@ class Holding:
 
         An exam that fails of something else than memory holds: backing off would not mend it.
         """
-        above: int | None = None  # the smallest micro batch that ran short
+        shorts: list[Record] = []
         while (exam := self._examined(config)) is not None:
             answer: Record | None = exam
             if not is_short(exam.outcome, self.limit_bytes):
-                exam = self._roomier(exam, above)
+                exam = self._roomier(exam, shorts)
                 answer = self._timed(self.timing(exam.trial))
             if answer is None:
                 return None
             if answer is not exam and (answer is self.known[0] or fits_well(answer)):
                 return Held(best=answer, exam=exam)
             self.short.append(answer)
-            following = self._smaller(answer, again=above is not None)
+            # An exam that held before it was timed puts an end to the search from above.
+            shorts = [*shorts, answer] if answer is exam else [answer]
+            before = answer.trial.knobs.micro_batch
+            following = self._backoff(config).down(shorts, self._below(before))
             if following is None:
                 return None
-            above = answer.trial.knobs.micro_batch
-            self.backed_off.append(f"{config.rung} from micro batch {above} to {following}: {self.last_said()}")
+            self.backed_off.append(f"{config.rung} from micro batch {before} to {following}: {self.last_said()}")
             config = self.timing(config, following)
         return None
 
@@ -100,22 +108,36 @@ class Holding:
                 return record
         return self.exams.ask(config)
 
-    def _smaller(self, short: Record, *, again: bool) -> int | None:
-        sizes = self._below(short.trial.knobs.micro_batch)
-        known, usable, limit = self.known, self.usable_bytes, self.limit_bytes
-        return smaller(short, sizes, known, usable_bytes=usable, limit_bytes=limit, again=again)
+    def _backoff(self, config: Trial) -> Backoff:
+        return Backoff(
+            peaks=usual_peaks(config, self.known),
+            usable_bytes=self.usable_bytes,
+            limit_bytes=self.limit_bytes,
+            longest_ratio=self.longest_ratio,
+        )
 
-    def _roomier(self, exam: Record, above: int | None) -> Record:
-        """The same below the one that ran short, where halving went further down than memory asks for."""
-        size = None if above is None else roomier(exam, self._below(above), usable_bytes=self.usable_bytes)
-        if size is None or self.exams.left < 2:  # one is kept for the timing
+    def _roomier(self, exam: Record, shorts: Sequence[Record]) -> Record:
+        """The same at a larger micro batch, where backing off went further down than memory asks for."""
+        if not shorts or not isinstance(exam.outcome, Fit):
             return exam
-        larger = self._examined(self.timing(exam.trial, size))
-        if larger is None or not isinstance(larger.outcome, Fit) or is_short(larger.outcome, self.limit_bytes):
-            return exam
-        before = exam.trial.knobs.micro_batch
-        self.backed_off.append(f"{exam.trial.rung} from micro batch {before} up to {size}: {before} left room for it")
-        return larger
+        backoff, above = self._backoff(exam.trial), shorts[-1].trial.knobs.micro_batch
+        held = [exam]
+        for _ in range(_WAYS_UP):
+            size = held[-1].trial.knobs.micro_batch
+            larger = self._below(above)
+            hopeful = above == shorts[-1].trial.knobs.micro_batch
+            following = backoff.up(held, above, larger) if hopeful else backoff.halfway(size, above, larger)
+            if following is None or self.exams.left < self.reserve + 2:  # one is kept for the timing
+                break
+            answer = self._examined(self.timing(exam.trial, following))
+            if answer is None or not isinstance(answer.outcome, Fit) or is_short(answer.outcome, self.limit_bytes):
+                above = following
+                continue
+            self.backed_off.append(
+                f"{exam.trial.rung} from micro batch {size} up to {following}: {size} left room for it"
+            )
+            held.append(answer)
+        return held[-1]
 
     def _below(self, size: int) -> Sequence[int]:
         return micro_batches(self.global_batch, self.world_size, size - 1)

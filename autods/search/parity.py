@@ -13,6 +13,7 @@ from .exams import Exams, what_happened
 
 CHECKPOINTING = "checkpointing"
 _TINY = 1e-12  # a loss of 0 has no relative difference
+_SAME_WEIGHTS = 1e-9  # relative: their sum in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +33,27 @@ class Compared:
 
 
 def compare(
-    winner: Trial, reference: Record, exams: Exams, *, steps: Steps, tolerance: float, limit_bytes: int
+    winner: Trial, reference: Record, exams: Exams, *, steps: Steps, tolerance: float, limit_bytes: int, alike: bool
 ) -> Compared:
     """Run both on the same samples, `steps` optimizer steps, and find the knob when their losses part.
 
     Nothing is run when the two differ in the batch only: how samples are cut into micro batches is no change of maths.
+    alike: both with the micro batch that the reference is known to fit, because a script deals out its samples by it.
     """
     plain = reference.trial
-    if winner.rung == plain.rung and not differing(winner.knobs, plain.knobs):
+    if is_same_maths(winner, plain):
         return Compared()
-    comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes)
-    ours = comparing.losses(winner)
-    if isinstance(ours, str):
-        return Compared(not_checked=f"parity was not checked: {winner.rung} {ours}")
-    theirs = comparing.losses(replace(plain, knobs=cut_alike(plain.knobs, winner.knobs)))
-    if isinstance(theirs, str):
-        return Compared(not_checked=f"parity was not checked: {plain.rung}, the reference, {theirs}")
+    batch = cut_alike(plain.knobs, winner.knobs) if not alike else cut_the_same(plain.knobs, winner.knobs)
+    comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes, batch=batch if alike else None)
+    ran = comparing.run(winner)
+    if isinstance(ran, str):
+        return Compared(not_checked=f"parity was not checked: {winner.rung} {ran}")
+    plainly = comparing.run(replace(plain, knobs=batch))
+    if isinstance(plainly, str):
+        return Compared(not_checked=f"parity was not checked: {plain.rung}, the reference, {plainly}")
+    if why := apart_from_the_start(ran, plainly):
+        return Compared(not_checked=f"parity was not checked: {why}")
+    ours, theirs = ran.losses, plainly.losses
     if not any(map(math.isfinite, theirs)):
         return Compared(not_checked=f"parity was not checked: no loss of {plain.rung}, the reference, is finite")
     apart = difference(ours, theirs)
@@ -59,6 +65,11 @@ def compare(
         within=apart <= tolerance,
     )
     return Compared(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
+
+
+def is_same_maths(winner: Trial, plain: Trial) -> bool:
+    """Whether they differ in the batch only."""
+    return winner.rung == plain.rung and not differing(winner.knobs, plain.knobs)
 
 
 def differing(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
@@ -83,6 +94,29 @@ def cut_alike(plain: Knobs, winner: Knobs) -> Knobs:
     samples = winner.micro_batch * winner.accumulation
     size = max(one for one in range(1, min(plain.micro_batch, samples) + 1) if samples % one == 0)
     return replace(plain, micro_batch=size, accumulation=samples // size)
+
+
+def cut_the_same(plain: Knobs, winner: Knobs) -> Knobs:
+    """As `cut_alike`; where neither accumulates nor has to, none begins to: a script may have no argument for it."""
+    if winner.accumulation == plain.accumulation == 1:
+        return replace(plain, micro_batch=min(plain.micro_batch, winner.micro_batch))
+    return cut_alike(plain, winner)
+
+
+def apart_from_the_start(one: Fit, other: Fit) -> str | None:
+    """Why the losses of two trials of a script say nothing of each other; None: they do, or it is no script."""
+    if one.trained is None and other.trained is None:
+        return None
+    if one.trained is None or other.trained is None or one.trained.samples is None or other.trained.samples is None:
+        return "the samples of the script were not seen"
+    if one.trained.samples != other.trained.samples:
+        return "the script draws other samples in each run (has it a seed, for shuffling, too?)"
+    ours, theirs = one.trained.weights, other.trained.weights
+    if ours is None or theirs is None:
+        return "the weights with which it begins were not seen"
+    if abs(ours - theirs) > _SAME_WEIGHTS * max(abs(theirs), _TINY):
+        return "the script begins with other weights under each config"
+    return None
 
 
 def difference(losses: Sequence[float], plain: Sequence[float]) -> float:
@@ -110,16 +144,20 @@ class _Comparing:
     exams: Exams
     steps: Steps
     limit_bytes: int
+    batch: Knobs | None = None  # whose micro batch and accumulation all configs take; None: each its own
 
-    def losses(self, config: Trial) -> tuple[float, ...] | str:
-        """Its losses on the samples that all compared configs get, or why there are none."""
-        trial = replace(config, purpose="certify", exam="parity", steps=self.steps, repeat=0)
+    def run(self, config: Trial) -> Fit | str:
+        """With losses on the samples that all compared configs get, or why there are none."""
+        knobs = config.knobs
+        if self.batch is not None:
+            knobs = replace(knobs, micro_batch=self.batch.micro_batch, accumulation=self.batch.accumulation)
+        trial = replace(config, knobs=knobs, purpose="certify", exam="parity", steps=self.steps, repeat=0)
         answer = self.exams.ask(trial)
         if answer is None:
             return f"was not run, {self.exams.spent}"
         if not isinstance(answer.outcome, Fit):
             return what_happened(answer.outcome, self.limit_bytes)
-        return answer.outcome.losses or "gave no losses"
+        return answer.outcome if answer.outcome.losses else "gave no losses"
 
 
 def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence[float], parity: Parity) -> Compared:
@@ -127,10 +165,10 @@ def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence
     found: list[tuple[float, str, Trial]] = []
     unknown: list[str] = []
     for name, config in _each_set_back(winner, plain):
-        losses = comparing.losses(config)
-        if isinstance(losses, str):
-            unknown.append(f"with {name} set back it {losses}")
-        elif (apart := difference(losses, theirs)) <= parity.tolerance:
+        ran = comparing.run(config)
+        if isinstance(ran, str):
+            unknown.append(f"with {name} set back it {ran}")
+        elif (apart := difference(ran.losses, theirs)) <= parity.tolerance:
             found.append((apart, name, config))
     said = (
         f"losses differ by {share(parity.largest_difference)} from {plain.rung}'s, tolerance {share(parity.tolerance)}"

@@ -89,15 +89,18 @@ class _Walking:
     winner: Record | None = None
     pressed: Record | None = None
     stopped: Record | None = None
+    least: int = 1  # micro batch: smaller ones cannot be trained
 
     def ends_with(self, candidate: Candidate) -> bool:
         """Try the rung; whether that ends the walk."""
+        candidate = _from(candidate, self.least)
         variant = self.before(candidate)
         if variant is not None:
             self.records.extend(tried(variant, self.run, self.steps))
         if variant is None or not (fits_well(self.records[-1]) or _stops_all(self.records[-1])):
             self.records.extend(tried(candidate, self.run, self.steps))
         last = self.records[-1]
+        self.least = max(self.least, last.trial.knobs.micro_batch)
         if fits_well(last):
             self.winner = last
         elif _stops_all(last):
@@ -136,14 +139,24 @@ def _stops_all(record: Record) -> bool:
             return is_machines_fault(outcome)
 
 
+_LARGEST_BEGINNING = 8  # micro batch: what cannot be trained with so many samples lacks something else
+
+
+def _from(candidate: Candidate, micro_batch: int) -> Candidate:
+    return replace(candidate, knobs=replace(candidate.knobs, micro_batch=micro_batch))
+
+
 def tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
-    """The records of one rung, the last one decides. Where pinned memory runs out, it is tried unpinned."""
+    """The records of one rung, the last one decides. Where pinned memory runs out, it is tried unpinned; where the
+    model cannot be trained with so small a micro batch, with twice as large a one."""
     answers = _as_it_is(candidate, run, steps)
     match answers[-1].outcome:
         case OutOfMemory(tier="pinned") if candidate.pinned:
             unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
             again = replace(candidate, knobs=replace(candidate.knobs, settings=unpinned), pinned=())
             return answers + _as_it_is(again, run, steps)
+        case Failed(wants_larger_batch=True) if candidate.knobs.micro_batch < _LARGEST_BEGINNING:
+            return answers + tried(_from(candidate, 2 * candidate.knobs.micro_batch), run, steps)
         case _:
             return answers
 

@@ -31,13 +31,14 @@ def longest_batch(workload: Workload, micro_batch: int) -> Longest:
     longest = check_batch(workload.build_batch(micro_batch), micro_batch)
     for _ in range(DRAWS - 1):
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
-        if _elements(batch) > _elements(longest):
+        if elements_of(batch) > elements_of(longest):
             longest = batch
         del batch  # no third one beside the next draw
     return Longest(batch=longest, shape=_shape(longest), draws=DRAWS)
 
 
-def _elements(batch: Any) -> int:
+def elements_of(batch: Any) -> int:
+    """Of all its tensors."""
     return sum(tensor.numel() for tensor in tensors_of(batch).values())
 
 

@@ -140,13 +140,14 @@ class Listening:
 
     def __call__(self, phase: Phase, step: int) -> None:
         if phase == "forward":
-            self._before = _generators()
+            self._before = generators()
         elif phase == "backward":
-            self.drew = self.drew or self._before != _generators()
+            self.drew = self.drew or self._before != generators()
         self._observe(phase, step)
 
 
-def _generators() -> bytes:
+def generators() -> bytes:
+    """The state of torch's generators."""
     import torch
 
     state: bytes = torch.get_rng_state().numpy().tobytes()

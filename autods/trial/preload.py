@@ -10,12 +10,10 @@ import logging
 import os
 import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..values import WorkloadSource
-from ..workload.model_py import parsed
-from ..workload.script import imports_of, local_files
+from ..workload.script import all_imports
 from . import driver, lean
 from .processor import remember
 
@@ -49,10 +47,7 @@ def preload(processor: Mapping[str, Any] | None = None) -> None:
 
 def preload_script(source: WorkloadSource) -> None:
     """Import what a script imports of installed packages; never what lies beside it, which is its own to run."""
-    path = Path(source.path)
-    tree = parsed(path)
-    trees = [tree, *(parsed(file) for file in local_files(path, tree))]
-    for one in dict.fromkeys(one for each in trees for one in imports_of(each)):
+    for one in all_imports(source):
         if not _is_installed(one.module.partition(".")[0]):
             continue
         with contextlib.suppress(Exception):  # what is wrong with it is said where the script imports it

@@ -227,7 +227,7 @@ def _survey_script(
 def _train_script(
     job: RankJob, slot: int, observer: Observer, store: socket.socket | None, workload: Workload | None
 ) -> Any:
-    seed_all(job.seed + job.local_ranks[slot])
+    seed_all(job.seed if job.exam == "parity" else job.seed + job.local_ranks[slot])
     observer.meter.start()
     return _run_script(job, slot, observer, store, lambda seen: _beside(observer) | seen)
 

@@ -8,6 +8,7 @@ from ..workload import Workload, WorkloadError
 from .batch import check_batch, tokens_per_sample
 from .checkpointing import can_checkpoint
 from .experts import experts_of
+from .longest import elements_of
 from .pipeline import parts_of, whole
 
 
@@ -17,7 +18,7 @@ def survey(workload: Workload) -> dict[str, Any]:
     The model is built on the meta device, so that its size costs nothing; code that cannot do that is built for real.
     """
     batch = check_batch(workload.build_batch(1), 1)
-    return facts_of(workload, _build(workload), batch)
+    return facts_of(workload, _build(workload), batch) | {"longest_ratio": _longest_ratio(workload, batch)}
 
 
 def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
@@ -44,6 +45,17 @@ def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, 
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
     parts = {**parts_of(model), "experts": experts_of(model)}
     return {"parameters": sum(sizes), "largest_parameter": max(sizes), **parts}
+
+
+def _longest_ratio(workload: Workload, batch: Any) -> float:
+    """Elements of the longest batch by those of this one, a sample each; 1 where the workload does not make its own."""
+    if workload.build_longest_batch is None:
+        return 1.0
+    try:
+        longest = check_batch(workload.build_longest_batch(1), 1, by="build_longest_batch")
+    except Exception:  # whatever it is: the exam that runs on it says so, and what it is not able to prove
+        return 1.0
+    return max(1.0, elements_of(longest) / max(1, elements_of(batch)))
 
 
 def _build(workload: Workload) -> Any:

@@ -5,16 +5,16 @@ Which kind it is follows from what it imports. Its command line may hold placeho
 
 from __future__ import annotations
 
-import ast
 import hashlib
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
 from ..errors import InputError
 from ..values import ScriptKind, WorkloadSource
+from .imports import Imported, imports_of, local_files
 from .model_py import NEEDED, names_bound, parsed
 
 KINDS: tuple[ScriptKind, ...] = get_args(ScriptKind)
@@ -40,15 +40,12 @@ SAID: Mapping[ScriptKind | None, str] = {
     None: "a script; its imports do not tell who calls deepspeed.initialize",
 }
 
+# Who calls the engine, where the script itself uses it; a helper of its own may still import another for a part.
+_OWN_SIGNS = frozenset(
+    {"initialize", "Trainer", "LightningCLI", "TrainingArguments", "HfArgumentParser", "Accelerator"}
+)
+
 _READ_BYTES = 2**24  # of a file that the command line names: larger ones are data
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """What a file imports, anywhere in it: a module, and of that module a name, or an attribute that is used."""
-
-    module: str
-    name: str | None = None
 
 
 def is_script(path: Path, argv: Sequence[str]) -> bool:
@@ -57,7 +54,7 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
     names = names_bound(tree)
     if "*" not in names and set(NEEDED) <= names:
         return False
-    if _kind(path, tree) is not None:
+    if _kind(path, local_files(path, _searched(path, Path.cwd(), None))) is not None:
         return True
     if argv or not set(NEEDED) & names:
         modules = "deepspeed, transformers' Trainer, accelerate or Lightning"
@@ -69,23 +66,42 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
     return False  # half a model.py: `check_file` says what is missing
 
 
-def script_source(path: Path, argv: Sequence[str], kind: ScriptKind | None, folder: Path) -> WorkloadSource:
-    """The reference to a script. kind: None takes the one that its imports show. The digest covers the script, what it
-    imports from beside it, its arguments, and the files that they name."""
-    tree = parsed(path)
-    digest = hashlib.sha256(repr((tuple(argv), kind)).encode())
-    for file in (path, *local_files(path, tree), *_named_files(argv, folder)):
+def script_source(
+    path: Path,
+    argv: Sequence[str],
+    kind: ScriptKind | None,
+    folder: Path,
+    *,
+    module: str | None = None,
+    root: Path | None = None,
+) -> WorkloadSource:
+    """The reference to a script. kind: None takes the one that its imports show. module: its name, where it is started
+    with `python -m`, and root the folder that its top package is in. The digest covers the script, what it imports of
+    the user's own files, its arguments, and the files that they name."""
+    parsed(path)
+    own = local_files(path, _searched(path, folder, root))
+    digest = hashlib.sha256(repr((tuple(argv), kind, *([module] if module else []))).encode())
+    for file in (path, *own, *_named_files(argv, folder)):
         digest.update(f"\0{file}\0".encode())
         digest.update(file.read_bytes())
     return WorkloadSource(
         kind="script",
         path=str(path),
-        name=path.stem,
+        name=module or path.stem,
         digest=digest.hexdigest()[:16],
         argv=tuple(argv),
-        script_kind=kind or _kind(path, tree),
+        script_kind=kind or _kind(path, own),
         folder=str(folder),
+        module=module,
+        root=None if root is None else str(root),
     )
+
+
+def all_imports(source: WorkloadSource) -> list[Imported]:
+    """Of the script and of what it imports of the user's own files, each once."""
+    path, root = Path(source.path), None if source.root is None else Path(source.root)
+    own = local_files(path, _searched(path, Path(source.folder or path.parent), root))
+    return list(dict.fromkeys(one for file in (path, *own) for one in imports_of(file)))
 
 
 def filled(argv: Sequence[str], values: Mapping[str, object]) -> list[str]:
@@ -103,41 +119,26 @@ def launched(source: WorkloadSource) -> dict[str, object]:
     a parser that does not know it ends there."""
     text = Path(source.path).read_text() if Path(source.path).is_file() else ""
     knows = source.script_kind == "hf_trainer" or re.search(r"[\"']--local[-_]rank\b", text) is not None
-    kind = source.script_kind or "deepspeed"
-    return {"path": source.path, "argv": list(source.argv), "kind": kind, "takes_local_rank": knows}
+    kind, module = source.script_kind or "deepspeed", {"module": source.module} if source.module else {}
+    return {"path": source.path, "argv": list(source.argv), "kind": kind, "takes_local_rank": knows, **module}
 
 
-def imports_of(tree: ast.Module) -> Iterator[Imported]:
-    """All imports of a file, with the attributes of imported modules that it uses; relative ones are left out."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for item in node.names:
-                bound[item.asname or item.name.partition(".")[0]] = item.name
-                yield Imported(item.name)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (Imported(node.module, item.name) for item in node.names)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
-            yield Imported(bound[node.value.id], node.attr)
+def _searched(path: Path, folder: Path, root: Path | None) -> list[Path]:
+    """Where a script's own modules lie: beside it, and where PYTHONPATH names a folder of the user's project. Where
+    packages are installed nothing is the user's own; one that is started from there has its relative imports."""
+    given = [Path(one).absolute() for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    places = [root or path.parent, *(one for one in given if one == folder or folder in one.parents)]
+    return [one for one in places if next(one.glob("*.dist-info"), None) is None]
 
 
-def local_files(path: Path, tree: ast.Module) -> list[Path]:
-    """The files that a script imports from beside it, and those that they import, each once."""
-    found: dict[Path, None] = {}
-    waiting = [tree]
-    while waiting:
-        for one in imports_of(waiting.pop()):
-            for file in _files_of(path.parent, one):
-                if file != path and file not in found:
-                    found[file] = None
-                    waiting += _tree(file)
-    return sorted(found)
+def _kind(path: Path, own: Sequence[Path]) -> ScriptKind | None:
+    """By what the script itself uses, where that decides; else by all that it imports of the user's own files."""
+    first = imports_of(path)
+    decisive = [one for one in first if one.name in _OWN_SIGNS or _is_trainer(one.name)]
+    return _by_signs(decisive) or _by_signs([*first, *(one for file in own for one in imports_of(file))])
 
 
-def _kind(path: Path, tree: ast.Module) -> ScriptKind | None:
-    trees = [tree, *(inner for file in local_files(path, tree) for inner in _tree(file))]
-    imported = {one for each in trees for one in imports_of(each)}
+def _by_signs(imported: Collection[Imported]) -> ScriptKind | None:
     for kind, packages, names in _SIGNS:
         used = {one.name for one in imported if one.module.partition(".")[0] in packages}
         if used and (not names or used & names or (kind == "hf_trainer" and any(_is_trainer(one) for one in used))):
@@ -147,24 +148,6 @@ def _kind(path: Path, tree: ast.Module) -> ScriptKind | None:
 
 def _is_trainer(name: str | None) -> bool:
     return name is not None and name.endswith("Trainer")
-
-
-def _tree(file: Path) -> list[ast.Module]:
-    """Parsed, or nothing: what is wrong with a module that is imported is said when it is."""
-    try:
-        return [ast.parse(file.read_text())]
-    except (OSError, ValueError, SyntaxError):
-        return []
-
-
-def _files_of(folder: Path, imported: Imported) -> Iterator[Path]:
-    """Of a module beside the script, if it is one: a file, or a package and what is taken of it."""
-    names = [imported.module] + ([f"{imported.module}.{imported.name}"] if imported.name else [])
-    for name in names:
-        place = folder.joinpath(*name.split("."))
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
-            if file.is_file():
-                yield file
 
 
 def _named_files(argv: Sequence[str], folder: Path) -> Iterator[Path]:

@@ -23,6 +23,7 @@ from ..values import WorkloadSource
 from .arguments import with_arguments
 from .hf_config import TASKS, config_file, load_config, local_path, read_config, task_of
 from .model_py import base_config_of, check_file, load_file
+from .modules import module_file, module_named
 from .script import KINDS, is_script, script_source
 from .workload import Batch, Workload, WorkloadError
 
@@ -54,6 +55,13 @@ def source_of(
             raise InputError(f"{option} {length}: at least one token is needed")
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
     workload = local_path(workload) if isinstance(workload, Path) else workload
+    module = module_named(workload) if isinstance(workload, Path) else None
+    root: Path | None = None
+    if module is not None:
+        workload, root = module_file(module, Path.cwd())
+        if kind == "model":
+            raise InputError("-m starts a training script", mend="give the path of a model.py without -m")
+        kind = kind or "script"
     path = workload.expanduser().absolute() if isinstance(workload, Path) else None
     config = config_file(path) if path is not None else None
     if path is not None and config is None and (kind not in (None, "model") or (not kind and is_script(path, argv))):
@@ -61,7 +69,7 @@ def source_of(
         if zero_init:
             raise InputError("--zero-init says nothing to a training script", where=str(path))
         known = next((one for one in KINDS if one == kind), None)
-        return script_source(path, argv, known, Path.cwd())
+        return script_source(path, argv, known, Path.cwd(), module=module, root=root)
     if argv:
         where = str(path) if path is not None else None
         raise InputError(f"takes no arguments: {' '.join(argv)}", where=where, mend="they are for a training script")

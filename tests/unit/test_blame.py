@@ -30,6 +30,11 @@ def test_the_line_of_the_workload_stands_in_the_place() -> None:
     assert str(LOG) in str(error.mend)
 
 
+def test_a_line_of_a_module_that_the_workload_imports_stands_there_alone() -> None:
+    failure = failed(types=("ValueError",), message="no data", user_frame="/x/data/read.py:7")
+    assert input_error(failure, "/x/model.py", LOG).where == "/x/data/read.py:7"
+
+
 def test_without_a_line_the_file_is_the_place() -> None:
     error = input_error(failed(contract="the loss is nan", mend="check it"), "/x/model.py", LOG)
     assert (error.where, error.what) == ("/x/model.py", "the loss is nan")

@@ -102,6 +102,8 @@ def certifying(
     global_batch: int | None = None,
     most_trials: int = 20,
     leaner: Iterable[Record] = (),
+    alike: bool = False,
+    longest_ratio: float = 1.0,
 ) -> Certifying:
     runner = ScriptedRunner(answer)
     certified = certify(
@@ -118,6 +120,8 @@ def certifying(
         global_batch=global_batch,
         most_trials=most_trials,
         leaner=leaner,
+        alike=alike,
+        longest_ratio=longest_ratio,
     )
     assert [record.trial for record in certified.records] == runner.trials
     return Certifying(certified, runner.trials)
@@ -168,13 +172,13 @@ def test_a_winner_that_fits_only_the_short_batch_backs_off_to_a_smaller_micro_ba
     assert "ran out of device memory in forward" in run.said
 
 
-def test_backing_off_halves_where_nothing_is_known_of_the_shortage() -> None:
+def test_backing_off_takes_longer_steps_where_nothing_is_known_of_the_shortage() -> None:
     def answer(asked: Trial) -> Outcome:
         short = asked.exam == "worst_case" and asked.knobs.micro_batch > 5
         return out_of_memory() if short else passes(asked, 900 * MIB)
 
     run = certifying(answer, timed(trial("zero2", 40)))
-    assert [size for _, size in run.exams] == [40, 20, 10, 5]
+    assert [size for _, size in run.exams] == [40, 20, 5]
 
 
 def test_backing_off_goes_by_the_memory_that_was_lacking() -> None:

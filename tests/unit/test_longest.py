@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from autods.trial.longest import DRAWS, longest_batch
+from autods.trial.survey import survey
 from autods.workload import Workload, WorkloadError
 
 
@@ -43,3 +45,23 @@ def test_a_longest_batch_of_another_size_is_refused_by_its_name() -> None:
     )
     with pytest.raises(WorkloadError, match=r"build_longest_batch\(2\) returned '0' of shape \(3, 4\)"):
         longest_batch(workload, 2)
+
+
+def of_lengths(usual: int, longest: int | None) -> Workload:
+    return Workload(
+        build_model=lambda: torch.nn.Linear(2, 2),
+        build_batch=lambda n: {"x": torch.zeros(n, usual)},
+        build_longest_batch=None if longest is None else lambda n: {"x": torch.zeros(n, longest)},
+    )
+
+
+@pytest.mark.parametrize(("longest", "ratio"), [(None, 1.0), (64, 8.0), (4, 1.0)])
+def test_a_look_at_the_workload_says_how_much_longer_its_longest_batch_is(longest: int | None, ratio: float) -> None:
+    assert survey(of_lengths(8, longest))["longest_ratio"] == ratio
+
+
+def test_a_longest_batch_that_cannot_be_made_is_the_exams_to_tell() -> None:
+    def cannot(micro_batch_size: int) -> tuple[torch.Tensor, ...]:
+        raise IndexError(micro_batch_size)
+
+    assert survey(replace(of_lengths(8, None), build_longest_batch=cannot))["longest_ratio"] == 1.0

@@ -10,7 +10,7 @@ import pytest
 from test_certify import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
 from autods.cluster.scripted import failed, out_of_memory
-from autods.outcomes import Outcome
+from autods.outcomes import Outcome, Trained
 from autods.search.parity import cut_alike, difference, differing, set_back
 from autods.values import Knobs, Record, Scalar, Trial
 
@@ -303,3 +303,69 @@ def test_of_several_configs_that_cannot_be_mended_the_first_is_told() -> None:
     run = against(winner, answer, alternates=[runner_up])
     assert run.certified.best is winner
     assert ("zero3", 1) in run.exams
+
+
+SAME = Trained(samples="12.000000", weights=4096.0)
+
+
+def of_a_script(trained: Callable[[Trial], Trained], bends: Bends = never) -> Callable[[Trial], Outcome]:
+    """As `losing`; a parity trial says what it trained."""
+
+    def answer(asked: Trial) -> Outcome:
+        ran = losing(bends)(asked)
+        return replace(ran, trained=trained(asked)) if asked.exam == "parity" else ran  # type: ignore[arg-type]
+
+    return answer
+
+
+def scripted(answer: Callable[[Trial], Outcome], winner: Record | None = None) -> Certifying:
+    reference = timed(trial("ddp", 4, settings={BUCKET: 7}), 1)
+    winner = winner or timed(trial("zero2", 16, settings={BUCKET: 7, OVERLAP: False}), 60)
+    return certifying(answer, winner, reference=reference, alike=True)
+
+
+def test_a_script_is_compared_at_the_micro_batch_that_both_configs_fit() -> None:
+    run = scripted(of_a_script(lambda asked: SAME))
+    assert [(one.rung, one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [
+        ("zero2", 4, 1),
+        ("ddp", 4, 1),
+    ]
+    parity = run.certified.certificate.parity
+    assert parity is not None
+    assert (parity.reference, parity.within) == ("ddp", True)
+    assert run.certified.certificate.passed
+
+
+def test_under_a_global_batch_both_configs_of_a_script_accumulate_alike() -> None:
+    run = scripted(of_a_script(lambda asked: SAME), timed(trial("zero2", 12, accumulation=2, settings={BUCKET: 7}), 60))
+    assert [(one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [(4, 6), (4, 6)]
+
+
+def test_a_knob_that_changes_a_scripts_losses_is_taken_back() -> None:
+    run = scripted(of_a_script(lambda asked: SAME, by_overlap))
+    parity = run.certified.certificate.parity
+    assert parity is not None
+    assert (parity.taken_back, parity.within) == (OVERLAP, True)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (Trained(samples="13.000000", weights=4096.0), "draws other samples in each run"),
+        (Trained(samples=None, weights=4096.0), "samples of the script were not seen"),
+        (Trained(samples="12.000000", weights=4096.1), "begins with other weights"),
+        (Trained(samples="12.000000", weights=None), "weights with which it begins were not seen"),
+    ],
+)
+def test_losses_of_a_script_that_trained_something_else_accuse_no_knob(other: Trained, why: str) -> None:
+    run = scripted(of_a_script(lambda asked: SAME if asked.rung == "ddp" else other, by_overlap))
+    certificate = run.certified.certificate
+    assert certificate.parity is None
+    assert not certificate.failures
+    assert why in run.said
+
+
+def test_weights_that_were_summed_in_another_order_are_the_same() -> None:
+    nearly = Trained(samples="12.000000", weights=4096.0 * (1 + 1e-12))
+    run = scripted(of_a_script(lambda asked: SAME if asked.rung == "ddp" else nearly))
+    assert run.certified.certificate.passed

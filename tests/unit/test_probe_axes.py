@@ -115,6 +115,11 @@ def test_capacity_asks_every_rung_of_the_ladder(tmp_path: Path) -> None:
     assert question.repeats == 1
 
 
+def test_a_long_phase_of_a_large_micro_batch_is_no_hang_where_the_largest_is_looked_for(tmp_path: Path) -> None:
+    limits = ask(tmp_path, capacity=True).settings.profile.limits
+    assert limits.stall_s == limits.init_s > ask(tmp_path).settings.profile.limits.stall_s
+
+
 def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: Path) -> None:
     question = ask(tmp_path, gpus="1,2,4")
     assert {axis.name: axis.values for axis in question.axes}["gpus"] == (1, 2, 4)

@@ -60,8 +60,9 @@ def private(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def __init__(self, no_monitor: bool = False, include_log_monitor: bool = True) -> None:
             self.monitors = (not no_monitor, include_log_monitor)
 
-    for name in ("ray", "ray._private", "ray._private.node", "ray._private.parameter"):
+    for name in ("ray", "ray._private", "ray._private.node", "ray._private.parameter", "ray._private.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["ray._private.utils"].get_dashboard_dependency_error = lambda: None  # type: ignore[attr-defined]
     sys.modules["ray._private.node"].Node = Node  # type: ignore[attr-defined]
     sys.modules["ray._private.parameter"].RayParams = RayParams  # type: ignore[attr-defined]
     return SimpleNamespace(Node=Node, RayParams=RayParams)
@@ -78,6 +79,15 @@ def test_rays_monitors_are_not_started_inside_and_are_again_after(private: Simpl
     assert started() == ((True, True), "started")
 
 
+def test_the_node_has_the_small_agent_which_listens_on_no_fixed_port(private: SimpleNamespace) -> None:
+    from ray._private import utils
+
+    assert utils.get_dashboard_dependency_error() is None
+    with without_monitors():
+        assert isinstance(utils.get_dashboard_dependency_error(), ImportError)
+    assert utils.get_dashboard_dependency_error() is None
+
+
 @pytest.mark.parametrize("missing", ["ray._private.node", "ray._private.parameter"])
 def test_a_ray_with_other_names_starts_as_usual(
     private: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -88,9 +98,11 @@ def test_a_ray_with_other_names_starts_as_usual(
 
 
 def test_the_installed_ray_still_has_the_names_that_are_changed() -> None:
+    from ray._private import utils
     from ray._private.parameter import RayParams
 
     with without_monitors():
         params = RayParams()
+        assert isinstance(utils.get_dashboard_dependency_error(), ImportError)
     assert params.no_monitor is True
     assert params.include_log_monitor is False

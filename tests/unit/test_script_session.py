@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autods.trial.script import hooks
 from autods.trial.script.session import Session
 from autods.trial.spec import RankJob
 from autods.values import WorkloadSource
@@ -82,3 +83,30 @@ def test_a_kind_may_fill_the_file_and_merge_in_its_own_way():
     own.merge = lambda users: dict(users)
     assert own.final({"steps_per_print": 7, "wandb": {}}, own_optimizer=False) == {"steps_per_print": 7}
     assert Path(own.job.folder) == Path("/f")
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What happens, in order, when a script of so many steps ends its process group, or one of some ranks."""
+    seen: list[object] = []
+
+    def ended(steps: int, *group: object) -> list[object]:
+        one = session(exam="worst_case")
+        one.engine, one.clock.times = object(), [0.1] * steps
+        hooks._ended(one, seen.append, *group)
+        return seen
+
+    monkeypatch.setattr(Session, "ended", lambda self: seen.append("examined"))
+    return ended
+
+
+def test_what_is_left_of_an_exam_is_done_before_the_script_ends_its_process_group(ended):
+    assert ended(3) == ["examined", None]
+
+
+def test_a_script_that_ended_too_early_is_not_examined(ended):
+    assert ended(0) == [None]
+
+
+def test_a_group_of_some_ranks_may_end_at_any_time(ended):
+    assert ended(3, "some ranks") == ["some ranks"]

@@ -28,3 +28,10 @@ def test_names_are_unique_and_every_row_names_its_source() -> None:
 def test_memory_rows_have_a_tier_and_others_have_none() -> None:
     for row in rows():
         assert (row.tier is not None) == (row.kind in ("out_of_memory", "memory_pressure")), row.name
+
+
+@pytest.mark.parametrize("name", ["BloomPreTrainedModel", "RoomImpulse", "zoom"])
+def test_a_name_with_two_os_and_an_m_is_no_word_about_memory(name: str) -> None:
+    said = f"ImportError: cannot import name '{name}' from 'transformers'"
+    row = first_match(said, type="ImportError", stack="")
+    assert row is None or "memory" not in row.name

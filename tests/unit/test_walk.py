@@ -272,3 +272,32 @@ def test_after_the_host_ran_out_no_rung_that_keeps_as_much_there_is_tried(tier: 
     assert "zero3-offload" not in tried
     reason = next(skip.reason for skip in walked.skipped if skip.rung == "zero3-offload")
     assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
+
+
+TOO_SMALL = replace(failed(action="fix_code", evidence="Expected more than 1 value"), wants_larger_batch=True)
+
+
+def walked_with_least(least: int) -> tuple[Walked, ScriptedRunner]:
+    """Of a model that needs so many samples; zero2 is the first rung that fits."""
+
+    def answer(trial: Trial) -> Outcome:
+        fits_or_not = FITS if trial.rung == "zero2" else OOM
+        return TOO_SMALL if trial.knobs.micro_batch < least else fits_or_not
+
+    runner = ScriptedRunner(answer)
+    return walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+
+
+def test_what_cannot_be_trained_with_one_sample_is_tried_with_more_and_no_rung_asks_again() -> None:
+    walked, runner = walked_with_least(3)
+    sizes = [trial.knobs.micro_batch for trial in runner.trials]
+    assert sizes == [1, 2] + [4] * (len(sizes) - 2)
+    assert walked.winner is not None
+    assert (walked.winner.trial.rung, walked.winner.trial.knobs.micro_batch) == ("zero2", 4)
+
+
+def test_what_wants_ever_more_samples_stops_the_walk() -> None:
+    walked, runner = walked_with_least(100)
+    assert [trial.knobs.micro_batch for trial in runner.trials] == [1, 2, 4, 8]
+    assert walked.stopped is not None
+    assert walked.stopped.outcome == TOO_SMALL

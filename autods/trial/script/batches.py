@@ -52,7 +52,7 @@ class Batches:
         """Whether it is a whole micro batch: what is left at the end of the data is not. Raises WorkloadError when the
         first batch already has another size."""
         self.seen += 1
-        tensors = list(_tensors(given))
+        tensors = list(tensors_in(given))
         shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()]
         if self.seen == 1:
             self.tokens_per_sample = tokens_per_sample(tuple(tensors))
@@ -64,7 +64,7 @@ class Batches:
 
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember the batch when it is the longest so far."""
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         elements = sum(tensor.numel() for tensor in tensors)
         if tensors and elements > self._elements:
             self._elements, self._kept = elements, (args, dict(kwargs))
@@ -86,7 +86,7 @@ class Batches:
         loss = loss_of(out)
         if loss is not None:
             return float(loss)
-        first = next((one for one in _tensors((out,)) if one.is_floating_point()), None)
+        first = next((one for one in tensors_in((out,)) if one.is_floating_point()), None)
         return None if first is None else float(first.double().mean())
 
     def _check(self, shapes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
@@ -125,7 +125,7 @@ def _mend(place: Place | None) -> str:
     return f"{said} take the size from the command line, given as {{micro_batch_size}} after --"
 
 
-def _tensors(given: Any) -> Iterator[Any]:
+def tensors_in(given: Any) -> Iterator[Any]:
     """All tensors in it, through dicts, tuples and lists."""
     import torch
 
@@ -133,7 +133,7 @@ def _tensors(given: Any) -> Iterator[Any]:
         yield given
     elif isinstance(given, Mapping):
         for one in given.values():
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif isinstance(given, tuple | list):
         for one in given:
-            yield from _tensors(one)
+            yield from tensors_in(one)

@@ -47,7 +47,7 @@ def _forward(session: Session, engine: Any, real: Any, *args: Any, **kwargs: Any
     session.forward(args, kwargs, training=training)
     out = real(*args, **kwargs)
     if training:
-        session.lost(loss_of(out))
+        session.forwarded(loss_of(out))
     return out
 
 

@@ -31,12 +31,15 @@ KINDS: Mapping[ScriptKind, str] = {"hf_trainer": "huggingface", "accelerate": "a
 def install(session: Session) -> None:
     """For the rest of this process."""
     import deepspeed
+    import torch
 
     if session.job.job == "survey":
         pipeline.lay_out()
     real = deepspeed.initialize
     everywhere(real, "initialize", functools.wraps(real)(functools.partial(_initialize, session, real)))
     everywhere(deepspeed.zero.Init, "Init", _partitioning(session, deepspeed.zero.Init))
+    ends = torch.distributed.destroy_process_group
+    everywhere(ends, "destroy_process_group", functools.wraps(ends)(functools.partial(_ended, session, ends)))
     kind = session.job.source.script_kind
     if kind is not None and kind in KINDS:
         importlib.import_module(f".{KINDS[kind]}", __package__).install(session)
@@ -73,6 +76,13 @@ def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
     session.began(made[0])
     watch(made[0], session)
     return made
+
+
+def _ended(session: Session, real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """The last moment at which the ranks can talk is the end of what a trial may do."""
+    if group is None or group is importlib.import_module("torch.distributed").group.WORLD:
+        session.parts()
+    return real(group, *args, **kwargs)
 
 
 def _only_serves(asked: Mapping[str, Any], users: Mapping[str, Any]) -> bool:

@@ -20,7 +20,9 @@ _LOCAL_RANK = ("--local_rank", "--local-rank")
 # What torch says on a machine without CUDA, whichever door the script tried.
 _NO_CUDA = re.compile(
     r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|_cuda_|CUDA driver initialization|invalid device ordinal"
-    r"|Attempting to deserialize object on a CUDA device|torch\.cuda is not available|CUDA is not available",
+    r"|Attempting to deserialize object on a CUDA device|torch\.cuda is not available|CUDA is not available"
+    r"|requires? (?:CUDA|an? (?:NVIDIA )?GPU)|CUDA is required|CUDA_HOME|'nvcc'"
+    r"|No GPUs? (?:was |were )?(?:found|available)",
     re.IGNORECASE,
 )
 
@@ -39,7 +41,8 @@ def install(job: RankJob, slot: int, store: socket.socket | None) -> None:
 
 def told_of_cuda(error: BaseException, place: Place | None) -> WorkloadError | None:
     """The error of a script that wants CUDA where CPU ranks stand in for GPUs, in words that help; None: another."""
-    if not isinstance(error, Exception) or not _NO_CUDA.search(str(error)):
+    counts = isinstance(error, ZeroDivisionError) and place is not None and "device_count" in place.code
+    if not isinstance(error, Exception) or not (counts or _NO_CUDA.search(str(error))):
         return None
     at = f"{place}" if place else None
     return WorkloadError(

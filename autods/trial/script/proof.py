@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...outcomes import Examined
 from .. import exam as exams
 from ..longest import Longest
 from ..rendezvous import Ranks
 from ..spec import RankJob
 from .batches import Batches
 
-_SAMPLES = "losses were not compared with another config's: a script draws its own samples"
+_APART = "the longest batch, evaluation and the checkpoint were not checked: the script ended its process group"
 _UNSEEN = "evaluation was not run and the loaded checkpoint not compared: the engine was given no tensors to repeat"
 _ENDED = "the script ended before a step was trained between saving and loading its checkpoint"
 
@@ -32,7 +33,7 @@ class Proof:
     ranks: Ranks
     steps: int
     examined: dict[str, Any] | None = None
-    _left_out: tuple[str, ...] = (_SAMPLES,)
+    _left_out: tuple[str, ...] = ()
     _parts: Generator[int, None, dict[str, Any]] | None = field(default=None)
 
     def goes_on(self) -> bool:
@@ -51,6 +52,8 @@ class Proof:
         self._left_out = (_ENDED, *self._left_out)
         while self.examined is None and torch.distributed.is_initialized():
             self.goes_on()
+        if self.examined is None:
+            self.examined = asdict(Examined(batch_shape=(), draws=0, left_out=(_APART,)))
 
     def _said(self, examined: dict[str, Any]) -> dict[str, Any]:
         """With what a script leaves out. Where no batch was seen none was evaluated, whatever the exam believes."""

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...values import WorkloadSource
 from ...workload import WorkloadError
 from ...workload.script import filled
 from ..spec import RankJob
 from . import guard, hooks, machine
 from .session import Enough, Session
-from .users import of_traceback, refusal
+from .users import refusal
+from .words import before_it_left, in_words
 
 _TOLD = 20  # files
 
@@ -38,30 +40,33 @@ def run(
     """
     session = session_of(job=job, slot=slot, observer=observer, leave=leave)
     machine.install(job, slot, store)
-    hooks.install(session)
+    try:
+        hooks.install(session)
+    except ImportError as error:  # of the library that the script's kind is named after
+        raise in_words(error, session.job) from error
     session.batches.watch_loaders()
     pid = os.getpid()
     overlay = guard.install(session)
     _prepare(session)
     observer("build", 0)
+    died: BaseException | None = None
     try:
-        runpy.run_path(job.source.path, run_name="__main__")
+        _as_main(job.source)
     except Enough:
         pass
     except BaseException as error:
         if os.getpid() != pid:
             _end_child(session, error)
         if not session.over and not _left_quietly(error):
-            said = _in_words(error, session)
-            if said is error:
-                raise
-            raise said from error
+            died = before_it_left(error, session)
     if os.getpid() != pid:
         os._exit(0)  # a child that it forked and let run on
+    if died is not None:
+        _raise(died, session)
     if overlay.wrote:
         print(f"autods: kept out of your folders: {', '.join(overlay.wrote[:_TOLD])}", flush=True)
     if session.failure is not None:
-        raise _in_words(session.failure, session)
+        _raise(session.failure, session)
     if not session.over:
         _check_ended_well(session)
         session.ended()
@@ -82,12 +87,28 @@ def _prepare(session: Session) -> None:
     }
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *filled(job.source.argv, values)]
-    sys.path.insert(0, str(Path(job.source.path).parent))
+    sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True
+
+
+def _as_main(source: WorkloadSource) -> None:
+    """As `python FILE` or `python -m MODULE`."""
+    if source.module is None:
+        runpy.run_path(source.path, run_name="__main__")
+    else:
+        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
 
 
 def _left_quietly(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _raise(error: BaseException, session: Session) -> NoReturn:
+    """What ended the script, in words that help where there are any."""
+    said = in_words(error, session.job)
+    if said is error:
+        raise error
+    raise said from error
 
 
 def _end_child(session: Session, error: BaseException) -> NoReturn:
@@ -117,27 +138,3 @@ def _check_ended_well(session: Session) -> None:
             f"and a trial needs {wanted} at least",
             mend="give it more data, more epochs or a larger max_steps after --",
         )
-
-
-def _in_words(error: BaseException, session: Session) -> BaseException:
-    """What ended the script, said in its own terms where the exception alone does not."""
-    place = of_traceback(error)
-    if session.job.device == "cpu" and (said := machine.told_of_cuda(error, place)) is not None:
-        return said
-    if isinstance(error, EOFError) and _waits_for_input(error):
-        mend = "give it the answer as an argument, or in a file"
-        return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
-    if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
-        mend = f"install it into the Python that autods runs in, {sys.executable}"
-        return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
-    if isinstance(error, SystemExit):
-        how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
-        return refusal(f"it left {how}", mend="why may stand in its log, above the end", at=place)
-    if isinstance(error, AssertionError) and "min_capacity" in str(error):
-        what = f"its experts take no batch of so few tokens as micro batch {session.job.micro_batch} has (min_capacity)"
-        return refusal(what, mend="give MoE(…, min_capacity=0): trials begin with micro batch 1", at=place)
-    return error
-
-
-def _waits_for_input(error: BaseException) -> bool:
-    return "EOF when reading a line" in str(error)

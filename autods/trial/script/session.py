@@ -19,6 +19,7 @@ from ..spec import RankJob
 from ..traffic import Traffic, backend
 from .batches import Batches
 from .clock import Clock
+from .parity import Parity
 from .proof import Proof
 from .users import refusal
 
@@ -67,6 +68,8 @@ class Session:
     _pid: int = field(default_factory=os.getpid)
     _insisted: int = 0
     _proof: Proof | None = None
+    _parity: Parity | None = None
+    _trained: dict[str, Any] | None = None  # `outcomes.Trained`
     _peaks: dict[str, int | None] | None = None
     _counted: int | None = None  # the steps before the exam
 
@@ -151,6 +154,9 @@ class Session:
         """The engine is there."""
         self.engine = engine
         self.traffic.listen(backend())
+        if self.job.exam == "parity":
+            self._parity = Parity(self._ranks())
+            self._parity.began(engine)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A forward begins."""
@@ -165,6 +171,9 @@ class Session:
         self._whole &= self.batches.saw((*args, *kwargs.values()), self.job.micro_batch)
         if self.job.exam == "worst_case":
             self.batches.keep(args, kwargs)
+        if self._parity is not None:
+            self._next_micro_batch()
+            self._parity.forward(args, kwargs)
 
     def other(self, phase: Phase) -> None:
         """Something between the steps that is no training."""
@@ -175,6 +184,12 @@ class Session:
         """A part of a training step begins."""
         self.observer(phase, self.steps)
 
+    def forwarded(self, loss: Any) -> None:
+        """A training forward has ended, with a loss where the model returns one."""
+        if self._parity is not None:
+            self._parity.forwarded()
+        self.lost(loss)
+
     def lost(self, loss: Any) -> None:
         """The loss of a micro batch, where it was seen."""
         if loss is not None:
@@ -182,6 +197,7 @@ class Session:
 
     def stepped(self, *, boundary: bool) -> None:
         """The engine's step has ended. Ends the script when that was the last one that the trial needs."""
+        self._next_micro_batch()
         if boundary:
             self.observer.meter.synchronize()
             self.traffic.end()
@@ -192,7 +208,9 @@ class Session:
         if self._proof is not None:
             self._prove()
             return
-        if self._whole and self.loss is not None:
+        if self._parity is not None:
+            self._parity.stepped()
+        elif self._whole and self.loss is not None:
             self.losses.append(finite(self.loss, self.steps - 1))
         self.loss, self._whole = None, True
         if self._has_enough():
@@ -204,7 +222,26 @@ class Session:
             self._proof = self._proof or self._begun()
             if self._at_work(self._proof.goes_on):
                 return
+        self._conclude()
         self.finish()
+
+    def _next_micro_batch(self) -> None:
+        """Where losses are compared, those of all micro batches count; a trainer's step comes after several."""
+        if self._parity is not None:
+            self._parity.lost(self.loss)
+            self.loss = None
+
+    def _conclude(self) -> None:
+        """What the losses of a parity trial belong to; while the ranks can still talk."""
+        import torch
+
+        if self._parity is not None and self._trained is None and torch.distributed.is_initialized():
+            self.losses, self._trained = self._parity.losses, self._parity.said()
+
+    def parts(self) -> None:
+        """The script ends its process group. If it has trained too few steps, its end says so."""
+        if self.engine is not None and not self.over and len(self.clock.times) > self.job.steps.warmup:
+            self.ended()
 
     def ended(self) -> None:
         """The script ended by itself: what is left of the exam is done without its steps."""
@@ -212,6 +249,8 @@ class Session:
             proof = self._proof = self._proof or self._begun()
             self._at_work(proof.ends_without_steps)
             self.over = True
+        elif self.job.exam == "parity" and not self.over:
+            self._conclude()
 
     # What it comes to.
 
@@ -225,6 +264,7 @@ class Session:
             "steps_s": sum(times),
             "losses": tuple(self.losses),
             "examined": None if self._proof is None else self._proof.examined,
+            "trained": self._trained,
             "communication": self.traffic.said(),
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
             "tokens_per_sample": self.batches.tokens_per_sample,
