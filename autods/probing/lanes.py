@@ -65,13 +65,12 @@ def side_by_side(
             thread.start()
         work_off(bench)
         _join(threads)
-    except BaseException:
+    except BaseException as error:
+        cause = wrong[0] if wrong else error  # another's end may have ended us
         if threads:
             bench.stop()
         _join(threads)
-        if wrong:  # whose end ended us
-            raise wrong[0] from None
-        raise
+        raise cause from None
     if wrong:
         raise wrong[0]
     return found

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,8 @@ def ladder() -> Iterator[Row]:
             one = ended(begin_fit(DEMO, out, "--gpus", "4", *asked, short_config(out.parent)), out)
         with folder() as out, cluster(2, 2) as address:
             two = ended(begin_fit(DEMO, out, *TWO, "--address", address, *asked, short_config(out.parent)), out)
-        walks = [
-            [rung_of(record) for record in each["records"] if record["trial"]["purpose"] == "walk"]
-            for each in (one, two)
-        ]
-        for first, second in zip(*walks, strict=True):
+        not_tried = {"rung": "-", "kind": "", "said": "not tried"}
+        for first, second in zip_longest(walked(one), walked(two), fillvalue=not_tried):
             yield {
                 "limit": memory,
                 "rung": first["rung"],
@@ -183,7 +181,7 @@ def head() -> Iterator[Row]:
             yield {
                 "event": "head killed in forward",
                 "reported": last_error(one.out),
-                "ranks gone s": round(gone_s, 2),
+                "ranks and zygotes gone s": round(gone_s, 2),
                 "then": f"exit {code} after {time.monotonic() - began:.1f} s",
             }
         (one.out / "fault.json").unlink()

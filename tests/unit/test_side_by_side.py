@@ -75,8 +75,9 @@ def test_where_there_is_no_room_for_a_second_they_come_one_after_the_other(tmp_p
     ]
 
 
-def test_what_ends_one_ends_the_other_and_its_trial_is_no_failure(tmp_path: Path) -> None:
-    """The second's disk is full while the first's trial runs: it is stopped, and asked again by the next run."""
+@pytest.mark.parametrize("first_breaks", [True, False])
+def test_what_ends_one_ends_the_other_and_its_trial_is_no_failure(tmp_path: Path, first_breaks: bool) -> None:
+    """The disk is full for one while the other's trial runs: that is stopped, and asked again by the next run."""
     running = threading.Event()
 
     def hangs(trial: Trial) -> Outcome:
@@ -88,7 +89,7 @@ def test_what_ends_one_ends_the_other_and_its_trial_is_no_failure(tmp_path: Path
         assert running.wait(WAITS_S)
         return failed(failure="infrastructure", action="fix_environment", evidence="the disk is full")
 
-    bench = two(hangs, breaks)
+    bench = two(breaks, hangs) if first_breaks else two(hangs, breaks)
     question = capacity(tmp_path, parallel=2)
     with pytest.raises(EnvironmentBroken, match="the disk is full"):
         probed(question, bench)

@@ -202,6 +202,26 @@ def test_markup_in_what_the_users_code_says_is_not_interpreted() -> None:
         assert "[/red] [bold]KeyError" in out.getvalue()
 
 
+def test_trials_that_run_side_by_side_have_a_line_each() -> None:
+    listen = Progress(Console(file=io.StringIO()))
+
+    def now() -> list[str]:
+        out = io.StringIO()
+        Console(file=out, width=120).print(listen._now())
+        return out.getvalue().splitlines()
+
+    for id, rung in ((1, "ddp"), (2, "zero2")):
+        listen(TrialStarted(id=id, trial=record(id, rung, fit()).trial))
+    listen(TrialMoved(id=1, phase="backward", step=3))
+    first, second = now()
+    assert "ddp" in first
+    assert "backward, step 3" in first
+    assert "zero2" in second
+    listen(TrialFinished(record=record(1, "ddp", failure())))
+    (left,) = now()
+    assert "zero2" in left
+
+
 @pytest.mark.parametrize(
     ("visible", "option"),
     [((0, 1), "deepspeed --num_gpus 2 train.py"), ((2, 5), "deepspeed --include localhost:2,5 train.py")],
