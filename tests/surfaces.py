@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autods.cluster.scripted import fit, out_of_memory
+from autods.ds_config import start_settings
 from autods.forecast.values import Predicted, RungForecast
 from autods.journal import Journal, key_of
 from autods.ladder import Dimension, Rung, all_rungs
@@ -105,8 +106,7 @@ class Surface:
         """Of the fullest rank."""
         rung, knobs = self.rungs[trial.rung], trial.knobs
         rising = rung.state_bytes + self.sample_bytes[knobs.checkpointing] * knobs.micro_batch
-        buckets = sum(2.0 * value for key, value in knobs.settings.items() if key.endswith("bucket_size"))
-        return max(rung.floor_bytes, rising) + buckets
+        return max(rung.floor_bytes, rising) + _bucket_bytes(knobs.settings)
 
     def step_s(self, trial: Trial) -> float:
         """Without noise."""
@@ -158,20 +158,27 @@ class Surface:
         return {}
 
     def optimum(self, usable_bytes: float, names: Iterable[str], most: int = 4096) -> tuple[float, str]:
-        """The highest rate within the memory of any rung, micro batch and checkpointing with the best settings, and
-        what reaches it."""
+        """The highest rate within the memory of any rung, micro batch and checkpointing, and what reaches it: at the
+        speed of the best settings, in the memory that is left beside the buckets with which a rung starts."""
         best, what = 0.0, ""
+        facts, _ = self.survey()
         for name, recomputes in itertools.product(names, (True, False)):
             rung, with_ = self.rungs[name], "with" if recomputes else "without"
-            if rung.floor_bytes > usable_bytes:
+            start = start_settings(RUNGS[name], base={}, device_bytes=self.limit_bytes, facts=facts)
+            room = usable_bytes - _bucket_bytes(start)
+            if rung.floor_bytes > room:
                 continue
-            largest = min(most, int((usable_bytes - rung.state_bytes) / self.sample_bytes[recomputes]))
+            largest = min(most, int((room - rung.state_bytes) / self.sample_bytes[recomputes]))
             for size in {1, largest, min(largest, int(rung.cliff_at) if rung.cliff_at < most else largest)} - {0}:
                 trial = Trial(rung=name, knobs=Knobs(micro_batch=size, checkpointing=recomputes), purpose="grow")
                 rate = self.rate(trial) * (1 + self.distaste(trial))
                 if size <= largest and rate > best:
                     best, what = rate, f"{name}, micro batch {size}, {with_} checkpointing"
         return best, what
+
+
+def _bucket_bytes(settings: Mapping[str, Any]) -> float:
+    return sum(2.0 * value for key, value in settings.items() if key.endswith("bucket_size"))
 
 
 def _place(row: Dimension, value: Any) -> float:
