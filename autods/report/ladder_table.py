@@ -49,14 +49,21 @@ def untried(report: Report) -> dict[str, list[str]]:
 
 
 def _telling(report: Report, before: Record | str | None, record: Record) -> Record:
-    """Which of two trials of one rung stands for it: the one with the winning knobs, else a fit with the rung's own
-    optimizer, else the later one."""
+    """Which of two trials of one rung stands for it: the one with the winning knobs, else the fastest fit with the
+    rung's own optimizer, else the later one."""
     if not isinstance(before, Record):
         return record
-    if before.trial.rung == report.rung and before.trial.knobs == report.knobs:
-        return before
-    fits = isinstance(before.outcome, Fit) and before.trial.native_optimizer
-    return before if fits and record.trial.knobs != report.knobs else record
+    for one in (before, record):
+        if one.trial.rung == report.rung and one.trial.knobs == report.knobs:
+            return one
+    if not (isinstance(before.outcome, Fit) and before.trial.native_optimizer):
+        return record
+    usual = isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.native_optimizer
+    return max(before, record, key=_speed) if usual else before
+
+
+def _speed(record: Record) -> float:
+    return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
 
 
 def ladder_table(report: Report, *, wide: bool) -> Table:

@@ -231,7 +231,11 @@ class _Field:
         )
         won = next(one for record, one in close if is_alike(record, final.best))
         won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
-        reasons = {one.name: one.out or self._behind(one, won) for one in self.entrants if one is not won}
+        again: dict[str, float] = {}
+        for place in final.measured:
+            name = close[place][1].name
+            again[name] = max(again.get(name, 0.0), final.scores[place])
+        reasons = {one.name: one.out or self._behind(one, won, again) for one in self.entrants if one is not won}
         reasons[won.name] = f"{comparison(self.rules.score)[0]} of {len(standing)} that fit: {final.reason}"
         for one in self.entrants:  # every rung has a word, also where only its variant was worth a trial
             reasons.setdefault(one.candidate.rung.name, f"recomputing would only cost it time: see {one.name}")
@@ -239,8 +243,12 @@ class _Field:
         grown = replace(grown_by(won.climb), best=final.best)
         return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
 
-    def _behind(self, one: Entrant, won: Entrant) -> str:
+    def _behind(self, one: Entrant, won: Entrant, again: Mapping[str, float]) -> str:
+        """again: scores of those that were measured again; a first one that was lucky says nothing beside them."""
         _, times = comparison(self.rules.score)
+        if one.name in again and again.get(won.name):
+            ratio = again[one.name] / again[won.name]
+            return f"{one.said()} at first; measured again in turn, {ratio:.2f} {times} as {won.name}"
         return f"{one.said()}, {self._score(one) / self._score(won):.2f} {times} as {won.name}"
 
 

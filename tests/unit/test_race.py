@@ -326,6 +326,8 @@ def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Calla
     assert {(trial.steps.most_timed, trial.steps.spread) for trial in final} == {(finals.most_timed, finals.spread)}
     assert all(2 <= trial.steps.timed < finals.timed for trial in final)  # each takes seconds
     assert "measured again" in found.raced.reasons["ddp"]
+    flattered_one = found.raced.reasons["zero1"]  # its first timing was above the winner's
+    assert float(flattered_one.partition("measured again in turn, ")[2].partition(" times as fast as ddp")[0]) < 1
     assert found.best.outcome == machine.answer(found.best.trial)
 
 

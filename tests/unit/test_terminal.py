@@ -122,6 +122,19 @@ def test_the_winning_trial_stands_for_its_rung() -> None:
     assert row.id == 6
 
 
+def test_of_a_rung_that_lost_the_fastest_trial_is_shown() -> None:
+    trials = (
+        record(1, "ddp", fit(300.0, 1.8)),
+        record(2, "ddp", fit(320.0, 6.9), purpose="grow", knobs=Knobs(micro_batch=14)),
+        record(3, "ddp", fit(340.0, 6.1), purpose="grow", knobs=Knobs(micro_batch=31)),
+        record(4, "ddp", oom("backward"), purpose="grow", knobs=Knobs(micro_batch=64)),
+        *fitting_report().trials,
+    )
+    row = rows_of(replace(fitting_report(), trials=trials))["ddp"]
+    assert isinstance(row, Record)
+    assert row.id == 2
+
+
 def test_a_rung_that_fits_only_with_a_stand_in_optimizer_is_not_shown_as_fitting() -> None:
     trials = (
         record(1, "zero2-offload", fit(), native_optimizer=False),
