@@ -43,9 +43,9 @@ class Call:
     argv: Sequence[str]
 
 
-def as_module(workload: str) -> str:
-    """How a workload is written that is started with `python -m`: of `-m`, as `workload.modules` reads it."""
-    return f"module:{workload}"
+def named(workload: str, *, module: bool) -> str:
+    """The workload as `workload.modules` reads it: with -m it is a module."""
+    return f"module:{workload}" if module else workload
 
 
 def ended_by(error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import options
-from .calls import Call, as_module, ended_by
+from .calls import Call, ended_by, named
 
 if TYPE_CHECKING:
     from ..events import Event, Listener
@@ -80,9 +80,7 @@ def fit_command(
         "forecast": not no_forecast, "objective": objective, "stop": stop, "max_trials": max_trials,
         "max_time": max_time, "zero_init": zero_init, "kind": kind, "script_args": tuple(script_args or ()),
     }  # fmt: skip
-    return _fit(
-        context.obj, as_module(workload) if module else workload, asked, fresh=fresh, as_json=as_json, quiet=quiet
-    )
+    return _fit(context.obj, named(workload, module=module), asked, fresh=fresh, as_json=as_json, quiet=quiet)
 
 
 def _fit(call: Call, workload: str, asked: dict[str, Any], *, fresh: bool, as_json: bool, quiet: bool) -> int:

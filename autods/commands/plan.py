@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import options
-from .calls import Call, as_module, ended_by
+from .calls import Call, ended_by, named
 
 if TYPE_CHECKING:
     from ..forecast.events import ForecastListener
@@ -75,7 +75,7 @@ def plan_command(
         "kind": kind, "script_args": tuple(script_args or ()),
         "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "largest": largest,
     }  # fmt: skip
-    return _plan(context.obj, as_module(workload) if module else workload, asked, as_json=as_json, quiet=quiet)
+    return _plan(context.obj, named(workload, module=module), asked, as_json=as_json, quiet=quiet)
 
 
 def _plan(call: Call, workload: str, asked: dict[str, Any], *, as_json: bool, quiet: bool) -> int:

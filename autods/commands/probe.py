@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .. import options
-from .calls import Call, as_module, ended_by
+from .calls import Call, ended_by, named
 
 if TYPE_CHECKING:
     from ..events import Event, Listener
@@ -98,7 +98,7 @@ def probe_command(
     }  # fmt: skip
     return _probe(
         context.obj,
-        as_module(workload) if module else workload,
+        named(workload, module=module),
         asked,
         fresh=fresh,
         csv=csv,

@@ -43,7 +43,7 @@ def compare(
     plain = reference.trial
     if is_same_maths(winner, plain):
         return Compared()
-    batch = cut_alike(plain.knobs, winner.knobs) if not alike else cut_the_same(plain.knobs, winner.knobs)
+    batch = (cut_the_same if alike else cut_alike)(plain.knobs, winner.knobs)
     comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes, batch=batch if alike else None)
     ran = comparing.run(winner)
     if isinstance(ran, str):
