@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from ..outcomes import Fit, Outcome, OutOfMemory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Turn:
-    """A trial under way. others: how many ran on one of its machines meanwhile."""
+    """A trial under way, itself alone: two on the same machines are never one. others: how many ran on one of its
+    machines meanwhile."""
 
     hosts: frozenset[str]
     others: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -156,6 +157,20 @@ def test_a_trial_knows_how_many_were_on_its_machines_meanwhile() -> None:
         with turns.beside(frozenset({"c"})) as elsewhere:
             pass
     assert (wide.others, narrow.others, elsewhere.others) == (1, 1, 0)
+
+
+def test_trials_of_the_same_machine_end_in_any_order() -> None:
+    turns, hosts = Turns(), frozenset({"a"})
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as third:
+        one = first.enter_context(turns.beside(hosts))
+        with turns.beside(hosts) as two:
+            pass
+        assert (one.others, two.others) == (1, 1)
+        three = third.enter_context(turns.beside(hosts))
+        first.close()
+        with turns.beside(hosts) as four:
+            pass
+    assert (one.others, three.others, four.others) == (2, 2, 1)
 
 
 def test_what_a_machine_shares_may_be_the_others_fault_and_a_devices_memory_is_not() -> None:
