@@ -47,24 +47,11 @@ def foreseeing(
     allocator = alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
     if allocator.said is not None:
         listen(Note(text=allocator.said))
-    stages = {rung.name: rung.stage for rung in settings.ladder}
-
-    def ask_of(trial: Trial) -> Ask:
-        return Ask(
-            rung=trial.rung,
-            ds_config=without_monitors(config_of(trial)),
-            world_size=settings.gpus,
-            ranks_per_node=settings.ranks_per_node,
-            device_bytes=settings.device_bytes,
-            device=settings.device,
-            checkpointing=trial.knobs.checkpointing,
-            zero_init=settings.source.zero_init and stages[trial.rung] == 3,
-        )
 
     with (start or _simulator)(settings.source) as simulator:
         foreseer = Foreseer(
             simulator=simulator,
-            ask_of=ask_of,
+            ask_of=_asking(settings, config_of),
             key_of=key_of,
             limits=_limits(settings),
             emulated=settings.device == "cpu" or settings.device_bytes_asked,
@@ -87,6 +74,25 @@ def foreseeing(
             yield spared
         finally:
             foreseer.close()
+
+
+def _asking(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]) -> Callable[[Trial], Ask]:
+    """From a trial to the engine that its forecast simulates."""
+    stages = {rung.name: rung.stage for rung in settings.ladder}
+
+    def ask_of(trial: Trial) -> Ask:
+        return Ask(
+            rung=trial.rung,
+            ds_config=without_monitors(config_of(trial)),
+            world_size=settings.gpus,
+            ranks_per_node=settings.ranks_per_node,
+            device_bytes=settings.device_bytes,
+            device=settings.device,
+            checkpointing=trial.knobs.checkpointing,
+            zero_init=settings.source.zero_init and stages[trial.rung] == 3,
+        )
+
+    return ask_of
 
 
 def _limits(settings: Settings) -> Mapping[Tier, int]:

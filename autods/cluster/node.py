@@ -1,6 +1,6 @@
 """One node's side of a trial: owns the zygote, hands it jobs, and starts another one when it dies.
 
-Plain Python; `runner.py` makes it a Ray actor.
+Plain Python; `mustering` makes it a Ray actor.
 """
 
 from __future__ import annotations

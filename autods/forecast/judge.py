@@ -41,9 +41,8 @@ def judged(
 
     limits: bytes, where known: device and pinned a rank, host and nvme a node. emulated: the device's limit is a budget
     of torch's allocator on a larger card, as a fit with --gpu-memory sets it, and what lies beside the allocator does
-    not count. calibration: None: no trial has been seen. exact: whether it was simulated in full;
-    None: it was if it has a trace, which estimates by `formulas` have not. need: where an estimate found
-    it by another way.
+    not count. calibration: None: no trial has been seen. exact: whether it was simulated in full; None: it was if it
+    has a trace, which estimates by `formulas` have not. need: where an estimate found it by another way.
     """
     rows = constants or read_constants()
     exact = bool(simulated.traces) if exact is None else exact
