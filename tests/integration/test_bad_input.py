@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from bad_workloads import FILLING, GOOD, IN_A_TRIAL, IN_THE_SURVEY, ON_SIGHT, TALKING
 from conftest import ignore, question
+from wrong import is_one_message
 
 from autods.api import settle
 from autods.cli import UseCases, main
@@ -66,15 +67,6 @@ def model(tmp_path):
         return path
 
     return write
-
-
-def is_one_message(said: str, *, where: str, says: str) -> bool:
-    """Where, then what, then how to mend it, in two lines (three where the input is quoted)."""
-    assert "Traceback" not in said
-    assert 1 <= len(said.splitlines()) <= 3
-    assert said.startswith(f"error: {where}"), said
-    assert says in said.splitlines()[0], said
-    return True
 
 
 def place(path: Path, line: int | None) -> str:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
 from conftest import ignore
-from test_scripts import a_trial
+from script_trials import a_trial
+from wrong import is_one_message
 
 from autods.api import settle
 from autods.cli import UseCases, main
@@ -62,14 +63,6 @@ def autods(started, capsys):
         return capsys.readouterr().err
 
     return autods
-
-
-def is_one_message(said, *, where, says):
-    assert "Traceback" not in said
-    assert 1 <= len(said.splitlines()) <= 3
-    assert said.startswith(f"error: {where}"), said
-    assert says in said.splitlines()[0], said
-    return True
 
 
 @pytest.mark.parametrize("fault", IN_THE_SURVEY)

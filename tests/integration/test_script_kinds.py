@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ignore
+from script_trials import a_trial, untouched
 
 from autods.cluster.runner import RayRunner
 from autods.errors import InputError
@@ -19,11 +18,9 @@ from autods.hardware import look
 from autods.outcomes import Failed, Fit, OutOfMemory
 from autods.report import to_dict
 from autods.settings import resolve
-from autods.values import Knobs, Steps, Trial
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"
-STEPS = Steps(warmup=1, timed=3, most_timed=3)
 
 SIZES = ("--per_device_train_batch_size", "{micro_batch_size}")
 ACCUMULATION = ("--gradient_accumulation_steps", "{gradient_accumulation_steps}")
@@ -44,12 +41,8 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory):
-    """The folder of somebody's scripts; it has to be the same at the end."""
-    folder = tmp_path_factory.mktemp("users") / "project"
-    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    before = digest(folder)
-    yield folder
-    assert digest(folder) == before
+    with untouched(SCRIPTS, tmp_path_factory.mktemp("users") / "project") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +83,6 @@ def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path
     (tmp_path / "report.json").unlink()
     assert fit(settings, listen=ignore).rung == "zero2"
     assert (tmp_path / "journal.jsonl").read_text() == rows
-
-
-def digest(folder):
-    """Of all names and contents below."""
-    said = hashlib.sha256()
-    for file in sorted(folder.rglob("*")):
-        said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
-    return said.hexdigest()
-
-
-def a_trial(rung, *, micro_batch=4, accumulation=2, **said):
-    settings = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
-    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
-    return Trial(rung=rung, knobs=knobs, purpose="walk", native_optimizer=False, **{"steps": STEPS, **said})
 
 
 @pytest.mark.parametrize("rung", ["ddp", "zero2", "zero3"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ignore
+from script_trials import a_trial, untouched
 
 from autods.cluster.runner import RayRunner
 from autods.events import Note
@@ -19,7 +18,6 @@ from autods.hardware import look
 from autods.outcomes import Fit, OutOfMemory
 from autods.search.parity import apart_from_the_start, difference
 from autods.settings import resolve
-from autods.values import Knobs, Steps, Trial
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -32,17 +30,12 @@ STYLES = {
     "partition": ("with_partition.py", ("{ds_config}",)),
 }
 PIPELINE = ("with_stages.py", ("{ds_config}",))
-STEPS = Steps(warmup=1, timed=3, most_timed=3)
 
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory):
-    """The folder of somebody's scripts; it has to be the same at the end."""
-    folder = tmp_path_factory.mktemp("users") / "project"
-    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    before = digest(folder)
-    yield folder
-    assert digest(folder) == before
+    with untouched(SCRIPTS, tmp_path_factory.mktemp("users") / "project") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +77,6 @@ def runner_of(ray, asked):
             return started[style]
 
         yield runner_of
-
-
-def digest(folder):
-    """Of all names and contents below."""
-    said = hashlib.sha256()
-    for file in sorted(folder.rglob("*")):
-        said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
-    return said.hexdigest()
-
-
-def a_trial(rung, *, micro_batch=4, accumulation=2, **said):
-    settings = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
-    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
-    return Trial(rung=rung, knobs=knobs, purpose="walk", native_optimizer=False, **{"steps": STEPS, **said})
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -1,4 +1,4 @@
-"""A file that is wrong by one change of a good one."""
+"""A file that is wrong by one change of a good one, and how that is told."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ class Wrong:
     def text(self) -> str:
         assert self.old in self.good
         return self.good.replace(self.old, self.new)
+
+
+def is_one_message(said: str, *, where: str, says: str) -> bool:
+    """Where, then what, then how to mend it, in two lines (three where the input is quoted)."""
+    assert "Traceback" not in said
+    assert 1 <= len(said.splitlines()) <= 3
+    assert said.startswith(f"error: {where}"), said
+    assert says in said.splitlines()[0], said
+    return True

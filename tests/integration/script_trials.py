@@ -1,0 +1,38 @@
+"""Somebody's folder of scripts, and trials of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autods.values import Knobs, Steps, Trial
+
+STEPS = Steps(warmup=1, timed=3, most_timed=3)
+
+
+@contextlib.contextmanager
+def untouched(scripts: Path, folder: Path) -> Iterator[Path]:
+    """A copy of the scripts in this folder; it has to be the same at the end."""
+    shutil.copytree(scripts, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    before = digest(folder)
+    yield folder
+    assert digest(folder) == before
+
+
+def digest(folder: Path) -> str:
+    """Of all names and contents below."""
+    said = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+    return said.hexdigest()
+
+
+def a_trial(rung: str, *, micro_batch: int = 4, accumulation: int = 2, **said: Any) -> Trial:
+    """Small buckets, and torch's optimizer in place of an op that would have to be built."""
+    settings = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
+    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
+    return Trial(rung=rung, knobs=knobs, purpose="walk", native_optimizer=False, **{"steps": STEPS, **said})
