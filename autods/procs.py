@@ -82,6 +82,16 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
+def is_taking(pid: int, number: signal.Signals) -> bool:
+    """Whether that signal still waits for the process, or its main thread is in the handler: it blocks it meanwhile."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [line.split()[1] for line in lines if line.startswith(("SigPnd:", "ShdPnd:", "SigBlk:"))]
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
 def children() -> list[int]:
     """Pids of this process's children, adopted ones included."""
     found: list[int] = []
