@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +93,15 @@ def question(
     limits = replace(profile.limits, stall_s=stall_s, init_s=90.0)
     certify = profile.certify if certified else replace(profile.certify, most_trials=0)
     return replace(settings, profile=replace(profile, limits=limits, certify=certify))
+
+
+def free_port() -> int:
+    """For a launcher that binds it seconds later: those above go to whoever asks meanwhile, those below to Ray."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(20_000, max(given_out, 20_100))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def ignore(event: Event) -> None:
