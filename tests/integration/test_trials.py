@@ -1,4 +1,4 @@
-"""Real trials on CPU ranks: what a rung that fits reports, and that a trial leaves nothing behind (test_faults.py: in shared memory)."""
+"""Real trials on CPU ranks: what a rung that fits reports, and that a trial leaves no rank behind."""
 
 from __future__ import annotations
 
