@@ -88,8 +88,9 @@ def is_taking(pid: int, number: signal.Signals) -> bool:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
-    masks = [line.split()[1] for line in lines if line.startswith(("SigPnd:", "ShdPnd:", "SigBlk:"))]
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    said = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+    masks = (int(said.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return said.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def children() -> list[int]:

@@ -55,6 +55,7 @@ class RankWatch:
         _, status = os.waitpid(live.pid, 0)
         os.close(pidfd)
         now = time.monotonic()
+        procs.keep_short(self._log_of(live))
         record = _record(self.job, live.rank)
         code = os.waitstatus_to_exitcode(status)
         by_us = self.killed_s is not None and code == -signal.SIGKILL
@@ -77,7 +78,7 @@ class RankWatch:
                 self.kill("another rank failed")
             return
         for live in self.live.values():
-            procs.keep_short(Path(self.job.folder) / f"rank{live.rank}.log")
+            procs.keep_short(self._log_of(live))
             beat = self.board.read(live.slot)
             if beat != live.beat and beat.at_s:
                 live.beat, live.changed_s = beat, now
@@ -126,9 +127,12 @@ class RankWatch:
             "phase": beat.phase,
             "step": beat.step,
             "at_s": beat.at_s,
-            "log_tail": "" if spoke else procs.tail(Path(self.job.folder) / f"rank{live.rank}.log"),
+            "log_tail": "" if spoke else procs.tail(self._log_of(live)),
             **said,
         }
+
+    def _log_of(self, live: Live) -> Path:
+        return Path(self.job.folder) / f"rank{live.rank}.log"
 
     def _signal_all(self, number: signal.Signals) -> None:
         for live in self.live.values():

@@ -28,7 +28,7 @@ def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = TORC
     # No GPU, so that the test asks the same everywhere; gloo's threads need no more than one core.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, str(EXAMPLES / script), *map(str, args)]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 def deepspeeds_own() -> list[str]:

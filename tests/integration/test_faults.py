@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -44,7 +45,7 @@ def runner(ray, scene):
 
 
 def a_runner(scene: Scene) -> RayRunner:
-    return RayRunner(question(str(scene.path), scene.out, stall_s=6.0), ignore)
+    return RayRunner(question(str(scene.path), scene.out), ignore)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -86,7 +87,10 @@ def test_a_rank_that_is_stopped_and_does_not_go_on_is_named(runner, scene, phase
 
 
 @pytest.mark.parametrize(("phase", "rung"), [("forward", "zero1"), ("step", "zero3")])
-def test_of_ranks_that_hang_the_one_is_named_that_lets_the_others_wait(runner, scene, phase, rung):
+def test_of_ranks_that_hang_the_one_is_named_that_lets_the_others_wait(runner, scene, phase, rung, monkeypatch):
+    profile = runner.settings.profile
+    short = replace(profile, limits=replace(profile.limits, stall_s=5.0))
+    monkeypatch.setattr(runner, "settings", replace(runner.settings, profile=short))
     seen = meet(runner, scene, "hang", phase, rung=rung)
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("communication", 1, phase)

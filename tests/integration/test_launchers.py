@@ -59,7 +59,7 @@ def run(report: Report, launcher: str, folder: Path) -> subprocess.CompletedProc
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     folder.mkdir()
-    return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

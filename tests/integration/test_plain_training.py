@@ -41,7 +41,7 @@ def train(launcher: list[str], ds_config: Path, *options: str) -> subprocess.Com
     # No GPU, so that the test asks the same everywhere; gloo's threads need no more than one core.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, str(TRAIN), *said, *options]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
 
 
 def torchrun() -> list[str]:

@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(llama: Path) -> dict[str, Any]:
     """All eight rungs of the tiny Llama, as JSON."""
     command = [sys.executable, "-m", "autods", "plan", str(llama), *CARDS, "--nvme", "1TiB", "--no-largest", "--json"]
-    done = subprocess.run([*command, "--quiet"], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, "--quiet"], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     data: dict[str, Any] = json.loads(done.stdout)
     return data

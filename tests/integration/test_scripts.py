@@ -64,7 +64,7 @@ def asked(users, tmp_path_factory):
         }
         settings = resolve(source, hardware=look(), **said)
         profile = settings.profile
-        limits = replace(profile.limits, stall_s=20.0, init_s=60.0)
+        limits = replace(profile.limits, stall_s=100.0, init_s=200.0)
         certify = profile.certify if certified else replace(profile.certify, most_trials=0)
         return replace(settings, profile=replace(profile, limits=limits, certify=certify))
 
