@@ -125,6 +125,8 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, nativ
         added["optimizer"] = optimizer
     if offloaded and (own_optimizer or not native_optimizer):
         added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
+    if own_optimizer and rung.stage and "zero_allow_untested_optimizer" not in config:
+        added["zero_allow_untested_optimizer"] = True  # whose it is chose it: SGD, say, works, and is refused otherwise
     return added
 
 

@@ -104,6 +104,7 @@ def certifying(
     leaner: Iterable[Record] = (),
     alike: bool = False,
     longest_ratio: float = 1.0,
+    seen: Sequence[Record] = (),
 ) -> Certifying:
     runner = ScriptedRunner(answer)
     certified = certify(
@@ -122,6 +123,7 @@ def certifying(
         leaner=leaner,
         alike=alike,
         longest_ratio=longest_ratio,
+        seen=seen,
     )
     assert [record.trial for record in certified.records] == runner.trials
     return Certifying(certified, runner.trials)
@@ -191,6 +193,14 @@ def test_backing_off_goes_by_the_memory_that_was_lacking() -> None:
     plain = timed(trial("zero2", 1), 1, peak=230 * MIB)  # on usual batches a sample takes 30 MiB, 200 MiB stay
     run = certifying(answer, timed(trial("zero2", 10), peak=500 * MIB), alternates=[plain])
     assert [size for _, size in run.exams] == [10, 7]  # 7.5 would fill what leaves the headroom
+
+
+def test_backing_off_ends_where_the_model_cannot_be_trained_with_fewer_samples() -> None:
+    too_small = replace(failed(action="fix_code"), wants_larger_batch=True)
+    seen = [Record(id=9, trial=trial("ddp", 1), outcome=too_small, seconds=1.0)]
+    run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 4)), seen=seen)
+    assert [size for _, size in run.exams] == [4, 2]
+    assert not run.certified.certificate.passed
 
 
 def test_a_full_allocator_is_no_fit() -> None:

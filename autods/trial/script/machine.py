@@ -15,6 +15,9 @@ from ..rendezvous import serve_on
 from ..spec import RankJob
 from .users import Place, refusal
 
+# Of torch.cuda: what says which card, or waits for it, and places nothing.
+_SAYS_WHICH = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "ipc_collect")
+
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 
 # What torch says on a machine without CUDA, whichever door the script tried.
@@ -35,6 +38,7 @@ def install(job: RankJob, slot: int, store: socket.socket | None) -> None:
         serve_on(store)
     if job.device == "cpu":
         _speak_gloo(torch.distributed)
+        _choose_no_card(torch.cuda)
     _take_local_rank(slot)
     setattr(torch.multiprocessing, "spawn", _no_ranks_of_its_own)  # noqa: B010
 
@@ -60,6 +64,14 @@ def _speak_gloo(distributed: Any) -> None:
         ours = functools.wraps(real)(functools.partial(_with_gloo, real, place))
         for module in (distributed, distributed.distributed_c10d):
             setattr(module, name, ours)
+
+
+def _choose_no_card(cuda: Any) -> None:
+    """A rank on the CPU has no card to choose, and nothing to wait for. What goes on to put a tensor there is refused
+    at its own line."""
+    for name in _SAYS_WHICH:
+        real = getattr(cuda, name)
+        setattr(cuda, name, functools.wraps(real)(lambda *args, **kwargs: None))
 
 
 def _with_gloo(real: Any, place: int, *args: Any, **kwargs: Any) -> Any:
