@@ -8,7 +8,7 @@ import pytest
 
 from autods.trial.script.huggingface import _way_out
 from autods.trial.script.lightning import _on_cpu_ranks
-from autods.trial.script.machine import _SAYS_WHICH, _choose_no_card
+from autods.trial.script.machine import _NEEDS_CUDA, _choose_no_card
 
 
 def no_cuda(*args, **kwargs):
@@ -16,10 +16,13 @@ def no_cuda(*args, **kwargs):
 
 
 def test_to_choose_a_card_and_to_wait_for_it_does_nothing_and_to_use_it_is_refused():
-    cuda = SimpleNamespace(**dict.fromkeys((*_SAYS_WHICH, "current_device"), no_cuda))
-    _choose_no_card(cuda)
-    assert cuda.set_device(1) is None
-    assert cuda.synchronize() is None
+    cuda = SimpleNamespace(**dict.fromkeys((*_NEEDS_CUDA, "current_device"), no_cuda))
+    stood_in: list[str] = []
+    _choose_no_card(cuda, stood_in)
+    for _ in range(2):
+        assert cuda.set_device(1) is None
+    assert len(stood_in) == 1
+    assert f"torch.cuda.set_device ({__file__}:" in stood_in[0]
     with pytest.raises(AssertionError, match="not compiled"):
         cuda.current_device()
 
@@ -35,9 +38,10 @@ def test_to_choose_a_card_and_to_wait_for_it_does_nothing_and_to_use_it_is_refus
 )
 def test_lightning_counts_ranks_where_a_script_counts_gpus(monkeypatch, said, meant):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    found = {}
-    _on_cpu_ranks(lambda self, **kwargs: found.update(kwargs))(None, **said)
+    found, stood_in = {}, []
+    _on_cpu_ranks(lambda self, **kwargs: found.update(kwargs), stood_in)(None, **said)
     assert found == meant
+    assert len(stood_in) == (said.get("accelerator") in ("gpu", "cuda"))
 
 
 def test_arguments_that_are_parsed_are_mended_after_the_dashes():

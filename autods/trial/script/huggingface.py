@@ -60,7 +60,8 @@ def _checked(session: Session, real: Any) -> Any:
                 raise refusal(
                     "its TrainingArguments look for a GPU, and --device cpu has none", mend="add --use_cpu after --"
                 )
-            self.use_cpu = True  # no argument of the script's says it: CPU ranks stand in for its GPUs
+            self.use_cpu = True  # no argument of the script's says it
+            session.stood_in.append(f"a GPU for its TrainingArguments ({caller()})")
         if job.device == "cuda" and self.use_cpu:
             raise refusal(
                 "its TrainingArguments train on the CPU", mend="drop --use_cpu after --, or give --device cpu"

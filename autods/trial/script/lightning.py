@@ -15,7 +15,7 @@ from ...ds_config import BATCH_KEYS
 from ...trainer_config import for_lightning
 from . import filling
 from .session import Session
-from .users import refusal
+from .users import caller, refusal
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _OF_FABRIC = ("lightning.fabric", "lightning_fabric")
@@ -48,7 +48,7 @@ def _install(session: Session, package: str, owner: Any, configured: Callable[[S
     strategy.__init__ = configured(session, strategy.__init__)
     filling.does_nothing(session, strategy, "save_checkpoint")
     if session.job.device == "cpu":
-        owner.__init__ = _on_cpu_ranks(owner.__init__)
+        owner.__init__ = _on_cpu_ranks(owner.__init__, session.stood_in)
     return strategy
 
 
@@ -73,12 +73,13 @@ def _with_our_config(session: Session, real: Any) -> Any:
     return init
 
 
-def _on_cpu_ranks(real: Any) -> Any:
+def _on_cpu_ranks(real: Any, stood_in: list[str]) -> Any:
     """What says GPUs, or how many of them, says it of the ranks that stand in for them."""
 
     @functools.wraps(real)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("accelerator") in _GPUS:
+            stood_in.append(f"accelerator={kwargs['accelerator']!r} ({caller()})")
             kwargs["accelerator"] = "cpu"
         devices = kwargs.get("devices")
         if devices in (-1, "-1"):
