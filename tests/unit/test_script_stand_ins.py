@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 
+from autods.trial.script.guard import _disabled
 from autods.trial.script.huggingface import _way_out
+from autods.trial.script.imported import when_imported
 from autods.trial.script.lightning import _on_cpu_ranks
 from autods.trial.script.machine import _NEEDS_CUDA, _choose_no_card
+from autods.trial.script.users import installed_in
 
 
 def no_cuda(*args, **kwargs):
@@ -52,3 +56,24 @@ def test_arguments_that_are_parsed_are_mended_after_the_dashes():
 def test_arguments_that_are_written_down_are_mended_where_they_stand():
     said = _way_out("deepspeed", "ds_config")
     assert said == "let `deepspeed=` there take its value from the command line, given as {ds_config} after --"
+
+
+def test_what_pip_installed_elsewhere_is_not_the_users_own(tmp_path):
+    (tmp_path / "site" / "peft-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "project").mkdir()
+    found = installed_in([str(tmp_path / "site"), str(tmp_path / "project"), "", str(tmp_path / "nowhere")])
+    assert f"{tmp_path}/site/" in found
+    assert not any(one.startswith(f"{tmp_path}/project") for one in found)
+
+
+def test_a_module_is_told_of_as_soon_as_it_is_imported_and_only_then(tmp_path, monkeypatch):
+    (tmp_path / "tracker_of_runs.py").write_text("def init(mode=None):\n    return mode\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = []
+    when_imported("tracker_of_runs", lambda module: (told.append(module.__name__), _disabled(module)))
+    assert told == []
+    tracker = importlib.import_module("tracker_of_runs")
+    assert told == ["tracker_of_runs"]
+    assert tracker.init(mode="online") == "disabled"
+    when_imported("tracker_of_runs", lambda module: told.append("at once"))
+    assert told[-1] == "at once"

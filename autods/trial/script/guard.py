@@ -8,10 +8,12 @@ import importlib
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...procs import temporary_of
+from .imported import when_imported
 from .overlay import Overlay
 from .session import Session
 from .users import everywhere
@@ -35,6 +37,8 @@ _CACHES = (
     "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NLTK_DATA",
 )  # fmt: skip
 
+_LARGEST_COPIED = 2**26  # bytes
+
 # Of the engine: all that writes a checkpoint.
 _SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 # Of other libraries: a file, given as the second argument.
@@ -55,7 +59,43 @@ def install(session: Session) -> Overlay:
     _save_nothing(session)
     overlay = Overlay(scratch / "written", _free(session))
     overlay.install()
+    when_imported("sqlite3", functools.partial(_opening, "connect", functools.partial(_database, overlay)))
+    when_imported("pyarrow", functools.partial(_opening, "memory_map", overlay.seen))
+    when_imported("wandb", _disabled)
     return overlay
+
+
+def _opening(name: str, chosen: Callable[[Any], Any], module: Any) -> None:
+    """A function of a library in C that opens a file by its path. chosen: the path to open in its place."""
+    real = getattr(module, name)
+
+    @functools.wraps(real)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], (str, os.PathLike)):
+            args = (chosen(args[0]), *args[1:])
+        return real(*args, **kwargs)
+
+    everywhere(real, name, opened)
+
+
+def _database(overlay: Overlay, path: Any) -> Any:
+    """The script's own copy of a database; one in memory, at a URI, or so large that it is data stays where it is."""
+    name = os.fspath(path)
+    if not name or name.startswith((":", "file:")):
+        return path
+    large = os.path.isfile(name) and os.path.getsize(name) > _LARGEST_COPIED
+    return overlay.seen(path) if large else overlay.target(path, keep=True)
+
+
+def _disabled(wandb: Any) -> None:
+    """A script that says `mode="online"` itself is heard before the environment."""
+    real = wandb.init
+
+    @functools.wraps(real)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **{**kwargs, "mode": "disabled"})
+
+    wandb.init = init
 
 
 def _free(session: Session) -> tuple[str, ...]:
