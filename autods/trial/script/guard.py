@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...procs import temporary_of
+from .batches import tensors_in
 from .imported import when_imported
 from .overlay import Overlay
 from .session import Session
@@ -122,7 +125,8 @@ def _short(folder: Path) -> str:
 
 
 def _save_nothing(session: Session) -> None:
-    """A save is noted as no part of training, and does nothing."""
+    """A save is noted as no part of training. What is small is written, where the script finds it again; of the rest
+    there is the folder and an empty file, which a script may go on with: to copy the best one, say."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     for name in _SAVES:
@@ -141,6 +145,9 @@ def _of_engine(session: Session, real: Any) -> Any:
             return real(*args, **kwargs)
         session.insist(trains=False)
         session.other("save")
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.join(given["save_dir"], str(given.get("tag") or "")), exist_ok=True)
         return True
 
     return save
@@ -154,9 +161,30 @@ def _to_a_file(session: Session, real: Any, place: int) -> Any:
             return real(*args, **kwargs)
         session.insist(trains=False)
         session.other("save")
+        if isinstance(target, (str, bytes, os.PathLike)):
+            _leave(target, args[0] if real.__module__.startswith("torch.") and args else None, real)
         return None
 
     return save
+
+
+def _leave(target: Any, given: Any, save: Callable[[Any, Any], Any]) -> None:
+    """A file there, at once and whole: all ranks may save, and one read. given: what is in it where that is small."""
+    made, part = tempfile.mkstemp()
+    with os.fdopen(made, "wb") as file:
+        if given is not None and _bytes_in(given) <= _LARGEST_COPIED:
+            with contextlib.suppress(Exception):  # what cannot be pickled, as on the simulated device
+                save(given, file)
+    with contextlib.suppress(OSError):
+        shutil.move(part, os.fsdecode(target))
+
+
+def _bytes_in(given: Any) -> int:
+    """Of all tensors in it, as far as they are seen."""
+    from torch.nn import Module
+
+    tensors = given.parameters() if isinstance(given, Module) else tensors_in(given)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_file(target: Any) -> bool:
