@@ -74,3 +74,10 @@ def test_the_end_of_a_forked_child_is_seen_with_and_without_descriptors_of_proce
     assert os.waitpid(pid, 0)[1] == 0
     os.close(ending)
     os.close(waits)
+
+
+def test_a_rank_is_taken_by_the_oom_killer_before_what_watches_it() -> None:
+    """Ray's workers have the worst score there is: a rank has to have it, too, for then the larger one goes."""
+    code = "from autods import procs; procs.first_to_be_killed(); print(open('/proc/self/oom_score_adj').read())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(said) == 1000
