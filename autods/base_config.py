@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,16 @@ _DECIDE_THEMSELVES = {
 }
 
 
+# A string, which is left alone, or a comment, or a comma before a closing bracket. DeepSpeed reads its files as Hjson.
+_NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+
+
 def read_base_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed JSON file as a dict. Raises InputError naming file, line and column."""
+    """A DeepSpeed JSON file as a dict; comments and trailing commas are passed over, as DeepSpeed does. Raises
+    InputError naming file, line and column."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(_strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once)
     except OSError as error:
         raise InputError(
             f"cannot be read: {error.strerror}", where=str(path), mend="give --base-config a DeepSpeed JSON file"
@@ -43,11 +51,35 @@ def read_base_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise InputError(
-            f"is not JSON: {error.msg}", where=where, mend="comments and trailing commas are not JSON"
+            f"is not JSON: {error.msg}", where=where, mend="give --base-config a DeepSpeed JSON file"
+        ) from None
+    except _TwiceError as error:
+        raise InputError(
+            f"says {error} twice in one section", where=str(path), mend="DeepSpeed refuses that: keep one of them"
         ) from None
     if not isinstance(config, dict):
         raise InputError("is JSON but not an object", where=str(path), mend='a DeepSpeed config starts with "{"')
     return config
+
+
+class _TwiceError(Exception):
+    """A key that stands twice in one object."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise _TwiceError(", ".join(f'"{key}"' for key in twice))
+    return dict(pairs)
+
+
+def _strict(text: str) -> str:
+    """The same JSON at the same lines and columns, with blanks in place of comments and trailing commas."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+    return _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, text))
 
 
 def check_base_config(

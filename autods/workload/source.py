@@ -158,7 +158,7 @@ def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> N
     if isinstance(workload, Workload):
         names = set(inspect.signature(workload.build_batch).parameters)
     else:
-        tree = ast.parse(Path(source.path).read_text())
+        tree = ast.parse(Path(source.path).read_bytes())
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         found = [node.args for node in functions if node.name == "build_batch"]
         if not found:

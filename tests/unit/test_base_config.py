@@ -18,8 +18,22 @@ def test_a_deepspeed_json_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_invalid_json_is_refused_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{\n  "fp16": {"enabled": true},\n}')
-    with pytest.raises(InputError, match=rf"{path}:3:1: is not JSON"):
+    path.write_text('{\n  // half\n  "fp16": {"enabled": true}\n  "bf16": {}}')
+    with pytest.raises(InputError, match=rf"{path}:4:3: is not JSON"):
+        read_base_config(path)
+
+
+def test_comments_and_trailing_commas_are_passed_over_as_deepspeed_does(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    text = '{\n // our own\n "a": "http://x,}", # old: 2\n /* not\n now */ "b": [1, 2,],\n}'
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # and the mark that editors of Windows put first
+    assert read_base_config(path) == {"a": "http://x,}", "b": [1, 2]}
+
+
+def test_a_key_that_stands_twice_is_refused_as_deepspeed_does(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(InputError, match='says "stage" twice'):
         read_base_config(path)
 
 
