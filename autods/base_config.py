@@ -41,7 +41,9 @@ def read_base_config(path: Path) -> dict[str, Any]:
     """A DeepSpeed JSON file as a dict; comments and trailing commas are passed over, as DeepSpeed does. Raises
     InputError naming file, line and column."""
     try:
-        config = json.loads(_strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once)
+        config = json.loads(
+            _strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once, parse_constant=_no_number
+        )
     except OSError as error:
         raise InputError(
             f"cannot be read: {error.strerror}", where=str(path), mend="give --base-config a DeepSpeed JSON file"
@@ -53,24 +55,28 @@ def read_base_config(path: Path) -> dict[str, Any]:
         raise InputError(
             f"is not JSON: {error.msg}", where=where, mend="give --base-config a DeepSpeed JSON file"
         ) from None
-    except _TwiceError as error:
-        raise InputError(
-            f"says {error} twice in one section", where=str(path), mend="DeepSpeed refuses that: keep one of them"
-        ) from None
+    except _Refused as error:
+        what, mend = error.args
+        raise InputError(what, where=str(path), mend=mend) from None
     if not isinstance(config, dict):
         raise InputError("is JSON but not an object", where=str(path), mend='a DeepSpeed config starts with "{"')
     return config
 
 
-class _TwiceError(Exception):
-    """A key that stands twice in one object."""
+class _Refused(Exception):
+    """JSON by its form, and no config: what it says, how to mend it."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        raise _TwiceError(", ".join(f'"{key}"' for key in twice))
+        said = ", ".join(f'"{key}"' for key in twice)
+        raise _Refused(f"says {said} twice in one section", "DeepSpeed refuses that: keep one of them")
     return dict(pairs)
+
+
+def _no_number(word: str) -> Any:
+    raise _Refused(f"says {word}, which is no JSON", "give a number, or leave the key out")
 
 
 def _strict(text: str) -> str:

@@ -48,6 +48,7 @@ def source_of(
     arguments. Raises InputError when the file is not a workload, the object cannot be pickled, or the workload has no
     such option.
     """
+    _check_kind_of(workload)
     if kind not in (None, "model", "script", *KINDS):
         raise InputError(f"there is no kind {kind!r}", mend=f"give --kind model, script, {', '.join(KINDS)}")
     for option, length in (("--seq-len", seq_len), ("--target-len", target_len)):
@@ -84,6 +85,19 @@ def source_of(
     if seq_len is not None:
         _check_takes_seq_len(workload, source)
     return _with_options(source, options)
+
+
+def _check_kind_of(workload: object) -> None:
+    """Raises InputError for what a person may take for a workload: a module, a model, a function."""
+    if isinstance(workload, Workload):
+        for name in ("build_model", "build_batch"):
+            if not callable(made := getattr(workload, name)):
+                raise InputError(f"the Workload's {name} is {type(made).__name__}, no function")
+    elif not isinstance(workload, Path):
+        raise InputError(
+            f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
+            mend="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
+        )
 
 
 def load(source: WorkloadSource) -> Workload:
