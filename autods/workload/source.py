@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..values import WorkloadSource
 from .arguments import with_arguments
 from .hf_config import TASKS, config_file, load_config, local_path, read_config, task_of
+from .imports import local_files
 from .model_py import base_config_of, check_file, load_file
 from .modules import module_file, module_named
 from .script import KINDS, is_script, script_source
@@ -140,7 +141,7 @@ def _of_file(workload: Path) -> WorkloadSource:
         kind="file",
         path=str(path),
         name=path.stem,
-        digest=_digest(path.read_bytes()),
+        digest=_digest_with(path, local_files(path, [path.parent])),
         base_config=base_config_of(tree, path),
     )
 
@@ -250,6 +251,12 @@ def _by_value(workload: Workload) -> bytes:
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         data: bytes = cloudpickle.dumps(workload)
     return data
+
+
+def _digest_with(path: Path, own: Sequence[Path]) -> str:
+    """Of the file and of what it imports of the user's own: a changed layer in another file is another workload."""
+    files = [f"\0{os.path.relpath(file, path.parent)}\0".encode() + file.read_bytes() for file in own]
+    return _digest(b"".join((path.read_bytes(), *files)))
 
 
 def _digest(data: bytes) -> str:

@@ -96,6 +96,16 @@ def test_a_changed_file_is_another_workload(tmp_path: Path) -> None:
     assert source_of(model(tmp_path, WHOLE + "# changed\n")).digest != before
 
 
+def test_a_changed_file_that_it_imports_is_another_workload(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from parts import *\n")
+    (tmp_path / "parts.py").write_text("width = 1\n")
+    path = model(tmp_path, "from net import Net\n" + WHOLE)
+    before = source_of(path).digest
+    assert source_of(path).digest == before
+    (tmp_path / "parts.py").write_text("width = 2\n")
+    assert source_of(path).digest != before
+
+
 def test_functions_are_sent_by_value(tmp_path: Path) -> None:
     made = Workload(build_model=lambda: 1, build_batch=lambda n: (n,), deepspeed_config={"gradient_clipping": 2.0})
     source = source_of(made, folder=tmp_path)
