@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .base_config import misspelt
 from .catalogue import Machine, machines_named
 from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precision_of, size_of
 from .errors import InputError
@@ -248,4 +249,4 @@ def _assumed(sites: Sequence[Site], device: Device, *, said_micro: bool) -> list
         said.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
     if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
         said.append("host memory without a limit (--host-memory)")
-    return said
+    return [*said, *dict.fromkeys(one for site in sites for one in misspelt(site.base))]
