@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,7 +26,8 @@ class Hardware:
     """One node, as seen by the driver.
 
     driver, cuda: the GPU driver's version and the newest CUDA that it runs. unusable: why the cards that there may be
-    cannot be used, with the command that mends it.
+    cannot be used, with the command that mends it. process_bytes: the private memory that one process may hold, where
+    `ulimit -Hd` bounds it.
     """
 
     cpu: str
@@ -36,6 +38,7 @@ class Hardware:
     driver: str | None = None
     cuda: str | None = None
     unusable: str | None = None
+    process_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,13 @@ def look() -> Hardware:
         driver=seen.driver,
         cuda=None if seen.cuda is None else ".".join(map(str, seen.cuda)),
         unusable=_unusable(seen, torch_build()),
+        process_bytes=_process_bytes(),
     )
+
+
+def _process_bytes() -> int | None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:

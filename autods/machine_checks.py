@@ -11,6 +11,8 @@ from .hardware import Hardware
 from .units import show_bytes
 from .values import Device
 
+_OF_A_PROCESS = 2**30  # bytes of private memory that a rank holds before its trial begins, and some to spare
+
 
 def device_of(device: str, hardware: Hardware) -> Device:
     """Where the ranks run. EnvironmentBroken for cards that cannot be used."""
@@ -80,7 +82,20 @@ def device_bytes_of(asked: int | None, device: Device, ranks: int, hardware: Har
             f"this machine has {show_bytes(hardware.host_bytes)}",
             mend=f"give --gpu-memory {fair // 2**20}MiB or less",
         )
+    _check_process(asked or fair, hardware.process_bytes)
     return asked or fair
+
+
+def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
+    """A CPU rank is a process: what one may hold bounds its budget."""
+    if process_bytes is None or budget_bytes + _OF_A_PROCESS <= process_bytes:
+        return
+    less = process_bytes - _OF_A_PROCESS
+    raise InputError(
+        f"a CPU rank with {show_bytes(budget_bytes)} holds up to {show_bytes(_OF_A_PROCESS)} more of torch and"
+        f" DeepSpeed, and `ulimit -Hd` lets a process hold {show_bytes(process_bytes)}",
+        mend=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise it in a shell of root's",
+    )
 
 
 def nvme_folder(path: str | Path | None) -> Path | None:

@@ -38,6 +38,7 @@ def weakest(seen: Sequence[Hardware], *, nodes: int, each: int) -> Hardware:
         host_bytes=min(one.host_bytes for one in fit),
         host_free_bytes=min(one.host_free_bytes for one in fit),
         cards=tuple([smallest] * len(least.cards)) if smallest else (),
+        process_bytes=min((one.process_bytes for one in fit if one.process_bytes is not None), default=None),
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..units import show_bytes
 from .malloc import Mapped, mapped
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -61,6 +62,7 @@ class CpuMeter:
     """A CPU rank: `limit_bytes` becomes a hard limit of the process's private memory."""
 
     limit_bytes: int | None
+    _hard_limit: int = resource.RLIM_INFINITY  # only root may raise it
     _data_at_start: int = 0
     _anon_at_start: int = 0
     _peak_data: int = 0
@@ -74,12 +76,16 @@ class CpuMeter:
         self._data_at_start, self._anon_at_start = now["VmData"], now["RssAnon"]
         self._mapped_at_start = mapped()
         if self.limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (now["VmData"] + self.limit_bytes, resource.RLIM_INFINITY))
+            self._hard_limit = hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            budget = now["VmData"] + self.limit_bytes
+            if hard != resource.RLIM_INFINITY and budget > hard:
+                raise OSError(f"ulimit -Hd lets a process hold {show_bytes(hard)}: {show_bytes(budget)} are needed")
+            resource.setrlimit(resource.RLIMIT_DATA, (budget, hard))
 
     def lift(self) -> None:
         """Take the budget away, so that a rank that ran out can still write its result."""
         if self.limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
 
     def sample(self) -> None:
         with open("/proc/self/statm", "rb", buffering=0) as statm:

@@ -2,6 +2,7 @@
 
 apt install pdsh; pip install --group bench -c constraints.txt
 python tests/benchmarks/autotuner.py [--size gpt2_4x256|gpt2_8x384] [--profiles quick,default] [--memory 4GiB] [--json]
+    [--defaults]             the autotuner without the limit of the micro batch that it is granted here otherwise
     [--device cuda]          one card in place of a CPU rank, without a limit of the micro batch or of the memory
 
 Both look for the fastest config of one script's model, in fp32: the autotuner knows no bf16, and fp16 means little on a
@@ -21,8 +22,10 @@ What DeepSpeed Autotuning 0.19.8 needs to run on CPU ranks, and what was done ab
   killed, and none was set up.
 - a limit of the micro batch: it takes all of the machine's memory for the device's (cpu_accelerator.py, total_memory),
   divides it by the growth of one forward's resident memory, and begins near the quotient (here several hundred), which
-  would fill the machine, since nothing bounds an experiment. "max_train_micro_batch_size_per_gpu" (--most-micro-batch)
-  spares it those experiments and makes it faster. autods gets no such limit, only --memory.
+  would fill the machine, since nothing bounds an experiment. "max_train_micro_batch_size_per_gpu" (--most-micro-batch;
+  its default is 1024) spares it those experiments: it is many times sooner with what nobody knows beforehand. autods
+  gets no such limit, only --memory. With --defaults it gets none either, and --memory holds its processes, too
+  (`prlimit --data`, as autods holds its own): three quarters of what is free on this machine unless said.
 - the shared-memory op is declared absent in train.py: each process would look for it, and the first compile it, 22 s.
 - 2 ranks: a CPU "device" is a NUMA node, so `--num_gpus 2` on a machine with one node ends in an assertion; a hostfile
   with `localhost slots=2` wants ssh. LOCAL_SIZE=2 in the environment, a variable of the launcher's own that is not
@@ -59,6 +62,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from autods.units import parse_bytes
 
 HERE = Path(__file__).parent / "autotuner"
 REPOSITORY = Path(__file__).parents[2]
@@ -144,7 +149,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profiles", type=lambda text: text.split(","), default=["quick", "default"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--memory", help="the budget of a rank of autods's trials; 4GiB of a CPU rank, else the card's")
-    parser.add_argument("--most-micro-batch", type=int, help="the autotuner's limit; 32, for gpt2_8x384 8")
+    granted = parser.add_mutually_exclusive_group()
+    granted.add_argument("--most-micro-batch", type=int, help="the autotuner's limit; 32, for gpt2_8x384 8")
+    granted.add_argument(
+        "--defaults", action="store_true", help="no such limit; takes twenty minutes, give --limit 3600"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-seconds", type=float, default=6.0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one command; then it is cut off")
@@ -153,8 +162,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if asked.device == "cpu":
-        asked.most_micro_batch = asked.most_micro_batch or MOST_MICRO_BATCH[asked.size]
-        asked.memory = asked.memory or "4GiB"
+        if asked.defaults:
+            asked.memory = asked.memory or f"{psutil.virtual_memory().available * 3 // 4 // 2**20}MiB"
+        else:
+            asked.most_micro_batch = asked.most_micro_batch or MOST_MICRO_BATCH[asked.size]
+            asked.memory = asked.memory or "4GiB"
     return asked
 
 
@@ -188,6 +200,8 @@ def autotuned(asked: argparse.Namespace, folder: Path, *, ranks: int, local_size
     )
     command = ["deepspeed", "--autotuning", "tune", "--num_gpus", str(ranks), str(HERE / "train.py")]
     command += ["--model", str(HERE / f"{asked.size}.py"), "--deepspeed", "--deepspeed_config", "ds_config.json"]
+    if asked.device == "cpu" and asked.defaults:
+        command = ["prlimit", f"--data={parse_bytes(asked.memory)}", *command]
     more = {"DS_ACCELERATOR": asked.device, **({"LOCAL_SIZE": str(ranks)} if local_size else {})}
     ran = run(command, cwd=folder, more=more, limit_s=asked.limit)
     log = "\n".join([ran.out, *(line for _, line in ran.lines)])

@@ -117,6 +117,14 @@ def test_more_memory_than_the_host_has_is_refused_for_cpu_ranks() -> None:
     assert "4 CPU ranks × 5.0 GiB = 20.0 GiB: this machine has 16.0 GiB" in said
 
 
+def test_a_budget_beyond_what_the_shell_lets_a_process_hold_is_refused() -> None:
+    bounded = replace(NO_CARDS, process_bytes=4 * GIB)
+    said = refusal(hardware=bounded, device="cpu", gpus=2, gpu_memory="3500MiB")
+    assert "`ulimit -Hd` lets a process hold 4.0 GiB" in said
+    assert "--gpu-memory 3072MiB or less" in said
+    assert asked(hardware=bounded, device="cpu", gpus=2, gpu_memory="3GiB").device_bytes == 3 * GIB
+
+
 @pytest.mark.parametrize(("total", "near"), [(7, "6 or 8"), (1, "2 or 4"), (0, "2 or 4"), (-4, "2 or 4")])
 def test_a_global_batch_that_the_ranks_cannot_split_is_refused_with_ones_they_can(total: int, near: str) -> None:
     said = refusal(gpus=2, global_batch=total)

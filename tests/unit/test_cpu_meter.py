@@ -1,0 +1,61 @@
+"""The budget of a CPU rank, as the kernel holds it to it. Each test runs in a process of its own."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from autods.trial.meter import CpuMeter, status_bytes
+
+MIB = 2**20
+
+
+def apart(done: Callable[[], str]) -> str:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(done).result()
+
+
+def hold(size: int) -> str:
+    try:
+        held = bytearray(size)
+    except MemoryError:
+        return "ran out"
+    return f"held {len(held) // MIB} MiB"
+
+
+def within_the_budget() -> str:
+    meter = CpuMeter(limit_bytes=64 * MIB)
+    meter.start()
+    within = hold(96 * MIB)
+    meter.lift()
+    return f"{within}, then {hold(96 * MIB)}"
+
+
+def under_a_hard_limit() -> str:
+    hard = status_bytes("VmData")["VmData"] + 256 * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (hard - 200 * MIB, hard))
+    return f"{within_the_budget()}, {resource.getrlimit(resource.RLIMIT_DATA) == (hard, hard)}"
+
+
+def beyond_a_hard_limit() -> str:
+    resource.setrlimit(resource.RLIMIT_DATA, (2 * 2**30, 2 * 2**30))
+    try:
+        CpuMeter(limit_bytes=2 * 2**30).start()
+    except OSError as error:
+        return str(error)
+    return "began"
+
+
+def test_a_rank_runs_out_at_its_budget_and_may_write_its_result_after_that() -> None:
+    assert apart(within_the_budget) == "ran out, then held 96 MiB"
+
+
+def test_where_the_shell_has_a_hard_limit_the_budget_holds_and_only_that_limit_is_left_after_it() -> None:
+    assert apart(under_a_hard_limit) == "ran out, then held 96 MiB, True"
+
+
+def test_a_budget_that_the_shell_forbids_is_no_smaller_budget() -> None:
+    said = apart(beyond_a_hard_limit)
+    assert "ulimit -Hd lets a process hold 2.0 GiB" in said
