@@ -17,6 +17,9 @@ Phase = Literal[
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+# Those of a worst_case exam that come after its first steps.
+AFTER_THE_STEPS: tuple[Phase, ...] = ("evaluate", "save", "load")
+
 FailureKind = Literal[
     "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"
 ]

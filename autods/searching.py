@@ -12,7 +12,7 @@ from .checks import precision_of
 from .ds_config import get
 from .events import Note
 from .journal import key_of
-from .outcomes import Fit
+from .outcomes import AFTER_THE_STEPS, Fit
 from .resume import Memory
 from .search.applies import check_ranks, idle, tunable, unforeseeable
 from .search.ask import fits_within, is_alike, score_of
@@ -128,7 +128,8 @@ class Search:
 
     def run(self, trial: Trial) -> Record:
         """A trial after the walk: what a person has to mend ends the fit."""
-        return self.check(self.memory.run(trial))
+        record = self.memory.run(trial)
+        return record if trial.examined_from_s is not None and _is_of_the_exam(record) else self.check(record)
 
     def may_run(self, trials: int) -> bool:
         """Whether the budget lets race and tune run so many more; what the certificate needs is set aside."""
@@ -181,7 +182,15 @@ class Search:
             foresight=self.foresight,
             score=score_of(self.settings.objective),
             grows=self.settings.objective != "memory",
+            examines=self._examines_at_once,
         )
+
+    @property
+    def _examines_at_once(self) -> bool:
+        """Whether the first config that is grown is likely to be the answer; the exam of a script ends it."""
+        profile = self.settings.profile
+        alone = profile.race.stop == "first-fit" and profile.certify.parity is None
+        return alone and profile.certify.most_trials > 0 and self.settings.source.kind != "script"
 
     def _raced(self, first: Record, walked: Walked, rungs: Sequence[Candidate], facts: ModelFacts) -> Raced:
         """The first rung that fits, grown; and the fastest of all, where that is what is wanted."""
@@ -308,9 +317,7 @@ class Search:
     def _examine(self, trial: Trial) -> Record:
         """A trial of the certificate: a disk too full for a checkpoint is said there, and ends no fit."""
         record = self.memory.run(trial)
-        if not isinstance(record.outcome, Fit) and record.outcome.phase in ("evaluate", "save", "load"):
-            return record
-        return self.check(record)
+        return record if _is_of_the_exam(record) else self.check(record)
 
     def _leaner(self, untried: Sequence[Candidate]) -> Iterator[Record]:
         """Rungs that nobody tried yet, one at a time, as far as they fit."""
@@ -318,6 +325,11 @@ class Search:
             last = tried(candidate, self.run, self.settings.profile.walk)[-1]
             if isinstance(last.outcome, Fit):
                 yield last
+
+
+def _is_of_the_exam(record: Record) -> bool:
+    """Whether a trial failed after its steps."""
+    return not isinstance(record.outcome, Fit) and record.outcome.phase in AFTER_THE_STEPS
 
 
 def rivals_of(rungs: Sequence[Candidate], walked: Walked) -> tuple[Candidate, ...]:

@@ -135,6 +135,7 @@ class RayRunner:
             checkpointing=trial.knobs.checkpointing,
             steps=trial.steps,
             exam=trial.exam,
+            examined_from_s=trial.examined_from_s,
             limit_bytes=self.settings.device_bytes if trial.limited and self.settings.device_bytes_asked else None,
             seed=self.settings.seed,
             swap=str(self._swap()) if "async_io" in ops_of(config) else None,

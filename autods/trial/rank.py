@@ -201,6 +201,7 @@ def _train(job: RankJob, slot: int, observer: Observer, store: socket.socket | N
         synchronize=observer.meter.synchronize,
         ranks=ranks_of(job, slot),
         exam=job.exam,
+        examined_from_s=job.examined_from_s,
         scratch=Path(job.checkpoints or job.scratch),
         seed=job.seed,
     )
