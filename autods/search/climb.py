@@ -11,7 +11,7 @@ from ..profile import GrowLimits
 from ..values import Record, Run, Steps, Trial
 from .ask import accumulation_for, asked, fits_within, micro_batches, paced, samples_per_second
 from .bounds import micro_step_seconds
-from .early import first_look, last_from_s, when_little_is_left
+from .early import is_mostly_steps, last_from_s, when_little_is_left
 from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
@@ -112,15 +112,16 @@ class Climb:
 
     def _last_from_s(self, micro_batch: int) -> float | None:
         """How long a step has to take for this trial to be the climb's last; None where that cannot be said before."""
-        if not self.rules.examines or not self._ends_early:
+        if not self.rules.examines or not self._is_brief:
             return None
         return last_from_s(step_seconds(self.seen), micro_batch, self.longest_step_s, self.rules.limits.worth)
 
     @property
-    def _ends_early(self) -> bool:
-        """Whether a larger micro batch is tried only where it can be so much faster. With a global batch a step has the
-        same samples at every micro batch, and its seconds say something else."""
-        return self.rules.limits.worth > 1 and self.rules.global_batch is None
+    def _is_brief(self) -> bool:
+        """Whether growing begins small and ends early, as the profile says. With a global batch a step has the same
+        samples at every micro batch, and its seconds say something else."""
+        look = self.rules.limits.first_look
+        return self.rules.global_batch is None and look > 0 and is_mostly_steps(self.walked, self.rules.steps, look)
 
     def expected_s(self, micro_batch: int) -> float:
         """Seconds of a step, as far as can be said; 0 where nothing can."""
@@ -173,7 +174,7 @@ class Climb:
         rules, sizes, ground = self.rules, self.rules.sizes, self.ground
         if (stop := when_saturated(self.records, ground, sizes, rules.limits.gain)) is not None:
             return stop
-        if self._ends_early and self.records:
+        if self._is_brief and self.records:
             last = self.records[-1].trial.knobs.micro_batch
             times = step_seconds(self.seen)
             if (stop := when_little_is_left(times, last, self.longest_step_s, rules.limits.worth)) is not None:
@@ -190,7 +191,8 @@ class Climb:
         open_sizes = ground.between(sizes)
         quick = [one for one in open_sizes if one <= size and self.expected_s(one) <= budget_s]
         if quick and (quick[-1] == size or quick[-1] >= _WORTH_A_LONG_STEP * ground.good):
-            return quick[-1] if self.records else first_look(quick, self.walked, rules.steps, rules.limits.first_look)
+            look = 0 if self.records or not self._is_brief else rules.limits.first_look
+            return max((one for one in quick if one <= look), default=quick[-1])
         slow = next(one for one in open_sizes if one not in quick)
         return when_slow(slow, self.expected_s(slow), budget_s)
 

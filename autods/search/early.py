@@ -7,7 +7,7 @@ measured. The walk's step is rather too long than too short, which makes the lin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..outcomes import Fit
 from ..values import Record, Steps
@@ -56,17 +56,13 @@ def most_to_gain(small: int, small_s: float, size: int, size_s: float, longest_s
     return (most / max(longest_s, size_s)) / (size / size_s)
 
 
-def first_look(sizes: Sequence[int], walked: Record | None, steps: Steps, look: int) -> int:
-    """The micro batch to begin with, of those that memory and time allow (ascending): the largest.
-
-    Where a trial of `look` is mostly steps, too, that one: then steps are what a search spends its time on, and not
-    what surrounds them, and often the smaller batch is enough. walked: the walk's trial; look: 0: there is none.
-    """
-    if look and walked is not None and isinstance(walked.outcome, Fit):
-        beside_s = walked.seconds - walked.outcome.timing.steps_s
-        if (steps.warmup + steps.timed) * look * step_s_of(walked) >= beside_s:
-            return max((size for size in sizes if size <= look), default=sizes[-1])
-    return sizes[-1]
+def is_mostly_steps(walked: Record | None, steps: Steps, micro_batch: int) -> bool:
+    """Whether a trial of this micro batch is mostly steps, if each sample costs what that of the walk did: then steps
+    are what a search spends its time on, and not what surrounds them, and larger batches cost that much more of it."""
+    if walked is None or not isinstance(walked.outcome, Fit):
+        return False
+    beside_s = walked.seconds - walked.outcome.timing.steps_s
+    return (steps.warmup + steps.timed) * micro_batch * step_s_of(walked) >= beside_s
 
 
 def _smaller(times: Mapping[int, float], size: int) -> int | None:

@@ -97,7 +97,7 @@ def test_a_machine_that_larger_batches_make_faster_is_not_left_early() -> None:
 
 def test_what_is_left_is_never_told_before_it_is_measured_unless_the_profile_says_so() -> None:
     machine = Machine(fixed_s=0.09, sample_s=0.07)
-    climb = machine.climb(limits=replace(LIMITS, worth=1.0, first_look=0))
+    climb = machine.climb(limits=replace(LIMITS, first_look=0))
     assert len(machine.sizes) > 1
     assert {trial.examined_from_s for trial in machine.trials} == {None}
     assert climb.stop is not None
