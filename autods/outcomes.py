@@ -17,9 +17,6 @@ Phase = Literal[
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# Those of a worst_case exam that come after its first steps.
-AFTER_THE_STEPS: tuple[Phase, ...] = ("evaluate", "save", "load")
-
 FailureKind = Literal[
     "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"
 ]
@@ -196,6 +193,11 @@ class Failed:
 
 
 Outcome = Fit | OutOfMemory | Failed
+
+
+def failed_after_the_steps(outcome: Outcome) -> bool:
+    """In what an exam does after its first steps, which is the certificate's to tell."""
+    return not isinstance(outcome, Fit) and outcome.phase in ("evaluate", "save", "load")
 
 
 def is_machines_fault(outcome: Outcome) -> bool:

@@ -169,7 +169,9 @@ class Surface:
             if rung.floor_bytes > room:
                 continue
             largest = min(most, int((room - rung.state_bytes) / self.sample_bytes[recomputes]))
-            for size in {1, largest, min(largest, int(rung.cliff_at) if rung.cliff_at < most else largest)} - {0}:
+            if largest < 1:
+                continue
+            for size in {1, largest, min(largest, int(rung.cliff_at) if rung.cliff_at < most else largest)}:
                 trial = Trial(rung=name, knobs=Knobs(micro_batch=size, checkpointing=recomputes), purpose="grow")
                 rate = self.rate(trial) * (1 + self.distaste(trial))
                 if size <= largest and rate > best:

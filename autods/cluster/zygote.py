@@ -19,8 +19,8 @@ from typing import Any
 
 from .. import procs
 from ..trial import lean, preload
+from ..trial.describe import describe
 from ..trial.heartbeat import Beat
-from ..trial.rank import describe
 from ..trial.spec import RankJob
 from ..values import WorkloadSource
 from ..workload import Workload, load

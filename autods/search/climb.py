@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..outcomes import AFTER_THE_STEPS, Fit
+from ..outcomes import Fit, failed_after_the_steps
 from ..profile import GrowLimits
 from ..values import Record, Run, Steps, Trial
 from .ask import accumulation_for, asked, fits_within, micro_batches, paced, samples_per_second
@@ -104,7 +104,7 @@ class Climb:
         Whether it would be examined is no part of the config, whatever asks for that again."""
         alone = replace(trial, examined_from_s=None)
         answers = asked(trial, self.rules.run)
-        if trial != alone and answers[-1].outcome.kind != "fit" and answers[-1].outcome.phase in AFTER_THE_STEPS:
+        if trial != alone and failed_after_the_steps(answers[-1].outcome):
             answers = asked(alone, self.rules.run)
         if answers[-1].trial.examined_from_s is None:
             return answers

@@ -6,25 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from made_up_certificates import LIMIT, MIB, certifying, passes, trial
 
-from autods.cluster.scripted import ScriptedRunner, fit, out_of_memory
-from autods.outcomes import Examined, Outcome
+from autods.cluster.scripted import fit, out_of_memory
+from autods.outcomes import Outcome
 from autods.search.backoff import Backoff, usual_peaks
-from autods.search.certify import Certified, certify
-from autods.values import Knobs, Record, Steps, Trial
+from autods.search.certify import Certified
+from autods.values import Knobs, Record, Trial
 
-MIB = 2**20
-LIMIT = 1000 * MIB
 USABLE = 950 * MIB
-DID = Examined(
-    batch_shape=(8, 256),
-    draws=0,
-    evaluated=True,
-    checkpoint_bytes=MIB,
-    save_s=0.1,
-    load_s=0.1,
-    restored=True,
-)
 
 
 @dataclass(frozen=True)
@@ -52,40 +42,23 @@ class Model:
         if peak > LIMIT:
             lacking = int(self.peak(1, longest=longest) - self.state) // 4 + MIB  # one tensor of a layer
             return out_of_memory(missing_bytes=lacking if self.tells else None)
-        return replace(fit(peak_bytes=peak, limit_bytes=LIMIT), examined=DID if longest else None, losses=(2.0,) * 6)
-
-
-def trial(rung: str, micro_batch: int) -> Trial:
-    return Trial(rung=rung, knobs=Knobs(micro_batch=micro_batch, checkpointing=False), purpose="grow", steps=Steps())
+        return passes(asked, peak)
 
 
 def certified_by(
     answer: Callable[[Trial], Outcome], sizes: Sequence[int], *, longest_ratio: float, most_trials: int = 8
 ) -> tuple[Certified, list[int]]:
     """The last of `sizes` is the winner's, the others were tried before; losses are compared with another rung's."""
-    known = [Record(id=place, trial=one, outcome=answer(one), seconds=1.0) for place, one in enumerate(map(_on, sizes))]
-    plain = trial("ddp", 1)
-    runner = ScriptedRunner(answer)
-    found = certify(
-        known[-1],
-        runner.run,
-        alternates=known[:-1],
-        reference=Record(id=99, trial=plain, outcome=answer(plain), seconds=1.0),
-        steps=Steps(),
-        parity_steps=Steps(),
-        tolerance=0.01,
-        limit_bytes=LIMIT,
-        headroom=0.05,
-        world_size=2,
-        global_batch=None,
-        most_trials=most_trials,
-        longest_ratio=longest_ratio,
+    *before, winner = (known(trial("zero1", size), answer) for size in sizes)
+    reference = known(trial("ddp", 1), answer)
+    run = certifying(
+        answer, winner, alternates=before, reference=reference, most_trials=most_trials, longest_ratio=longest_ratio
     )
-    return found, [one.knobs.micro_batch for one in runner.trials if one.exam == "worst_case"]
+    return run.certified, [size for _, size in run.exams]
 
 
-def _on(size: int) -> Trial:
-    return trial("zero1", size)
+def known(asked: Trial, answer: Callable[[Trial], Outcome]) -> Record:
+    return Record(id=asked.knobs.micro_batch, trial=asked, outcome=answer(asked), seconds=1.0)
 
 
 def test_the_first_step_back_goes_by_the_length_of_the_longest_batch() -> None:
@@ -162,7 +135,7 @@ def test_the_way_up_does_not_stop_at_one_disappointment() -> None:
         if asked.exam == "worst_case" and size > 13:
             return out_of_memory()
         peak = 10 * MIB * size + 100 * MIB
-        return replace(fit(peak_bytes=peak, limit_bytes=LIMIT), examined=DID, losses=(2.0,) * 6)
+        return passes(asked, peak)
 
     assert certified_by(answer, (1, 40, 80), longest_ratio=1.0, most_trials=7)[1] == [80, 40, 10, 39]
     found, exams = certified_by(answer, (1, 40, 80), longest_ratio=1.0)
@@ -172,17 +145,17 @@ def test_the_way_up_does_not_stop_at_one_disappointment() -> None:
 
 
 def test_peaks_of_other_rungs_and_of_exams_say_nothing_of_the_usual_batch() -> None:
-    ours = Record(id=1, trial=_on(4), outcome=fit(peak_bytes=400), seconds=1.0)
+    ours = Record(id=1, trial=trial("zero1", 4), outcome=fit(peak_bytes=400), seconds=1.0)
     others = [
         replace(ours, trial=trial("zero3", 8)),
-        replace(ours, trial=replace(_on(8), exam="worst_case")),
-        replace(ours, trial=replace(_on(8), knobs=Knobs(micro_batch=8, checkpointing=True))),
-        replace(ours, trial=_on(16), outcome=out_of_memory()),
+        replace(ours, trial=replace(trial("zero1", 8), exam="worst_case")),
+        replace(ours, trial=replace(trial("zero1", 8), knobs=Knobs(micro_batch=8, checkpointing=True))),
+        replace(ours, trial=trial("zero1", 16), outcome=out_of_memory()),
     ]
-    assert usual_peaks(_on(2), [ours, *others]) == {4: 400}
+    assert usual_peaks(trial("zero1", 2), [ours, *others]) == {4: 400}
 
 
 def test_a_peak_that_has_not_begun_to_grow_promises_nothing() -> None:
     flat = Backoff(peaks={1: 600 * MIB, 14: 600 * MIB}, usable_bytes=USABLE, limit_bytes=LIMIT, longest_ratio=8.0)
-    short = Record(id=1, trial=_on(14), outcome=out_of_memory(), seconds=1.0)
+    short = Record(id=1, trial=trial("zero1", 14), outcome=out_of_memory(), seconds=1.0)
     assert flat.down([short], range(1, 14)) == 1  # 14 / 8: as many elements as were seen to fit

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from test_certify import PARITY, TIMED, Certifying, certifying, passes, timed, trial
+from made_up_certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
 from autods.cluster.scripted import failed, out_of_memory
 from autods.outcomes import Outcome, Trained

@@ -6,8 +6,8 @@ from typing import Any
 
 from autods.cluster.result import outcome_from
 from autods.outcomes import Examined, Failed, Fit
+from autods.trial.describe import describe
 from autods.trial.parity import Incomparable
-from autods.trial.rank import describe
 from autods.trial.spec import RankJob
 from autods.values import WorkloadSource
 

@@ -32,7 +32,7 @@ def told(error: BaseException, user_file: str) -> dict[str, Any]:
 
     if isinstance(error, (NoLibrary, Refused)):
         return {"kind": error.kind, "what": error.what, "where": None, "mend": error.mend}
-    from ...trial.rank import describe
+    from ...trial.describe import describe
 
     seen = describe(error, user_file)
     names, message = seen["types"], " ".join(str(seen["message"]).split())[:500]
