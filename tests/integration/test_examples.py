@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -13,33 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from launchers import deepspeeds_own, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN2_TINY = 1_017_984  # parameters
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-
 
 Done = subprocess.CompletedProcess[str]
 
 
-def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = TORCHRUN) -> Done:
+def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = ()) -> Done:
     """The script on two ranks, from a folder of its own: what it writes lies there."""
     # No GPU, so that the test asks the same everywhere; gloo's threads need no more than one core.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *launcher, str(EXAMPLES / script), *map(str, args)]
+    command = [sys.executable, "-m", *(launcher or torchrun()), str(EXAMPLES / script), *map(str, args)]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=400)
-
-
-def deepspeeds_own() -> list[str]:
-    """What the `deepspeed` command runs on each node."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    return [
-        "deepspeed.launcher.launch",
-        f"--world_info={world}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}",
-    ]
 
 
 def falling(done: Done, *, steps: int) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -11,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HERE, free_port, question
+from conftest import HERE, question
+from launchers import deepspeeds_own, torchrun
 
 from autods.ds_config import compose, start_settings
 from autods.ladder import all_rungs
@@ -42,21 +42,6 @@ def train(launcher: list[str], ds_config: Path, *options: str) -> subprocess.Com
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, str(TRAIN), *said, *options]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-
-
-def torchrun() -> list[str]:
-    return ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-
-def deepspeeds_own() -> list[str]:
-    """What the `deepspeed` command runs on each node."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    return [
-        "deepspeed.launcher.launch",
-        f"--world_info={world}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}",
-    ]
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
