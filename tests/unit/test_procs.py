@@ -115,3 +115,10 @@ def test_a_signal_is_being_taken_until_its_handler_has_ended() -> None:
     assert not procs.is_taking(pid, signal.SIGUSR1)
     for fd in (reader, writer, ready, tells, waits):
         os.close(fd)
+
+
+def test_a_rank_is_taken_by_the_oom_killer_before_what_watches_it() -> None:
+    """Ray's workers have the worst score there is: a rank has to have it, too, for then the larger one goes."""
+    code = "from autods import procs; procs.first_to_be_killed(); print(open('/proc/self/oom_score_adj').read())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(said) == 1000
