@@ -71,8 +71,10 @@ def runners(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield runner
 
 
-def question(workload: str | Workload, folder: Path, *, certified: bool = False, **asked: object) -> Settings:
-    """Settings for 2 CPU ranks; a workload's name is a file beside this one.
+def question(
+    workload: str | Workload, folder: Path, *, certified: bool = False, stall_s: float = 100.0, **asked: object
+) -> Settings:
+    """Settings for 2 CPU ranks; a workload's name is a file beside this one. stall_s: short where ranks are to hang.
 
     Without a forecast and a certificate, unless they are asked for: they cost some seconds a fit.
     """
@@ -88,7 +90,7 @@ def question(workload: str | Workload, folder: Path, *, certified: bool = False,
     }
     settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
     profile = settings.profile
-    limits = replace(profile.limits, stall_s=100.0, init_s=200.0)
+    limits = replace(profile.limits, stall_s=stall_s, init_s=200.0)
     certify = profile.certify if certified else replace(profile.certify, most_trials=0)
     return replace(settings, profile=replace(profile, limits=limits, certify=certify))
 

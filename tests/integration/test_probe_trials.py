@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import HERE
+from held import Held
 
 import autods
 from autods import InputError
@@ -143,45 +142,21 @@ def test_the_same_probe_again_runs_nothing_and_says_the_same(ray: object, tmp_pa
     assert json.loads((tmp_path / "probe.json").read_text())["cells"] == told["cells"]
 
 
-SLOW = """
-import time
-from tiny import Tiny, build_batch
-
-
-class Slow(Tiny):
-    def forward(self, x, y):
-        time.sleep(0.3)
-        return super().forward(x, y)
-
-
-def build_model():
-    return Slow()
-"""
-
-
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
-    (tmp_path / "slow.py").write_text(SLOW)
-    asked = (
-        "--gpus 2 --device cpu --gpu-memory 1GiB --config quick --vary rung=ddp,zero1 --vary env.PROBED=1,2 --repeats 2"
-    )
-    return [
-        sys.executable,
-        "-m",
-        "autods",
-        "probe",
-        str(tmp_path / "slow.py"),
-        *asked.split(),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+def held(tmp_path: Path) -> Held:
+    return Held(tmp_path)
 
 
-def started(command: list[str]) -> subprocess.Popen[str]:
-    paths = [str(HERE / "workloads"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def started(held: Held, *more: str) -> subprocess.Popen[str]:
+    asked = "--gpus 2 --device cpu --gpu-memory 1GiB --config quick --vary rung=ddp,zero1 --vary micro_batch=1,2"
+    where = [str(held.model), *asked.split(), "--repeats", "2", "--out", str(held.folder / "out")]
     return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "autods", "probe", *where, *more],
+        env=held.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -192,29 +167,24 @@ def finished(out: Path) -> list[str]:
     return [row["key"] for row in rows if row["kind"] == "finished"]
 
 
-def wait_for(out: Path, trials: int, running: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while len(finished(out)) < trials:
-        assert running.poll() is None, running.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_a_probe_that_is_killed_or_interrupted_goes_on_by_the_same_command(
-    command: list[str], tmp_path: Path, stop: signal.Signals, code: int
+    held: Held, stop: signal.Signals, code: int
 ) -> None:
-    out = tmp_path / "out"
-    first = started(command)
-    wait_for(out, 3, first)
+    out = held.folder / "out"
+    held.hold(3)
+    first = started(held)
+    held.wait_in(first)
     first.send_signal(stop)
     _, told = first.communicate(timeout=150)
     assert first.returncode == code
     if stop is signal.SIGINT:
         assert "go on with:" in told
     known = finished(out)
+    assert len(known) == 3
     assert not (out / "probe.json").exists()
-    again = started([*command, "--json"])
+    held.let_go()
+    again = started(held, "--json")
     shown, told = again.communicate(timeout=200)
     assert again.returncode == 0, told
     assert f"resuming: {len(known)} finished trials are not run again" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ignore, question
-from watching import Scene
+from watching import Scene, wait_for
 
 from autods.cgroup import memory_groups
 from autods.cluster.runner import RayRunner
@@ -198,7 +199,7 @@ def cgroup_of(pid: int, *, limit_bytes: int) -> Iterator[None]:
     if not groups:
         pytest.skip("this machine has no memory cgroups")
     own, version = groups[0].folder, groups[0].version
-    folder = own / "autods-test"
+    folder = own / f"autods-test-{os.getpid()}"
     try:
         folder.mkdir()
         (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
@@ -211,4 +212,11 @@ def cgroup_of(pid: int, *, limit_bytes: int) -> Iterator[None]:
         yield
     finally:
         (own / "cgroup.procs").write_text(str(pid))
-        folder.rmdir()
+        wait_for(lambda: is_removed(folder), 20)
+
+
+def is_removed(group: Path) -> bool:
+    """A group is busy until the kernel has done with the last process that died in it."""
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()

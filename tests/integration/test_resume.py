@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,54 +10,27 @@ from pathlib import Path
 
 import psutil
 import pytest
+from held import Held
 from watching import wait_for
-
-# The trial that begins when as many are finished as `hold` says waits in its first forward until `hold` is gone.
-HELD = """
-import os
-import time
-from pathlib import Path
-
-from tiny import Tiny, build_batch
-
-FOLDER = Path(__file__).parent
-
-
-class Held(Tiny):
-    def forward(self, x, y):
-        if "LOCAL_RANK" in os.environ and is_to_wait():
-            (FOLDER / "held").touch()
-            while (FOLDER / "hold").exists():
-                time.sleep(0.02)
-        return super().forward(x, y)
-
-
-def is_to_wait():
-    if not (FOLDER / "hold").exists():
-        return False
-    finished = (FOLDER / "out" / "journal.jsonl").read_text().count('{"kind": "finished"')
-    return finished >= int((FOLDER / "hold").read_text())
-
-
-def build_model():
-    return Held()
-"""
 
 
 class Fit:
     """One fit, started again and again by the same command."""
 
     def __init__(self, folder: Path) -> None:
-        workloads = Path(__file__).parent / "workloads"
-        self.folder, self.model, self.out = folder, folder / "held_up.py", folder / "out"
-        self.model.write_text(HELD)
-        self.env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workloads), os.environ.get("PYTHONPATH", "")])}
+        self.held, self.out = Held(folder), folder / "out"
+        self.model = self.held.model
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "autods", "fit", self.model, "--gpus", "2", "--device", "cpu"]
         command += ["--gpu-memory", "1GiB", "--config", "quick", "--ladder", "zero1", "--out", self.out]
         return subprocess.Popen(
-            command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=self.held.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def rows(self) -> list[dict[str, object]]:
@@ -71,11 +43,9 @@ class Fit:
 
     def in_a_trial_after(self, finished: int) -> subprocess.Popen[str]:
         """The driver, started; that many trials are finished and another one has begun and does not end."""
-        (self.folder / "held").unlink(missing_ok=True)
-        (self.folder / "hold").write_text(str(finished))
+        self.held.hold(finished)
         driver = self.start()
-        wait_for(lambda: (self.folder / "held").exists() or driver.poll() is not None, 150)
-        assert driver.poll() is None, driver.communicate()[1]
+        self.held.wait_in(driver)
         assert self.rows()[-1]["kind"] == "started"
         assert self.ranks()
         return driver
@@ -113,7 +83,7 @@ def test_a_fit_killed_in_a_trial_and_interrupted_in_another_ends_as_if_nothing_h
     assert "interrupted: every rank is gone" in said
     assert f"go on with: autods fit {a_fit.model} " in said.replace("python -m autods", "autods")
 
-    (a_fit.folder / "hold").unlink()
+    a_fit.held.let_go()
     driver = a_fit.start()
     told, said = driver.communicate(timeout=200)
     assert driver.returncode == 0, said
