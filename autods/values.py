@@ -60,7 +60,9 @@ class Steps:
 class Trial:
     """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`.
 
-    conditions: what a probe varies beside rung and knobs, see `workload.conditions`.
+    conditions: what a probe varies beside rung and knobs, see `workload.conditions`. examined_from_s: where its median
+    step takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it timed the
+    longest batch; None: it does not.
     """
 
     rung: str
@@ -72,6 +74,7 @@ class Trial:
     repeat: int = 0  # the same knobs measured again
     exam: Exam | None = None
     conditions: Mapping[str, Scalar] = field(default_factory=dict)
+    examined_from_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

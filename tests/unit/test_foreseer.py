@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -150,16 +151,23 @@ def test_a_trial_without_the_limit_teaches_what_it_measured() -> None:
 
 
 def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
-    begin = threading.Event()
+    under_way, begin = threading.Barrier(3), threading.Event()
 
     def slow(ask: Ask, micro_batch: int) -> Simulated:
-        begin.wait(10)
+        if micro_batch < 3:
+            under_way.wait(20)
+        assert begin.wait(20)
         return allocates(micro_batch, init=GIB)
 
     made, simulator, _ = foreseer(slow)
     made.prepare(trial(micro_batch=size) for size in range(1, 10))
-    threading.Timer(0.2, begin.set).start()
-    made.settle()
+    under_way.wait(20)
+    settling = threading.Thread(target=made.settle)
+    settling.start()
+    while len(made._seen) > 2:  # it drops what has not begun, and then waits
+        time.sleep(0.001)
+    begin.set()
+    settling.join()
     assert len(simulator.measured) == 2  # those that were under way
     assert made.forecast(trial(micro_batch=9)) is not None
 

@@ -162,9 +162,12 @@ def test_ctrl_c_is_an_interrupt() -> None:
     def script(ask: Ask, micro_batch: int) -> Simulated:
         raise KeyboardInterrupt
 
+    before = set(threading.enumerate())
     with pytest.raises(Interrupted):
         Planned(question(), script)
-    assert threading.active_count() < 10
+    for thread in set(threading.enumerate()) - before:  # they end, too
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_checkpointing_is_on_where_the_model_can_and_refused_where_it_cannot() -> None:
