@@ -66,7 +66,7 @@ class Spared:
     def saw(self, record: Record) -> None:
         """What a trial came to."""
         trial, outcome = record.trial, record.outcome
-        if isinstance(outcome, Failed) and outcome.wants_larger_batch:
+        if isinstance(outcome, Failed) and outcome.wants_larger_batch and not self._peaks:
             self._first = max(self._first, 2 * trial.knobs.micro_batch)
         if trial.knobs.micro_batch > self._first:
             return
