@@ -46,6 +46,11 @@ class Jobs:
         """The same for as many ranks as there are."""
         return replace(job, world_size=self.settings.gpus, local_ranks=tuple(range(self.settings.gpus)))
 
+    def with_more_samples(self, job: RankJob) -> RankJob:
+        """The same with twice the micro batch."""
+        size = 2 * job.micro_batch
+        return replace(job, micro_batch=size, ds_config={**job.ds_config, "train_micro_batch_size_per_gpu": size})
+
     def training(self, trial: Trial, id: int) -> RankJob:
         """The trial itself."""
         assert self.facts is not None, "survey first"

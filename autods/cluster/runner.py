@@ -24,6 +24,7 @@ from .unusable import check_ready, check_survey, may_want_ranks
 
 _NOTHING: Mapping[str, str] = {}
 _AT_ONCE_S = 3.0
+_LARGEST_LOOK = 8  # micro batch: as the walk, which begins with no larger one
 
 
 class RayRunner:
@@ -76,6 +77,10 @@ class RayRunner:
         if failure is not None and self.settings.gpus > 1 and may_want_ranks(reports, job):
             self.listen(Note(text="it does not run on one rank alone, so it is looked at on all of them"))
             job = self._jobs.on_all_ranks(job)
+            reports = self._execute(job)
+            failure = failure_from(reports, job)
+        while isinstance(failure, Failed) and failure.wants_larger_batch and job.micro_batch < _LARGEST_LOOK:
+            job = self._jobs.with_more_samples(job)
             reports = self._execute(job)
             failure = failure_from(reports, job)
         check_survey(failure, job)

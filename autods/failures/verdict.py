@@ -17,7 +17,13 @@ _INVALID = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
 _OP = re.compile(
     r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io)(?:\.so|')|'(\w+)Builder'"
 )
-_TOO_SMALL = re.compile(r"Expected more than 1 (?:value per channel|spatial element) when training|than min_capacity\b")
+# By torch, DeepSpeed's layers of experts, and trainers that compare the samples of a batch with each other.
+_TOO_SMALL = re.compile(
+    r"Expected more than 1 (?:value per channel|spatial element) when training|than min_capacity\b"
+    r"|batch[ _]size (?:must|has to|should) be (?:>|greater than|larger than|at least) ?[1-4]\b"
+    r"|batch[ _]size \(\d+\) must be (?:evenly )?divisible by (?:the number of generations|num_generations)",
+    re.IGNORECASE,
+)
 _EVIDENCE_CHARS = 400
 
 
@@ -125,7 +131,7 @@ def _failed(cause: Evidence, said: Said) -> Failed:
         action=said.action,
         advice=said.advice,
         op=_op_in(cause.text) if said.kind == "toolchain" else None,
-        wants_larger_batch=said.kind == "user_code" and wants_larger_batch(cause.text),
+        wants_larger_batch=said.kind in ("user_code", "config") and wants_larger_batch(cause.text),
     )
 
 

@@ -151,9 +151,10 @@ class Holding:
 
     def _below(self, size: int) -> Sequence[int]:
         """Smaller micro batches, without those that the model was seen not to train with."""
-        seen = ((record.trial, record.outcome) for record in (*self.known, *self.exams.records))
-        too_small = (one.knobs.micro_batch for one, end in seen if isinstance(end, Failed) and end.wants_larger_batch)
-        least = max(too_small, default=0)
+        seen = [(one.trial.knobs.micro_batch, one.outcome) for one in (*self.known, *self.exams.records)]
+        fits = min((size for size, outcome in seen if isinstance(outcome, Fit)), default=size)
+        too_small = (size for size, outcome in seen if isinstance(outcome, Failed) and outcome.wants_larger_batch)
+        least = max((one for one in too_small if one < fits), default=0)  # of others the size is wrong otherwise
         return [one for one in micro_batches(self.global_batch, self.world_size, size - 1) if one > least]
 
 

@@ -54,16 +54,19 @@ class Spared:
         return None if self.is_obvious(trial) or self._unforeseeable() else self.inner.forecast(trial)
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        """By the measured peak where that is small: what fits even if all of it grew; growing measures on there."""
+        """By the measured peak where that is small: what fits even if all of it grew; growing measures on there. None
+        for a script's small model: each micro batch that is simulated is another run of the script, and a trial shows
+        more in the same time."""
         peak = self._peaks.get((trial.rung, trial.knobs.checkpointing))
         if peak is None or peak > usable_bytes * _PEAK_SHARE or not self._small():
-            return None if self._unforeseeable() else self.inner.largest(trial, sizes, usable_bytes)
+            spared = self._unforeseeable() or (self._is_script() and self._small())
+            return None if spared else self.inner.largest(trial, sizes, usable_bytes)
         return max((size for size in sizes if size * peak <= usable_bytes * self._first), default=None)
 
     def saw(self, record: Record) -> None:
         """What a trial came to."""
         trial, outcome = record.trial, record.outcome
-        if isinstance(outcome, Failed) and outcome.wants_larger_batch:
+        if isinstance(outcome, Failed) and outcome.wants_larger_batch and not self._peaks:
             self._first = max(self._first, 2 * trial.knobs.micro_batch)
         if trial.knobs.micro_batch > self._first:
             return
@@ -75,6 +78,10 @@ class Spared:
     def _unforeseeable(self) -> bool:
         facts = self.facts()
         return facts is not None and unforeseeable(facts) is not None
+
+    def _is_script(self) -> bool:
+        facts = self.facts()
+        return facts is not None and facts.config is not None
 
     def _small(self) -> bool:
         facts = self.facts()

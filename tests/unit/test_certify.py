@@ -142,6 +142,14 @@ def test_backing_off_ends_where_the_model_cannot_be_trained_with_fewer_samples()
     assert not run.certified.certificate.passed
 
 
+def test_a_size_that_did_not_suit_although_a_smaller_one_did_bounds_no_backing_off() -> None:
+    odd = replace(failed(action="fix_config"), wants_larger_batch=True)
+    seen = [Record(id=9, trial=trial("zero2", 9), outcome=odd, seconds=1.0), timed(trial("zero2", 4))]
+    run = certifying(longest(), timed(trial("zero2", 12)), seen=seen)
+    assert run.certified.certificate.passed
+    assert run.certified.best.trial.knobs.micro_batch < 9
+
+
 def test_a_full_allocator_is_no_fit() -> None:
     def answer(asked: Trial) -> Outcome:
         return passes(asked, 900 * MIB, retries=3 if asked.exam and asked.knobs.micro_batch > 4 else 0)

@@ -104,3 +104,11 @@ def test_what_cannot_be_trained_with_one_sample_is_as_obvious_with_two() -> None
     foresight.saw(saw(with_two, fit(peak_bytes=GIB // 8)))
     assert foresight.largest(with_two, SIZES, 3.9 * GIB) == 62
     assert inner.asked == []
+
+
+@pytest.mark.parametrize(("parameters", "largest"), [(4_000_000, None), (400_000_000, 700)])
+def test_a_scripts_small_model_grows_by_trials(parameters: int, largest: int | None) -> None:
+    inner = Scripted(lambda trial: said(trial.rung, "fits"), batch=700)
+    foresight = Spared(inner, lambda: replace(FACTS, parameters=parameters, config={}), 80 * GIB)
+    foresight.saw(saw(FIRST, fit(peak_bytes=GIB)))
+    assert foresight.largest(FIRST, SIZES, 3.9 * GIB) == largest

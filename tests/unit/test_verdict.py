@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from autods.failures import Evidence, HostMemory, outcome_of
+from autods.failures import Evidence, HostMemory, outcome_of, wants_larger_batch
 from autods.outcomes import Failed, OutOfMemory
 
 
@@ -151,3 +151,24 @@ def test_frames_are_read_as_those_of_a_log():
         'File "/home/me/model.py", line 30, in _apply',
         'raise RuntimeError("made to fail")',
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "wants"),
+    [
+        ("Expected more than 1 value per channel when training, got input size torch.Size([1, 64])", True),
+        ("Actual (not effective) batch size must be > 1. KTO will not work properly", True),
+        ("generation_batch_size (2) must be divisible by num_generations (8).", True),
+        ("Expected input batch_size (8) to match target batch_size (4).", False),
+        ("train_batch_size must be greater than 10", False),
+    ],
+)
+def test_what_asks_for_more_samples_is_told_from_other_words_about_batches(said: str, wants: bool):
+    assert wants_larger_batch(said) is wants
+
+
+def test_a_trainer_that_refuses_a_batch_of_one_wants_a_larger_one_whatever_kind_of_failure_that_is():
+    message = "Actual (not effective) batch size must be > 1. KTO will not work properly"
+    outcome = outcome_of([evidence(0, 1.0, exit=1, types=("ValueError",), message=message)])
+    assert isinstance(outcome, Failed)
+    assert outcome.wants_larger_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ def watch(engine: Any, session: Session) -> None:
     _wrap(engine, "backward", session, functools.partial(_backward, session))
     _wrap(engine, "step", session, functools.partial(_step, session, engine))
     _wrap(engine, "train", session, functools.partial(_train, session))
+    if hasattr(engine.optimizer, "step"):
+        _wrap(engine.optimizer, "step", session, functools.partial(_step_of_optimizer, session))
     if hasattr(engine, "train_batch"):
         _wrap(engine, "train_batch", session, functools.partial(_train_batch, session))
 
@@ -25,7 +28,7 @@ def _wrap(engine: Any, name: str, session: Session, watched: Callable[..., Any])
     real = getattr(engine, name)
 
     @functools.wraps(real)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
         if session.busy:
             return real(*args, **kwargs)
         session.insist()
@@ -37,7 +40,7 @@ def _wrap(engine: Any, name: str, session: Session, watched: Callable[..., Any])
             session.failure = error
             raise
 
-    setattr(engine, name, call)
+    setattr(engine, name, types.MethodType(call, engine))  # schedulers of torch want an optimizer's step to be one
 
 
 def _forward(session: Session, engine: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +55,7 @@ def _forward(session: Session, engine: Any, real: Any, *args: Any, **kwargs: Any
 
 
 def _backward(session: Session, real: Any, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
-    session.phase("backward")
+    session.backward()
     session.lost(loss_of(loss))
     return real(loss, *args, **kwargs)
 
@@ -60,8 +63,22 @@ def _backward(session: Session, real: Any, loss: Any = None, *args: Any, **kwarg
 def _step(session: Session, engine: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
     boundary = bool(engine.is_gradient_accumulation_boundary())
     session.phase("step")
-    done = real(*args, **kwargs)
+    session.in_step = True
+    try:
+        done = real(*args, **kwargs)
+    finally:
+        session.in_step = False
     session.stepped(boundary=boundary)
+    return done
+
+
+def _step_of_optimizer(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
+    """A script, or Lightning's Fabric, may step the optimizer that the engine made, and never the engine."""
+    if session.in_step:
+        return real(*args, **kwargs)
+    session.phase("step")
+    done = real(*args, **kwargs)
+    session.stepped(boundary=True)
     return done
 
 

@@ -22,7 +22,7 @@ def install(session: Session) -> None:
     ours = _with_our_config(session, theirs.HfTrainerDeepSpeedConfig.__init__)
     theirs.HfTrainerDeepSpeedConfig.__init__ = ours
     TrainingArguments.__post_init__ = _checked(session, TrainingArguments.__post_init__)
-    Trainer.train = _from_the_start(Trainer.train)
+    Trainer.train = _from_the_start(_with_deepspeed(Trainer.train))
     filling.does_nothing(session, Trainer, "evaluate", "predict", told="evaluate", gives=filling.Zeros)
     filling.does_nothing(
         session, Trainer, "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
@@ -53,8 +53,10 @@ def _checked(session: Session, real: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         self.report_to, self.push_to_hub = "none", False
         self.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
-        if not self.deepspeed:
-            raise refusal("its TrainingArguments have no DeepSpeed config", mend=_way_out("deepspeed", "ds_config"))
+        if not self.deepspeed:  # libraries make such ones too, for the default values: it counts what is trained with
+            self._autods_made = caller(), _way_out("deepspeed", "ds_config")
+            real(self, *args, **kwargs)
+            return
         if job.device == "cpu" and not self.use_cpu:
             if _of_command_line():
                 raise refusal(
@@ -71,6 +73,19 @@ def _checked(session: Session, real: Any) -> Any:
         real(self, *args, **kwargs)
 
     return init
+
+
+def _with_deepspeed(real: Any) -> Any:
+    """Training without a DeepSpeed config is refused, at the arguments that have none."""
+
+    @functools.wraps(real)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.args.deepspeed:
+            place, mend = getattr(self.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
+            raise refusal("its TrainingArguments have no DeepSpeed config", mend=mend, at=place)
+        return real(self, *args, **kwargs)
+
+    return train
 
 
 def _check(found: int, asked: int, argument: str, placeholder: str) -> None:

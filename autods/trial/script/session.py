@@ -24,6 +24,7 @@ from .proof import Proof
 from .users import refusal
 
 _SWALLOWED = 3  # times that the script was told to end and went on
+_MOST_BACKWARDS = 256  # without a step, by the accumulation: a script may accumulate by itself
 _GRACE_S = 10.0  # for what it does on its way out
 
 _ZERO = "zero_optimization"
@@ -66,9 +67,11 @@ class Session:
     failure: BaseException | None = None  # what an engine's call raised: whoever catches that trains no more
     over: bool = False
     busy: bool = False  # the trial itself works with the engine
+    in_step: bool = False  # the engine's own, which steps its optimizer
     _whole: bool = True  # all batches of this step
     _pid: int = field(default_factory=os.getpid)
     _insisted: int = 0
+    _backwards: int = 0  # since the last step
     _proof: Proof | None = None
     _parity: Parity | None = None
     _trained: dict[str, Any] | None = None  # `outcomes.Trained`
@@ -182,6 +185,16 @@ class Session:
         self.clock.other()
         self.observer.touch(phase, self.steps)
 
+    def backward(self) -> None:
+        """A backward begins. Raises WorkloadError where it looks as if no step would ever come."""
+        self.phase("backward")
+        self._backwards += 1
+        if self._backwards > _MOST_BACKWARDS * self.job.accumulation:
+            raise refusal(
+                f"it called the engine's backward {self._backwards} times and never its step",
+                mend="call engine.step() after each engine.backward(loss): the engine knows when to accumulate",
+            )
+
     def phase(self, phase: Phase) -> None:
         """A part of a training step begins."""
         self.observer(phase, self.steps)
@@ -199,6 +212,7 @@ class Session:
 
     def stepped(self, *, boundary: bool) -> None:
         """The engine's step has ended. Ends the script when that was the last one that the trial needs."""
+        self._backwards = 0
         self._next_micro_batch()
         if boundary:
             self.observer.meter.synchronize()
