@@ -17,7 +17,7 @@ from .forecast.protocol import Start
 from .forecast.values import Ask
 from .hardware import look
 from .journal import key_of
-from .outcomes import Tier
+from .outcomes import Fit, Tier
 from .resume import Memory
 from .search.foresight import BLIND, Foresight
 from .search.spared import Spared
@@ -79,6 +79,8 @@ def foreseeing(
 
         def learn(record: Record) -> Mapping[str, Any] | None:
             spared.saw(record)
+            if settings.device == "cuda" and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
+                return None  # its peak is that of a checkpoint, too, which is not forecast
             pair = foreseer.learn(record.trial, record.outcome)
             return None if pair is None else asdict(pair)
 

@@ -195,6 +195,17 @@ class Failed:
 Outcome = Fit | OutOfMemory | Failed
 
 
+def failed_after_the_steps(outcome: Outcome) -> bool:
+    """In what an exam does after its first steps, which is the certificate's to tell."""
+    return not isinstance(outcome, Fit) and outcome.phase in ("evaluate", "save", "load")
+
+
 def is_machines_fault(outcome: Outcome) -> bool:
     """Something has to be mended on the machine (a full disk, a lost GPU, a compiler) before this can be tried."""
     return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
+
+
+def first_line(text: str, most: int = 160) -> str:
+    """Of evidence or advice: the first line with something in it, cut to `most` characters."""
+    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= most else line[: most - 1].rstrip() + "…"

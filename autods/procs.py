@@ -82,6 +82,17 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
+def is_taking(pid: int, number: signal.Signals) -> bool:
+    """Whether that signal still waits for the process, or its main thread is in the handler: it blocks it meanwhile."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    said = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+    masks = (int(said.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return said.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def children() -> list[int]:
     """Pids of this process's children, adopted ones included."""
     found: list[int] = []

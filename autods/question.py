@@ -116,7 +116,7 @@ def pose(
             base=base,
             micro_batch=_micro_batch(micro_batch, total, base, ranks),
             global_batch=total,
-            nvme_path=_nvme(nvme_path, own),
+            nvme_path=nvme_place(nvme_path, own),
         )
         sites.append(replace(site, problem=_problem(site)))
     if source.kind != "script":
@@ -225,8 +225,8 @@ def _micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], 
     return micro
 
 
-def _nvme(path: str | Path | None, machine: Machine) -> Path | None:
-    """A forecast writes nothing, so the folder need not exist here."""
+def nvme_place(path: str | Path | None, machine: Machine) -> Path | None:
+    """Where a forecast takes NVMe to be. It writes nothing, so the folder need not exist here."""
     if path is not None:
         return Path(path).absolute()
     return NVME_PLACE if machine.nvme_bytes is not None else None

@@ -170,6 +170,8 @@ def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
         said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
     if facts.config_place:
         said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
+    if facts.stood_in:
+        said.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
     return tuple(said)
 
 

@@ -60,7 +60,9 @@ class Steps:
 class Trial:
     """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`.
 
-    conditions: what a probe varies beside rung and knobs, see `workload.conditions`.
+    conditions: what a probe varies beside rung and knobs, see `workload.conditions`. examined_from_s: where its median
+    step takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it timed the
+    longest batch; None: it does not.
     """
 
     rung: str
@@ -72,6 +74,7 @@ class Trial:
     repeat: int = 0  # the same knobs measured again
     exam: Exam | None = None
     conditions: Mapping[str, Scalar] = field(default_factory=dict)
+    examined_from_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,7 @@ class ModelFacts:
 
     config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
     config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
+    stood_in: what a script asked of GPUs that CPU ranks did without, each with its line.
     """
 
     parameters: int
@@ -117,6 +121,7 @@ class ModelFacts:
     layer_parameters: int = 0  # of one of them
     config: Mapping[str, Any] | None = None
     config_place: str | None = None
+    stood_in: tuple[str, ...] = ()
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none

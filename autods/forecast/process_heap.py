@@ -11,8 +11,10 @@ from .values import ForecastPhase, Trace
 
 _PAGE = 4096
 _MAPPED_FROM = 65536
-_ALIGNED = 64 + 32  # torch asks for 64-byte alignment: malloc adds that, and its header, before it rounds to pages
+_BEFORE = 32
+_ALIGNED = 64 + _BEFORE  # torch asks for 64-byte alignment: malloc adds that, and its header, before it rounds to pages
 _HEADER = 16
+_HUGE_FROM = 2 * 1024 * 1024  # torch wants huge pages for such a tensor, and so that it begins with a page of its own
 
 
 def replay_process(trace: Trace) -> Replayed:
@@ -64,4 +66,5 @@ def replay_process(trace: Trace) -> Replayed:
 
 def _pages(size: int) -> int:
     """What a mapping of its own takes."""
-    return -(-(size + _ALIGNED) // _PAGE) * _PAGE
+    aligned = _PAGE + _BEFORE if size >= _HUGE_FROM else _ALIGNED
+    return -(-(size + aligned) // _PAGE) * _PAGE

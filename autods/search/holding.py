@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..outcomes import Fit
+from ..outcomes import Failed, Fit
 from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_well, micro_batches, paced, step_s_of
 from .backoff import Backoff, usual_peaks
@@ -55,16 +55,16 @@ class Holding:
         shorts: list[Record] = []
         while (exam := self._examined(config)) is not None:
             answer: Record | None = exam
-            if not is_short(exam.outcome, self.limit_bytes):
+            if not (short := is_short(exam.outcome, self.limit_bytes)):
                 exam = self._roomier(exam, shorts)
                 answer = self._timed(self.timing(exam.trial))
             if answer is None:
                 return None
-            if answer is not exam and (answer is self.known[0] or fits_well(answer)):
+            if not short and (answer is self.known[0] or fits_well(answer)):
                 return Held(best=answer, exam=exam)
             self.short.append(answer)
             # An exam that held before it was timed puts an end to the search from above.
-            shorts = [*shorts, answer] if answer is exam else [answer]
+            shorts = [*shorts, answer] if short else [answer]
             before = answer.trial.knobs.micro_batch
             following = self._backoff(config).down(shorts, self._below(before))
             if following is None:
@@ -99,6 +99,9 @@ class Holding:
         return f"on {on}, micro batch {size} {what_happened(last.outcome, self.limit_bytes)}"
 
     def _examined(self, config: Trial) -> Record | None:
+        """Its exam: one that a timed trial went on with, or a trial of its own."""
+        if (passed := next((one for one in self.known if _has_examined(one, config)), None)) is not None:
+            return passed
         first, knobs = self.known[0], config.knobs
         samples = knobs.micro_batch * knobs.accumulation
         more = samples / (first.trial.knobs.micro_batch * first.trial.knobs.accumulation)
@@ -147,4 +150,16 @@ class Holding:
         return held[-1]
 
     def _below(self, size: int) -> Sequence[int]:
-        return micro_batches(self.global_batch, self.world_size, size - 1)
+        """Smaller micro batches, without those that the model was seen not to train with."""
+        seen = ((record.trial, record.outcome) for record in (*self.known, *self.exams.records))
+        too_small = (one.knobs.micro_batch for one, end in seen if isinstance(end, Failed) and end.wants_larger_batch)
+        least = max(too_small, default=0)
+        return [one for one in micro_batches(self.global_batch, self.world_size, size - 1) if one > least]
+
+
+def _has_examined(record: Record, config: Trial) -> bool:
+    """Whether this timed trial of the config ran its exam, too."""
+    trial, outcome = record.trial, record.outcome
+    usual = trial.exam is None and trial.limited and trial.native_optimizer
+    same = (trial.rung, trial.knobs) == (config.rung, config.knobs)
+    return usual and same and isinstance(outcome, Fit) and outcome.examined is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..checks import precision_of
-from ..outcomes import Fit
+from ..outcomes import Fit, failed_after_the_steps
 from ..search.ask import fits_within
 from ..search.candidates import Candidate
 from ..search.certify import Certified, certify
@@ -54,7 +54,7 @@ def _largest(plain: Record, means: Means) -> Record:
 
     def cut(record: Record) -> Trial:
         knobs = replace(record.trial.knobs, micro_batch=1, accumulation=1)
-        usual = replace(record.trial, purpose="walk", steps=plain.trial.steps, repeat=0)
+        usual = replace(record.trial, purpose="walk", steps=plain.trial.steps, repeat=0, examined_from_s=None)
         return replace(usual, knobs=knobs)
 
     alike = [one for one in means.memory.records if cut(one) == cut(plain) and fits_within(one, means.usable_bytes)]
@@ -64,7 +64,7 @@ def _largest(plain: Record, means: Means) -> Record:
 def _examined(trial: Trial, means: Means) -> Record:
     """A trial of the certificate: a disk too full for a checkpoint is said there, and ends no fit."""
     record = means.memory.run(trial)
-    if not isinstance(record.outcome, Fit) and record.outcome.phase in ("evaluate", "save", "load"):
+    if failed_after_the_steps(record.outcome):
         return record
     return means.check(record)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..outcomes import failed_after_the_steps
 from ..resume import Memory
 from ..search.ask import score_of
 from ..search.finals import Score
@@ -57,7 +58,10 @@ class Means:
 
     def run(self, trial: Trial) -> Record:
         """A trial after the walk: what a person has to mend ends the fit."""
-        return self.check(self.memory.run(trial))
+        record = self.memory.run(trial)
+        if trial.examined_from_s is not None and failed_after_the_steps(record.outcome):
+            return record  # a disk too full for a checkpoint, say: the certificate's to tell
+        return self.check(record)
 
     def may_run(self, trials: int) -> bool:
         """Whether the budget lets race and tune run so many more; what the certificate needs is set aside."""

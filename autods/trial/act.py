@@ -20,7 +20,7 @@ from . import exam as exams
 from . import parity, pipeline
 from .batch import check_batch, place
 from .checkpointing import checkpoint
-from .longest import longest_batch
+from .longest import longest_batch, same_as_longest, shapes_of
 from .rendezvous import Ranks
 from .seeds import seed_all
 from .traffic import Traffic, backend
@@ -55,12 +55,14 @@ def act(
     synchronize: Callable[[], None],
     ranks: Ranks,
     exam: Exam | None = None,
+    examined_from_s: float | None = None,
     scratch: Path = Path(),
     seed: int = 0,
 ) -> Acted:
     """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
-    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives.
+    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives; where
+    its median step took `examined_from_s` or longer and its batch is the longest, the worst_case exam follows.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
@@ -81,8 +83,10 @@ def act(
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
     observe("init", 0)
-    engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
+    saves = longest is not None or examined_from_s is not None
+    engine = initialize(workload, model, exams.gathering(ds_config) if saves else ds_config)
     del model
+    timed = shapes_of(batches[0])
     batches = [place(batch, engine) for batch in batches]
     train, loss_of = _moves(workload, engine, batches, accumulation, observe)
     traffic = Traffic(synchronize)
@@ -103,6 +107,8 @@ def act(
         step(count, alone=True)
     said = traffic.said()
     acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
+    if examined_from_s is not None and ranks.agree(statistics.median(acted.step_s) >= examined_from_s):
+        longest = same_as_longest(workload, micro_batch, timed, ranks)
     if longest:
         hands = exams.Hands(
             step=lambda index: [finite(loss, index) for loss in step(index)],

@@ -93,6 +93,7 @@ def _train(duty: Duty) -> Result:
         synchronize=observer.meter.synchronize,
         ranks=ranks_of(job, duty.slot),
         exam=job.exam,
+        examined_from_s=job.examined_from_s,
         scratch=Path(job.checkpoints or job.scratch),
         seed=job.seed,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..workload import Workload
 from .batch import check_batch, tensors_of
+from .rendezvous import Ranks
 
 DRAWS = 16  # of build_batch, where the workload has no build_longest_batch: it may pad to random lengths
 
@@ -35,6 +37,20 @@ def longest_batch(workload: Workload, micro_batch: int) -> Longest:
             longest = batch
         del batch  # no third one beside the next draw
     return Longest(batch=longest, shape=_shape(longest), draws=DRAWS)
+
+
+def same_as_longest(
+    workload: Workload, micro_batch: int, shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+) -> Longest | None:
+    """The longest batch, if one of these shapes is as long on every rank; None: it is not. All ranks have to call."""
+    longest = longest_batch(workload, micro_batch)
+    same = ranks.mean(float(shapes_of(longest.batch) == shapes)) == 1.0
+    return replace(longest, batch=()) if same else None
+
+
+def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
+    """Of its tensors, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors_of(batch).items()}
 
 
 def elements_of(batch: Any) -> int:

@@ -28,7 +28,11 @@ _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _SIGNS: tuple[tuple[ScriptKind, tuple[str, ...], frozenset[str]], ...] = (
     ("deepspeed", ("deepspeed",), frozenset({"initialize"})),
     ("lightning", ("lightning", "pytorch_lightning"), frozenset()),
-    ("hf_trainer", ("transformers", "trl"), frozenset({"TrainingArguments", "HfArgumentParser"})),
+    (
+        "hf_trainer",
+        ("transformers", "trl", "sentence_transformers", "setfit"),
+        frozenset({"TrainingArguments", "HfArgumentParser"}),
+    ),
     ("accelerate", ("accelerate",), frozenset()),
     ("deepspeed", ("deepspeed",), frozenset()),
 )

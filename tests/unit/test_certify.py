@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from made_up_certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
@@ -44,6 +45,44 @@ def test_a_winner_that_holds_is_certified_in_one_trial() -> None:
     assert (certificate.checkpoint.bytes, certificate.checkpoint.restored) == (640 * MIB, True)
     assert run.said == ""
     assert "zero2 (micro batch 4) holds" in run.certified.reason
+
+
+def examined(winner: Record, **changes: Any) -> Record:
+    """The same timed trial, which went on with its exam."""
+    assert isinstance(winner.outcome, Fit)
+    return replace(winner, outcome=replace(winner.outcome, losses=(2.0, 1.9, 1.8), examined=DID, **changes))
+
+
+def test_a_winner_whose_timed_trial_went_on_with_the_exam_needs_no_other() -> None:
+    winner = examined(timed(trial("zero2", 4)))
+    run = certifying(longest(), winner)
+    assert run.trials == []
+    assert run.certified.best is winner
+    assert run.certified.certificate.passed
+    assert run.certified.certificate.optimizer_steps == 3
+    assert "zero2 (micro batch 4) holds" in run.certified.reason
+
+
+def test_an_exam_that_came_with_a_timing_counts_though_the_config_was_measured_again() -> None:
+    config = trial("zero2", 4)
+    run = certifying(longest(), timed(config, 60), alternates=[examined(timed(config))])
+    assert run.trials == []
+    assert run.certified.best.id == 60
+    assert run.certified.certificate.passed
+
+
+def test_the_exam_of_another_micro_batch_proves_nothing_of_the_winners() -> None:
+    other = examined(timed(trial("zero2", 2)))
+    run = certifying(longest(), timed(trial("zero2", 4)), alternates=[other])
+    assert [(one.exam, one.knobs.micro_batch) for one in run.trials] == [("worst_case", 4)]
+
+
+def test_an_exam_with_a_timing_whose_allocator_ran_full_backs_off() -> None:
+    run = certifying(longest(), examined(timed(trial("zero2", 8)), alloc_retries=2))
+    assert run.trials[0].exam == "worst_case"
+    assert run.trials[0].knobs.micro_batch < 8
+    assert run.certified.certificate.passed
+    assert run.certified.best.trial.knobs.micro_batch < 8
 
 
 def test_the_headroom_of_each_limited_tier_is_in_bytes() -> None:
@@ -93,6 +132,14 @@ def test_backing_off_goes_by_the_memory_that_was_lacking() -> None:
     plain = timed(trial("zero2", 1), 1, peak=230 * MIB)  # on usual batches a sample takes 30 MiB, 200 MiB stay
     run = certifying(answer, timed(trial("zero2", 10), peak=500 * MIB), alternates=[plain])
     assert [size for _, size in run.exams] == [10, 7]  # 7.5 would fill what leaves the headroom
+
+
+def test_backing_off_ends_where_the_model_cannot_be_trained_with_fewer_samples() -> None:
+    too_small = replace(failed(action="fix_code"), wants_larger_batch=True)
+    seen = [Record(id=9, trial=trial("ddp", 1), outcome=too_small, seconds=1.0)]
+    run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 4)), seen=seen)
+    assert [size for _, size in run.exams] == [4, 2]
+    assert not run.certified.certificate.passed
 
 
 def test_a_full_allocator_is_no_fit() -> None:
