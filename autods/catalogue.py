@@ -10,6 +10,8 @@ from .errors import InputError
 from .folders import data_folder
 from .toml_files import checked, read_toml
 
+ASKED, HERE = "asked", "here"  # names of machines that are not of the catalogue: of that size, and this one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:

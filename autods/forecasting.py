@@ -183,6 +183,8 @@ def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, searc
 def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:
     beyond = f"; {found.refused} does not fit, between them nothing was tried" if found.refused else ""
     said = () if found.proven else (f"{forecast.rung}: micro batch {found.micro_batch} fits{beyond}",)
+    if found.micro_batch == MOST_MICRO_BATCH:
+        said = (*said, f"no micro batch above {MOST_MICRO_BATCH} was looked at: more may fit")
     return replace(forecast, largest_micro_batch=found.micro_batch, assumed=(*forecast.assumed, *said))
 
 

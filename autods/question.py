@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .base_config import misspelt
-from .catalogue import Machine, machines_named
+from .catalogue import ASKED, HERE, Machine, machines_named
 from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precision_of, size_of
 from .errors import InputError
 from .hardware import Hardware
@@ -184,7 +184,7 @@ def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardw
         return machines_named(on)
     cards = hardware.cards if device == "cuda" else ()
     if asked is not None:
-        return (Machine(name="asked", title="as asked", device_bytes=asked, gpus=len(cards) or None),)
+        return (Machine(name=ASKED, title="as asked", device_bytes=asked, gpus=len(cards) or None),)
     if not cards:
         what = (
             "no CUDA GPU is visible, so say which to forecast for" if device == "cuda" else "--device cpu has no card"
@@ -192,7 +192,7 @@ def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardw
         mend = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
         raise InputError(what, mend=mend)
     smallest = min(cards, key=lambda card: card.total_bytes)
-    here = Machine(name="here", title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
+    here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
     return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..catalogue import Machine, machines_named
+from ..catalogue import ASKED, HERE, Machine, machines_named
 from ..checks import size_of
 from ..errors import InputError
 from ..hardware import Card, Hardware
@@ -34,12 +34,12 @@ def machine_asked(
             )
         return replace(named[0], host_bytes=host or named[0].host_bytes)
     if asked is not None:
-        return Machine(name="asked", title="as asked", device_bytes=asked, host_bytes=host)
+        return Machine(name=ASKED, title="as asked", device_bytes=asked, host_bytes=host)
     if not here.cards or device == "cpu":
         raise InputError("say which device to forecast for", mend="give --gpu-memory 80GiB, or --on a100-80gb")
     smallest = min(card.total_bytes for card in here.cards)
     return Machine(
-        name="here", title=here.cards[0].name, device_bytes=smallest, gpus=len(here.cards), host_bytes=here.host_bytes
+        name=HERE, title=here.cards[0].name, device_bytes=smallest, gpus=len(here.cards), host_bytes=here.host_bytes
     )
 
 

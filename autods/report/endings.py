@@ -78,8 +78,8 @@ def tell(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes
             _say("interrupted: nothing is left running")
         case KeyboardInterrupt() | Interrupted():
             gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
-            kept = out is not None and (out / "journal.jsonl").exists()
-            state = f"finished trials are kept in {out}" if kept else "nothing had been tried yet"
+            kept = out is not None and _has_finished(out / "journal.jsonl")
+            state = f"finished trials are kept in {out}" if kept else "no trial had finished yet"
             _say(f"interrupted: {gone}{state}", *_so_far(out), f"go on with: {resuming_command(argv)}")
         case AutodsError():
             first, *rest = lines_of(error) or ["unknown"]
@@ -87,6 +87,14 @@ def tell(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes
         case _:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
             _say(f"internal error: {cause}", f"the traceback is in {keep_traceback(error, out)}; please report it")
+
+
+def _has_finished(journal: Path) -> bool:
+    """Whether a trial is in it that will not be run again."""
+    try:
+        return b'"kind": "finished"' in journal.read_bytes()
+    except OSError:
+        return False
 
 
 def _so_far(out: Path | None) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ..catalogue import ASKED, HERE
 from ..events import Note
 from ..forecast.events import Forecasted, ForecastEvent, Simulating
 from ..forecast.values import RungForecast
@@ -47,9 +48,9 @@ class PlanProgress(LiveView):
         self._share = f"{event.done} of at most {event.total}"
         self._doing.pop(said.rung, None)
         if self._live is None and (before is None or before.exact != said.exact):
-            self._print_plain(f"{event.machine}: {line_of(said)}")
+            self._print_plain(f"{_of(event.machine)}{line_of(said)}")
         elif self._live is None and said.largest_micro_batch is not None:
-            self._print_plain(f"{event.machine}: {said.rung}: up to micro batch {said.largest_micro_batch}")
+            self._print_plain(f"{_of(event.machine)}{said.rung}: up to micro batch {said.largest_micro_batch}")
 
     def _now(self) -> RenderableType:
         """What is redrawn: the rows of the machine that is at work, and what is being simulated."""
@@ -64,10 +65,15 @@ class PlanProgress(LiveView):
         return Group(rung_table(rows.values(), best=None, width=min(self._console.width, 130)), self._spinner)
 
 
+def _of(machine: str) -> str:
+    """A machine of the catalogue by its name; the one that was described, or this one, needs none."""
+    return "" if machine in (ASKED, HERE) else f"{machine}: "
+
+
 def line_of(said: RungForecast) -> str:
-    """A rung as one plain line."""
+    """A rung as one plain line; its reason says what it needs of what decides."""
     mark, word, _ = MARKS[said.verdict]
     device = said.memory.get("device")
-    peak = f"{of_predicted(device)}, " if device is not None else ""
+    peak = f"{of_predicted(device)}, " if device is not None and not said.reason.startswith("needs ") else ""
     estimate = "" if said.exact else ", estimate"
     return f"{mark} {said.rung}: {word}{estimate}: {peak}{said.reason}"

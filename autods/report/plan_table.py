@@ -171,8 +171,8 @@ def _question(forecast: Forecast, said: SiteForecast) -> str:
     nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
     card = f" ({site.machine.name})" if site.machine.links else ""
     return (
-        f"{_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: {site.world_size} {forecast.device} "
-        f"ranks{nodes} × {show_bytes(site.machine.device_bytes)}{card}"
+        f"{_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: "
+        f"{words.of_ranks(site.world_size, forecast.device)}{nodes} × {show_bytes(site.machine.device_bytes)}{card}"
     )
 
 

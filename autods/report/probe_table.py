@@ -123,7 +123,11 @@ def _named(report: ProbeReport, cell: CellResult) -> str:
 def _question(report: ProbeReport) -> str:
     """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
     asked: Mapping[str, object] = report.question
-    ranks = f"{asked.get('gpus')} {asked.get('device')} ranks" if len(report.axes.get("gpus", ())) < 2 else "ranks"
+    ranks = (
+        words.of_ranks(int(str(asked["gpus"])), str(asked["device"]))
+        if len(report.axes.get("gpus", ())) < 2
+        else "ranks"
+    )
     if int(str(asked.get("nodes") or 1)) > 1:
         ranks += f" of {asked.get('nodes')} nodes"
     fixed = [

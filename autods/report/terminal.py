@@ -56,7 +56,8 @@ def _question(report: Report) -> str:
     if asked.get("experts"):
         size = f"{size} {asked['experts']} experts,"
     return (
-        f"{asked.get('workload', 'workload')}{size} on {asked.get('gpus', 1)} {asked.get('device', '')} ranks{memory}"
+        f"{asked.get('workload', 'workload')}{size} on "
+        f"{words.of_ranks(asked.get('gpus', 1), asked.get('device', ''))}{memory}"
     )
 
 

@@ -64,6 +64,11 @@ def of_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
     return f"{parts} = {knobs.train_batch(ranks)} train batch"
 
 
+def of_ranks(count: int, device: str) -> str:
+    """'2 cpu ranks', '1 cuda rank'."""
+    return f"{count} {device} rank{'' if count == 1 else 's'}"
+
+
 def of_phase(phase: Phase, step: int) -> str:
     """'backward, step 2'; the step only where there are steps."""
     return f"{phase}, step {step}" if phase in ("forward", "backward", "step") and step else phase

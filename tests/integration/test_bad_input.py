@@ -157,7 +157,7 @@ def test_the_command_says_what_is_wrong_with_the_workload(model, tmp_path, fault
 
 
 BASES = {
-    "invalid JSON": ('{"a": 1,}', "base.json:1:", "is not JSON"),
+    "invalid JSON": ('{"a": 1 "b": 2}', "base.json:1:", "is not JSON"),
     "amp with ZeRO": (
         '{"amp": {"enabled": true}, "zero_optimization": {"stage": 1}}',
         "base.json",

@@ -41,7 +41,7 @@ class Fake:
     def run_fit(self, settings: Settings, listen: Listener, fresh: bool) -> Report:
         self.fresh, self.out = fresh, settings.out
         settings.out.mkdir(parents=True, exist_ok=True)
-        (settings.out / "journal.jsonl").write_text("")
+        (settings.out / "journal.jsonl").write_text('{"kind": "finished"}\n')
         listen(Note(text="starting Ray"))
         listen(TrialFinished(record=record(1, "ddp", fit())))
         return self.end()
@@ -176,6 +176,12 @@ def test_an_interrupt_exits_130_and_prints_the_command_that_goes_on(
     assert err.splitlines()[-1].strip() == (
         "go on with: autods fit 'my model.py' --device cpu --gpus 2 --gpu-memory 416MiB"
     )
+
+
+def test_an_interrupt_before_any_trial_claims_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text('{"kind": "header"}\n{"kind": "started"}\n')
+    endings.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    assert capsys.readouterr().err.startswith("interrupted: every rank is gone, no trial had finished yet\n")
 
 
 def test_an_interrupt_names_the_best_config_that_was_found_so_far(

@@ -164,9 +164,9 @@ def test_progress_without_a_terminal_is_a_line_for_each_rung() -> None:
             listen(event)
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "preparing the simulated device",
-        "asked: ✓ zero2: fits: 40.0 (36.0–44.0) / 80.0 GiB, needs 40 GiB of 80.0 GiB; the optimizer step decides",
-        "asked: zero2: up to micro batch 6",
-        "asked: – zero3-nvme: not applicable: no NVMe was named (--nvme 2TiB)",
+        "✓ zero2: fits: needs 40 GiB of 80.0 GiB; the optimizer step decides",
+        "zero2: up to micro batch 6",
+        "– zero3-nvme: not applicable: no NVMe was named (--nvme 2TiB)",
     ]
 
 
