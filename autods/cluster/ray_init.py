@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,21 @@ def keeping_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Ray's processes begin in sessions of their own: a signal for our whole process group (of `timeout`, scancel, a
+    terminal that closes) is ours to take, and Ray has to be there until the ranks are gone. They end with us all the
+    same, since Ray binds their lives to ours. Where a release of Ray has another name for it, they begin as usual."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, AttributeError):
+            from ray._private import services
+
+            usual = services.ConsolePopen
+            services.ConsolePopen = functools.partial(usual, start_new_session=True)
+            stack.callback(setattr, services, "ConsolePopen", usual)
+        yield
 
 
 def first_line(error: BaseException) -> str:

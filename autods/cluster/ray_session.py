@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from ..errors import EnvironmentBroken
-from .ray_init import first_line, keeping_sigterm
+from .ray_init import apart, first_line, keeping_sigterm
 from .ray_join import as_said, joined
 from .ray_lean import without_monitors
 
@@ -76,7 +76,7 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
     """Ray's start, tried twice: on a busy machine its raylet can miss its 30 s. Raises EnvironmentBroken."""
     for last in (False, True):
         try:
-            with keeping_sigterm(), without_monitors(), as_said("127.0.0.1"):
+            with keeping_sigterm(), apart(), without_monitors(), as_said("127.0.0.1"):
                 ray.init(
                     address="local",
                     num_cpus=cpus,

@@ -160,7 +160,7 @@ def test_a_driver_that_is_killed_while_the_zygote_still_loads_leaves_nothing(tmp
     wait_for(lambda: not scene.left(zygote=False), 60)
 
 
-@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)])
 def test_an_interrupted_fit_ends_its_ranks_keeps_the_journal_and_says_how_to_go_on(tmp_path, number, group):
     scene = Scene.at(tmp_path)
     code, seen = end_fit(scene, "forward", number, group=group)
@@ -169,4 +169,5 @@ def test_an_interrupted_fit_ends_its_ranks_keeps_the_journal_and_says_how_to_go_
     assert seen.left == []
     assert "go on with: python -m autods fit" in said
     assert "Traceback" not in said
+    assert "GCS" not in said
     assert (scene.out / "journal.jsonl").read_text().count("\n") >= 2
