@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .api_types import typed, whole
 from .events import Listener
 from .machine_checks import check_nodes
 from .report import Report
@@ -80,6 +81,7 @@ def find_best_config(
 
 def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
     """Check the workload and what was asked (by `find_best_config`'s names) against this machine. Raises InputError."""
+    asked = _one_world(typed(asked))
     source = _source_to_try(workload, asked)
     return resolve(source, hardware=_hardware(asked), **_with_tuples(asked))
 
@@ -145,6 +147,7 @@ def ask(workload: str | Path | Workload, **asked: Any) -> Question:
     from .hardware import look
     from .question import pose
 
+    asked = _one_world(typed(asked))
     recompute = False if asked.get("checkpointing") == "off" else None
     source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
     return pose(source, hardware=look(), **_with_tuples(asked))
@@ -218,6 +221,7 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     from .probing.settle import most_ranks
     from .probing.settle import settle as settle_probe
 
+    asked = typed(asked)
     source = _source_to_try(workload, asked)
     ranks = most_ranks(asked.get("gpus"), asked.get("vary", ())) if asked.get("address") else None
     return settle_probe(workload, source, hardware=_hardware({**asked, "gpus": ranks}), **_with_tuples(asked))
@@ -228,6 +232,11 @@ def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeRe
     from .probing.probe import probe
 
     return probe(question, listen=listen, fresh=fresh)
+
+
+def _one_world(asked: dict[str, Any]) -> dict[str, Any]:
+    """gpus is one number; only a probe has several."""
+    return asked if asked.get("gpus") is None else {**asked, "gpus": whole("gpus", asked["gpus"])}
 
 
 def _source_to_try(workload: str | Path | Workload, asked: dict[str, Any]) -> WorkloadSource:

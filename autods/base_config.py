@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,29 @@ _DECIDE_THEMSELVES = {
 }
 
 
+# The keys at the top of a config that people write (deepspeed/runtime/constants.py and config.py of 0.19).
+_KEYS = (
+    *BATCH_KEYS, "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",
+    "comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "data_types", "dataloader_drop_last", "disable_allgather", "dump_state", "elasticity",
+    "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor",
+    "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "progressive_layer_drop", "scheduler",
+    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "wall_clock_breakdown",
+    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+)  # fmt: skip
+
+# A string, which is left alone, or a comment, or a comma before a closing bracket. DeepSpeed reads its files as Hjson.
+_NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+
+
 def read_base_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed JSON file as a dict. Raises InputError naming file, line and column."""
+    """A DeepSpeed JSON file as a dict; comments and trailing commas are passed over, as DeepSpeed does. Raises
+    InputError naming file, line and column."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(
+            _strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once, parse_constant=_no_number
+        )
     except OSError as error:
         raise InputError(
             f"cannot be read: {error.strerror}", where=str(path), mend="give --base-config a DeepSpeed JSON file"
@@ -43,11 +65,39 @@ def read_base_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise InputError(
-            f"is not JSON: {error.msg}", where=where, mend="comments and trailing commas are not JSON"
+            f"is not JSON: {error.msg}", where=where, mend="give --base-config a DeepSpeed JSON file"
         ) from None
+    except _Refused as error:
+        what, mend = error.args
+        raise InputError(what, where=str(path), mend=mend) from None
     if not isinstance(config, dict):
         raise InputError("is JSON but not an object", where=str(path), mend='a DeepSpeed config starts with "{"')
     return config
+
+
+class _Refused(Exception):
+    """JSON by its form, and no config: what it says, how to mend it."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        said = ", ".join(f'"{key}"' for key in twice)
+        raise _Refused(f"says {said} twice in one section", "DeepSpeed refuses that: keep one of them")
+    return dict(pairs)
+
+
+def _no_number(word: str) -> Any:
+    raise _Refused(f"says {word}, which is no JSON", "give a number, or leave the key out")
+
+
+def _strict(text: str) -> str:
+    """The same JSON at the same lines and columns, with blanks in place of comments and trailing commas."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+    return _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, text))
 
 
 def check_base_config(
@@ -55,9 +105,13 @@ def check_base_config(
 ) -> None:
     """Raises InputError for settings that exclude each other, with the reason. filled_in: by a library, which takes
     "auto" for what its own arguments say."""
-    for key in ("fp16", "bf16", "amp", "zero_optimization"):
-        if key in config and not isinstance(config[key], Mapping):
+    for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
+        absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))
+        if not absent and not isinstance(config[key], Mapping):
             raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
+    for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
+        if (said := get(config, f"{key}.enabled")) not in (None, True, False, "auto"):
+            raise InputError(f'"{key}.enabled" is {said!r}; it must be true or false', where=where)
     on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
     stage = get(config, "zero_optimization.stage")
     if "amp" in on and (stage or "zero_optimization" in config):
@@ -86,6 +140,16 @@ def check_base_config(
     _check_batch(config, world_size, where)
     if not filled_in:
         _check_auto(config, where)
+
+
+def misspelt(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that DeepSpeed would pass over without a word and that are nearly one of its own, in sentences."""
+    near = {key: get_close_matches(key, _KEYS, n=1, cutoff=0.85) for key in config if key not in _KEYS}
+    return tuple(
+        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{found[0]}"?'
+        for key, found in near.items()
+        if found
+    )
 
 
 def _check_auto(config: Mapping[str, Any], where: str) -> None:

@@ -123,7 +123,7 @@ def precision_of(base: Mapping[str, Any]) -> str:
 def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     """A copy as JSON keeps it: what is tried is what `ds_config.json` will say."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(base or {})))
+        copy: dict[str, Any] = json.loads(json.dumps(dict(base or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InputError(f"cannot be written as JSON: {error}", where=where) from None
     return copy

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from .commands import diagnose, fit, plan, probe
-from .commands.calls import Call, UseCases
+from .commands.calls import Call, UseCases, ended_by, own_part
+from .errors import InputError
 
 __all__ = ["UseCases", "app", "main"]
 
@@ -38,8 +39,8 @@ def main(argv: Sequence[str] | None = None, *, uses: UseCases | None = None) -> 
         return int(code or 0)
     except UsageError as error:
         command = f"{args[0]} " if args[0] in _COMMANDS else ""
-        print(f"error: {error.format_message()}\n  see: autods {command}--help", file=sys.stderr)
-        return 2
+        wrong = InputError(error.format_message(), mend=f"see: autods {command}--help")
+        return ended_by(wrong, call=call, as_json="--json" in own_part(args), resumes=False)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -17,7 +17,8 @@ _RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu
 
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
 
-_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+# What logs to the user's dashboards, and what makes one step of all a slow one.
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 
 _NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
 
@@ -96,7 +97,8 @@ def rungless(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
-    """For a trial: nothing is logged to the user's dashboards, and their packages need not be installed here."""
+    """For a trial: nothing is logged to the user's dashboards, their packages need not be installed here, and no step
+    that is timed or forecast is profiled."""
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
@@ -125,6 +127,8 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, nativ
         added["optimizer"] = optimizer
     if offloaded and (own_optimizer or not native_optimizer):
         added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
+    if own_optimizer and rung.stage and "zero_allow_untested_optimizer" not in config:
+        added["zero_allow_untested_optimizer"] = True  # whose it is chose it: SGD, say, works, and is refused otherwise
     return added
 
 

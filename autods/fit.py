@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import report as reports
+from .base_config import misspelt
 from .cards import said_of, said_of_names
 from .conclude import nothing_fits, result_of
 from .errors import EnvironmentBroken, Interrupted
@@ -51,7 +52,7 @@ def fit(
             return reports.read(out)
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        for said in notes_of(settings.source):
+        for said in (*notes_of(settings.source), *misspelt(settings.base)):
             listen(Note(text=said))
         began = time.monotonic()
         try:

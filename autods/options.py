@@ -120,7 +120,10 @@ AnyWorkload = Annotated[
 ForecastGpus = Annotated[
     int | None, Option("--gpus", metavar="N", help="Ranks, of all nodes together.", show_default="a node's")
 ]
-Nodes = Annotated[int | None, Option(metavar="N", help="Nodes that the ranks are spread over.", show_default="1")]
+Nodes = Annotated[
+    int | None,
+    Option(metavar="N", help="Nodes that the ranks are spread over.", show_default="1; nodes of 8 beyond 16 ranks"),
+]
 On = Annotated[
     str | None, Option(metavar="NAME,…|all", help="Machines of the catalogue, such as a100-80gb; all: which do I need?")
 ]

@@ -203,3 +203,9 @@ def failed_after_the_steps(outcome: Outcome) -> bool:
 def is_machines_fault(outcome: Outcome) -> bool:
     """Something has to be mended on the machine (a full disk, a lost GPU, a compiler) before this can be tried."""
     return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
+
+
+def first_line(text: str, most: int = 160) -> str:
+    """Of evidence or advice: the first line with something in it, cut to `most` characters."""
+    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= most else line[: most - 1].rstrip() + "…"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from .asks import Sizing, checkpointing_of, groups_of
 from .errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from .events import Note
+from .failures import wants_larger_batch
 from .forecast.alloc_conf import AllocConf, alloc_conf
 from .forecast.events import ForecastListener
 from .forecast.fallback import WithFormulas
@@ -168,7 +169,8 @@ def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
     if failed.kind in _ENVIRONMENT:
         return EnvironmentBroken(str(failed))
     where = failed.where or (None if failed.kind == "engine" else source.path)
-    return InputError(failed.what, where=where, mend=failed.mend)
+    larger = "the model cannot be trained with so few samples: give --micro-batch 2 or more"
+    return InputError(failed.what, where=where, mend=larger if wants_larger_batch(failed.what) else failed.mend)
 
 
 @contextmanager

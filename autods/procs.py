@@ -82,6 +82,17 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
+def is_taking(pid: int, number: signal.Signals) -> bool:
+    """Whether that signal still waits for the process, or its main thread is in the handler: it blocks it meanwhile."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    said = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+    masks = (int(said.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return said.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def children() -> list[int]:
     """Pids of this process's children, adopted ones included."""
     found: list[int] = []
@@ -89,6 +100,15 @@ def children() -> list[int]:
         with contextlib.suppress(OSError):
             found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
     return found
+
+
+def first_to_be_killed() -> None:
+    """Let the kernel's OOM killer take this process before others of its size: what it was measured for is then seen.
+
+    Ray gives its workers the worst score, so that it would take the one that watches the ranks, and not the rank.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
 
 
 def kill_children(limit_s: float) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .base_config import misspelt
 from .catalogue import Machine, machines_named
 from .checks import Given, asked_base, base_of_script, check_ranks, global_batch_of, precision_of, size_of
 from .errors import InputError
@@ -14,6 +15,9 @@ from .hardware import Hardware
 from .ladder import Rung, all_rungs, choose
 from .profile import read_profile
 from .values import Device, ModelFacts, WorkloadSource
+
+_MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
+_USUAL_IN_A_NODE = 8
 
 NVME_PLACE = Path("/local_nvme")  # stands for a folder nobody named; nothing is written there
 
@@ -101,7 +105,7 @@ def pose(
     sites = []
     for machine in machines:
         own = replace(machine, host_bytes=host_bytes or machine.host_bytes, nvme_bytes=nvme_bytes or machine.nvme_bytes)
-        ranks, per_node = _ranks(gpus, nodes, own)
+        ranks, per_node = _ranks(gpus, nodes, own, kind)
         otherwise = "bf16" if own.bf16 else "fp16"
         base = asked_base(source, base_config, precision, world_size=ranks, otherwise=otherwise)
         total = global_batch_of(global_batch, base, ranks)
@@ -112,7 +116,7 @@ def pose(
             base=base,
             micro_batch=_micro_batch(micro_batch, total, base, ranks),
             global_batch=total,
-            nvme_path=_nvme(nvme_path, own),
+            nvme_path=nvme_place(nvme_path, own),
         )
         sites.append(replace(site, problem=_problem(site)))
     if source.kind != "script":
@@ -126,7 +130,7 @@ def pose(
         largest=largest,
         zero_init=zero_init,
         as_written=as_written,
-        assumed=tuple(_assumed(sites, kind, said_micro=micro_batch is not None)),
+        assumed=tuple(_assumed(sites, kind, said_micro=micro_batch is not None, said_nodes=nodes is not None)),
     )
 
 
@@ -192,8 +196,8 @@ def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardw
     return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
 
 
-def _ranks(gpus: int | None, nodes: int | None, machine: Machine) -> tuple[int, int]:
-    """World size and ranks of a node."""
+def _ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
+    """World size and ranks of a node; more cards than any node has are taken to be on nodes of eight."""
     if nodes is not None and nodes < 1:
         raise InputError(f"--nodes {nodes}: at least one node is needed")
     if gpus is None:
@@ -204,6 +208,8 @@ def _ranks(gpus: int | None, nodes: int | None, machine: Machine) -> tuple[int, 
         raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
     if nodes is None:
         catalogued = machine.links is not None and machine.gpus is not None
+        if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:
+            return gpus, machine.gpus or _USUAL_IN_A_NODE
         return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
     return gpus, gpus // nodes
 
@@ -219,8 +225,8 @@ def _micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], 
     return micro
 
 
-def _nvme(path: str | Path | None, machine: Machine) -> Path | None:
-    """A forecast writes nothing, so the folder need not exist here."""
+def nvme_place(path: str | Path | None, machine: Machine) -> Path | None:
+    """Where a forecast takes NVMe to be. It writes nothing, so the folder need not exist here."""
     if path is not None:
         return Path(path).absolute()
     return NVME_PLACE if machine.nvme_bytes is not None else None
@@ -241,11 +247,15 @@ def _checkpointing(said: str | None) -> bool | None:
     return None if said is None else said == "on"
 
 
-def _assumed(sites: Sequence[Site], device: Device, *, said_micro: bool) -> list[str]:
+def _assumed(sites: Sequence[Site], device: Device, *, said_micro: bool, said_nodes: bool) -> list[str]:
     """What nobody said and the answer depends on."""
-    said = []
+    said = [
+        f"{site.ranks_per_node} ranks a node (--nodes)"
+        for site in sites
+        if site.nodes > 1 and not said_nodes and site.machine.links is None
+    ]
     if not said_micro and len({site.micro_batch for site in sites}) == 1:
         said.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
     if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
         said.append("host memory without a limit (--host-memory)")
-    return said
+    return [*said, *dict.fromkeys(one for site in sites for one in misspelt(site.base))]

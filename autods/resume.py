@@ -20,9 +20,16 @@ from .values import Record, Trial
 
 JOURNAL = "journal.jsonl"
 STUDY = "study.jsonl"
+TRACEBACK = "internal-error.txt"  # in logs/, where a fit failed before its journal
 
 # A trial under which the driver died this often is not tried again: it may be what kills it.
 _MOST_STARTS = 3
+
+# What a fit or a probe leaves beside its journal; whatever else of these names lies in a folder is somebody's own.
+_RESULTS = (
+    "report.json", "report.html", "ds_config.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml",
+    "ds_config_so_far.json", "probe.json", "probe.csv",
+)  # fmt: skip
 
 _LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
 
@@ -35,6 +42,7 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
 
     fresh: what an earlier fit left there is removed first. Raises InputError when the folder cannot be used.
     """
+    _check_own(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "w")
@@ -45,10 +53,12 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InputError(
                 "another fit is running in this folder", where=str(out), mend="wait for it, or give another --out"
             ) from None
+        except OSError:  # a file system without locks
+            pass
         if fresh:
             _clear(out)
         check_room(out)
@@ -64,13 +74,26 @@ def check_room(out: Path) -> None:
         )
 
 
+def _check_own(out: Path) -> None:
+    """Raises InputError for a folder whose files of our names are not ours: they would be written over."""
+    if (out / JOURNAL).exists():
+        return
+    logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
+    if foreign := [path for name in _RESULTS if (path := out / name).exists()] + logs:
+        raise InputError(
+            f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
+            where=str(out),
+            mend="give another --out, such as a new folder in it",
+        )
+
+
 def _clear(out: Path) -> None:
-    files = (JOURNAL, STUDY, "report.json", "report.html", "ds_config.json", "ds_config_so_far.json")
-    for name in (*files, "probe.json", "probe.csv"):
+    for name in _RESULTS:
         (out / name).unlink(missing_ok=True)
     for path in out.glob(f"{STUDY}*"):
         path.unlink()
     shutil.rmtree(out / "logs", ignore_errors=True)
+    (out / JOURNAL).unlink(missing_ok=True)  # last: by it the rest is known as ours
 
 
 @dataclass(slots=True)

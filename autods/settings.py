@@ -26,6 +26,8 @@ from .threads import asked as asked_threads
 from .units import parse_seconds
 from .values import Device, ModelFacts, WorkloadSource
 
+_SEEDS = 2**32  # numpy takes no larger ones
+
 # What the search looks for: the most samples or tokens a second, or the least device memory.
 Objective = Literal["samples", "tokens", "memory"]
 
@@ -108,6 +110,10 @@ def resolve(
 
     hardware: of the weakest node that may be used, where `address` says a cluster.
     """
+    if not 0 <= seed < _SEEDS:
+        raise InputError(f"--seed {seed}: seeds are 0 to {_SEEDS - 1}")
+    if out is not None and not str(out):
+        raise InputError("--out is empty", mend="give a folder: --out autods-out/mine, or . for this one")
     profile = _stopping(read_profile(config), stop)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = device_of(device, hardware)
@@ -164,6 +170,8 @@ def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
         said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
     if facts.config_place:
         said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
+    if facts.stood_in:
+        said.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
     return tuple(said)
 
 

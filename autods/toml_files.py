@@ -16,7 +16,7 @@ T = TypeVar("T")
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file; InputError names the file and line when it is not one."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_bytes().decode())  # TOML is UTF-8, whatever the locale
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -109,6 +109,7 @@ class ModelFacts:
 
     config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
     config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
+    stood_in: what a script asked of GPUs that CPU ranks did without, each with its line.
     """
 
     parameters: int
@@ -120,6 +121,7 @@ class ModelFacts:
     layer_parameters: int = 0  # of one of them
     config: Mapping[str, Any] | None = None
     config_place: str | None = None
+    stood_in: tuple[str, ...] = ()
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none

@@ -22,7 +22,7 @@ from autods.ds_config import start_settings
 from autods.forecast.values import Predicted, RungForecast
 from autods.journal import Journal, key_of
 from autods.ladder import Dimension, Rung, all_rungs
-from autods.outcomes import Examined, Outcome
+from autods.outcomes import Examined, Fit, Outcome
 from autods.resume import Memory
 from autods.search.foresight import BLIND, Foresight
 from autods.searching import Search
@@ -32,6 +32,7 @@ from autods.values import Knobs, ModelFacts, Record, Steps, Trial, WorkloadSourc
 GIB = 2**30
 RUNGS = all_rungs()
 _STEP_NOISE, _TRIAL_NOISE = 0.05, 0.01
+_START_S = 4.0  # of a trial, until its first step
 _FORECAST_ERROR = 0.03
 _UNLIMITED = Budget()
 _EXAMINED = Examined(
@@ -131,7 +132,9 @@ class Surface:
 
     def run(self, trial: Trial, *, id: int) -> Record:
         """As a runner answers."""
-        return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=8.0)
+        outcome = self.answer(trial)
+        steps_s = sum(outcome.step_s) + trial.steps.warmup * outcome.step_s[0] if isinstance(outcome, Fit) else 0.0
+        return Record(id=id, trial=trial, outcome=outcome, seconds=_START_S + steps_s)
 
     def answer(self, trial: Trial) -> Outcome:
         peak = self.peak_bytes(trial)

@@ -48,6 +48,7 @@ _ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's own puts the fastest card first
     "NCCL_DEBUG": "WARN",  # else NCCL keeps to itself why it failed: out of memory, say
 }
+_ENDS_S = 20.0  # who uses a zygote has let go of it: it ends at once, but where the machine is very busy
 _TAKEN_S = 30.0  # an actor that was started takes its zygote at once
 
 
@@ -152,7 +153,7 @@ class Offer:
         self._thread.join()
         self._zygote.close()
         try:
-            self._process.wait(5)
+            self._process.wait(_ENDS_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

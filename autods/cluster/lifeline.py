@@ -10,12 +10,12 @@ import contextlib
 import hmac
 import json
 import secrets
-import select
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 _CONNECTS_S = 10.0
 # A silent link is dead after _IDLE_S + _TRIES × _EVERY_S.
@@ -40,11 +40,23 @@ class Lifelines:
         """Wait until so many nodes have connected; those that did not in time."""
         assert self._door is not None
         until = time.monotonic() + _CONNECTS_S
-        with self._door as door:
+        with self._door as door, selectors.DefaultSelector() as waiting:
+            door.setblocking(False)
+            waiting.register(door, selectors.EVENT_READ)
+            callers: set[socket.socket] = set()  # who says nothing, or is slow to, keeps nobody out
             while len(self._lines) < nodes and (left := until - time.monotonic()) > 0:
-                door.settimeout(left)
-                with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                    self._admit(door.accept()[0])
+                for key, _ in waiting.select(left):
+                    if key.fileobj is door:
+                        with contextlib.suppress(OSError):
+                            callers.add(caller := door.accept()[0])
+                            waiting.register(caller, selectors.EVENT_READ)
+                    else:
+                        caller = cast(socket.socket, key.fileobj)
+                        waiting.unregister(caller)
+                        callers.discard(caller)
+                        self._admit(caller)
+            for caller in callers:
+                caller.close()
         return [number for number in range(nodes) if number not in self._lines]
 
     def ended(self) -> dict[int, str]:
@@ -59,13 +71,17 @@ class Lifelines:
 
     def _admit(self, caller: socket.socket) -> None:
         """A stranger is sent away."""
-        caller.settimeout(1.0)
-        said = json.loads(caller.recv(1024))
-        if not hmac.compare_digest(str(said["token"]), self._token):
+        caller.setblocking(False)
+        try:
+            said = json.loads(caller.recv(1024))
+            token, node = str(said["token"]), int(said["node"])
+        except (OSError, ValueError, LookupError, TypeError):
+            token, node = "", -1
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
             caller.close()
             return
         watched(caller)
-        self._lines[int(said["node"])] = caller
+        self._lines[node] = caller
 
 
 def hold(place: dict[str, Any], number: int, gone: Callable[[], None]) -> bool:
@@ -92,11 +108,10 @@ def _wait(line: socket.socket, gone: Callable[[], None]) -> None:
 
 def _end_of(line: socket.socket) -> str | None:
     """How it ended, if it did."""
-    ready, _, _ = select.select([line], [], [], 0)
-    if not ready:
-        return None
     try:
         line.recv(1)
+    except BlockingIOError:
+        return None
     except TimeoutError:
         return f"it cannot be reached any more: no answer for {_IDLE_S + _EVERY_S * _TRIES} s"
     except OSError as error:

@@ -22,6 +22,7 @@ from .placing import Need, Places, RayPlaces, Spot, reserve
 from .ray_init import first_line
 from .team import Member, Team
 
+_STOPS_S = 10.0  # a node has waited for all that it ends in a third of that
 _SOFTWARE = ("python", "torch", "deepspeed", "transformers")  # ranks of one job must have the same
 
 
@@ -63,9 +64,11 @@ class Mustered:
             if connection is not None:
                 connection.close()
         ray, actors = self.team.ray, [member.actor for member in self.team.members if member.lost is None]
-        with contextlib.suppress(Exception):  # Ray may already be going down
-            ray.get([actor.abort.remote() for actor in actors], timeout=1)
-            ray.get([(actor.leave if headless else actor.stop).remote() for actor in actors], timeout=5)
+        for asked, within_s in (("abort", 1), ("leave" if headless else "stop", _STOPS_S)):
+            with contextlib.suppress(
+                Exception
+            ):  # Ray may already be going down; one that is late is stopped all the same
+                ray.get([getattr(actor, asked).remote() for actor in actors], timeout=within_s)
         if headless:
             return  # nobody is there to take back what was given
         for member in self.team.members:

@@ -47,7 +47,8 @@ class Node:
         self.device, self.log, self.environment = device, log, environment
         # On another machine that pid is a stranger's.
         self.driver_pid = int(driver["pid"]) if driver["machine"] == procs.machine() else 0
-        self.offered, self.number = offered, 0
+        self.offered, self.number = offered, 0  # of the job under way; 0: none
+        self.telling = threading.Lock()  # a word that is meant for one job must not come after the next one's line
         self.zygote: Zygote | None = None
         self.keeper: subprocess.Popen[bytes] | None = None  # of the one that we started
         self.connection: socket.socket | None = None
@@ -101,7 +102,6 @@ class Node:
 
     def run(self, line: str, number: int = 0) -> dict[str, Any]:
         """Run one job to its end. {"died"} when the zygote died under it; the next `run` starts another."""
-        self.number = number
         if self.connection is None:
             ready = self.start()
             if "pid" not in ready:
@@ -109,13 +109,17 @@ class Node:
         assert self.connection is not None
         self.beat, host = ["start", 0], HostWatch.begin()
         try:
-            self.connection.sendall(line.encode() + b"\n")
+            with self.telling:
+                self.number = number
+                self.connection.sendall(line.encode() + b"\n")
             while (message := self._next()) is not None:
                 if "done" in message:
                     return dict(message["done"])
                 self.beat = message["beat"]
         except OSError:
             pass
+        finally:
+            self.number = 0
         died = self._death()
         remove_folders(RankJob.from_json(line))  # not before the ranks that work in them are gone
         phase, step = self.beat
@@ -127,12 +131,11 @@ class Node:
 
     def abort(self, number: int | None = None) -> None:
         """End the running job, if it still is the one of that number: its ranks are killed."""
-        if number not in (None, self.number):
-            return
-        connection = self.connection  # `run` may find the zygote dead and drop it meanwhile
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.sendall(b"abort\n")
+        with self.telling:
+            connection = self.connection  # `run` may find the zygote dead and drop it meanwhile
+            if connection is not None and number in (None, self.number):
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"abort\n")
 
     def stop(self) -> None:
         """End the zygote and everything below it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -45,6 +46,8 @@ class RunnerPool:
         self.number, self.turns = number, turns or Turns()
         self.others: list[RunnerPool] = []
         self.hosts: frozenset[str] = frozenset()  # machines that it holds
+        self.has_room = not number
+        self._counting = threading.Lock()
         self.most_alive = _MOST_ALIVE if settings.device == "cpu" and not number else 1
         self.alive: dict[str, RayRunner] = {}  # the one that was used last is the last
         self.exits = contextlib.ExitStack()
@@ -93,8 +96,10 @@ class RunnerPool:
     def _beside(self, other: RunnerPool, conditions: Mapping[str, Scalar]) -> Iterator[RunnerPool]:
         with other:
             runner = other._runner(conditions)
-            on = [pool.hosts for pool in (self, *self.others) if pool.number <= other.number]
-            check_memory(self.settings, on, runner.nodes.host_free_bytes)
+            with self._counting:  # who comes counts those that have found room, in whichever order they come
+                on = [pool.hosts for pool in (self, *self.others) if pool.has_room or pool is other]
+                check_memory(self.settings, on, runner.nodes.host_free_bytes)
+                other.has_room = True
             yield other
 
     def stop(self) -> None:

@@ -17,6 +17,7 @@ from ..trial.spec import RankJob
 from .host_watch import HostWatch
 
 GRACE_S = 0.05  # after the first failure: time for the others to say what they saw
+STACKS_S = 2.0  # at most, for ranks that were asked where they are: a busy machine lets them wait for their turn
 STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 
 # Phases that may build ops, load weights, read a data set or write a checkpoint: the longer limit holds.
@@ -54,6 +55,7 @@ class RankWatch:
         _, status = os.waitpid(live.pid, 0)
         os.close(pidfd)
         now = time.monotonic()
+        procs.keep_short(self._log_of(live))
         record = _record(self.job, live.rank)
         code = os.waitstatus_to_exitcode(status)
         by_us = self.killed_s is not None and code == -signal.SIGKILL
@@ -76,7 +78,7 @@ class RankWatch:
                 self.kill("another rank failed")
             return
         for live in self.live.values():
-            procs.keep_short(Path(self.job.folder) / f"rank{live.rank}.log")
+            procs.keep_short(self._log_of(live))
             beat = self.board.read(live.slot)
             if beat != live.beat and beat.at_s:
                 live.beat, live.changed_s = beat, now
@@ -102,9 +104,17 @@ class RankWatch:
         """
         self.first_failure_s = time.monotonic()
         self._signal_all(signal.SIGUSR1)
-        time.sleep(GRACE_S)  # faulthandler writes into the log
+        self._hear_stacks()
         self.ends += [self._end(live, live.beat, exit=None, lost=how) for live in suspects]
         self.kill(how)
+
+    def _hear_stacks(self) -> None:
+        """Until faulthandler has written them into the logs; a rank that is stopped writes none."""
+        asked = [live.pid for live in self.live.values() if not procs.is_stopped(live.pid)]
+        time.sleep(GRACE_S)
+        until = time.monotonic() + STACKS_S
+        while any(procs.is_taking(pid, signal.SIGUSR1) for pid in asked) and time.monotonic() < until:
+            time.sleep(GRACE_S)
 
     def _end(self, live: Live, beat: Beat, *, record: dict[str, Any] | None = None, **said: Any) -> dict[str, Any]:
         """What is reported of a rank. The end of its log only where its record does not speak for it: thousands of
@@ -117,9 +127,12 @@ class RankWatch:
             "phase": beat.phase,
             "step": beat.step,
             "at_s": beat.at_s,
-            "log_tail": "" if spoke else procs.tail(Path(self.job.folder) / f"rank{live.rank}.log"),
+            "log_tail": "" if spoke else procs.tail(self._log_of(live)),
             **said,
         }
+
+    def _log_of(self, live: Live) -> Path:
+        return Path(self.job.folder) / f"rank{live.rank}.log"
 
     def _signal_all(self, number: signal.Signals) -> None:
         for live in self.live.values():

@@ -54,6 +54,7 @@ def _child(
     try:
         os.setsid()
         procs.die_with_parent(parent)
+        procs.first_to_be_killed()
         rank = job.local_ranks[slot]
         os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
         log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)

@@ -35,17 +35,21 @@ def supervise(
     told: Callable[[Beat], None],
     spawn: bool = False,
     bound: socket.socket | None = None,
+    aborted: bool = False,
 ) -> dict[str, Any]:
     """Run the job to its end: every rank gone, every stray gone.
 
     owner: the connection to the node actor; its end of file, or a word on it, ends the job. driver: a pidfd of the
     driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second. spawn: start
-    ranks as new processes, because this one must not be forked. bound: see `start_ranks`.
+    ranks as new processes, because this one must not be forked. bound: see `start_ranks`. aborted: the word that ends
+    the job is there already.
     """
     began = time.monotonic()
     cards = CardWatch.begin(job.device, len(job.local_ranks))
     watch = _started(job, workload, spawn, bound)
     pids = [live.pid for live in watch.live.values()]
+    if aborted:
+        watch.kill("aborted")
     _until_gone(watch, began, owner, driver, told)
     strays = procs.kill_children(STRAYS_S)
     gone = time.monotonic()

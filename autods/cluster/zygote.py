@@ -87,7 +87,8 @@ def _serve(owner: socket.socket, driver: int | None, workload: Workload | None, 
             if line.startswith(b"bind "):
                 bound = _bound(line[5:].decode(), owner, bound)
                 continue
-            _run(line.decode(), owner, driver, workload, spawn, bound)
+            aborted = b"abort" in pending.split(b"\n")  # it came with the job, and so is not seen on the socket
+            _run(line.decode(), owner, driver, workload, spawn, bound, aborted)
             bound = None
 
 
@@ -111,6 +112,7 @@ def _run(
     workload: Workload | None,
     spawn: bool,
     bound: socket.socket | None,
+    aborted: bool,
 ) -> None:
     job = RankJob.from_json(line)
 
@@ -120,8 +122,9 @@ def _run(
 
     became = preload.unfit_to_fork() if job.device == "cuda" and not spawn else None
     result = supervise(
-        job, workload, owner=owner, driver=driver, told=told, spawn=spawn or became is not None, bound=bound
-    )
+        job, workload, owner=owner, driver=driver, told=told, spawn=spawn or became is not None, bound=bound,
+        aborted=aborted,
+    )  # fmt: skip
     if became is not None:
         slower = f"ranks start as new processes from here on, some 10 s slower a trial: {became}"
         result["said"] = [*result.get("said", ()), slower]

@@ -48,11 +48,16 @@ def named(workload: str, *, module: bool) -> str:
     return f"module:{workload}" if module else workload
 
 
+def own_part(argv: Sequence[str]) -> Sequence[str]:
+    """What is autods' own of a command line: what stands before `--`."""
+    return argv[: argv.index("--")] if "--" in argv else argv
+
+
 def ended_by(error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True) -> int:
     """Say what ended the command and return its exit code. resumes: the same command goes on where this one stopped."""
     from ..report import endings
 
     endings.tell(error, out=out, argv=call.argv, resumes=resumes)
     if as_json:
-        print(json.dumps(endings.as_json(error)))
+        endings.printed(lambda: print(json.dumps(endings.as_json(error))))
     return endings.exit_code(error)

@@ -39,18 +39,24 @@ def diagnose_command(
 ) -> int:
     """Say why a run died: from its LOGs (files, folders, - for standard input) and exit code."""
     try:
+        from ..report import endings
+
         said = _diagnosed(logs or [], exit_code)
+        endings.printed(lambda: _show(said, as_json=as_json))
+        return 0
     except (Exception, KeyboardInterrupt) as error:
         return ended_by(error, call=context.obj, as_json=as_json, resumes=False)
+
+
+def _show(said: Diagnosis, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(said.to_dict(), indent=2))
-    else:
-        from rich.console import Console
+        return
+    from rich.console import Console
 
-        from ..report.diagnosis import show
+    from ..report.diagnosis import show
 
-        show(said, Console(soft_wrap=True))
-    return 0
+    show(said, Console(soft_wrap=True))
 
 
 def _diagnosed(logs: Sequence[Path], exit_code: int | None) -> Diagnosis:

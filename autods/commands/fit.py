@@ -14,6 +14,7 @@ from .calls import Call, ended_by, named
 if TYPE_CHECKING:
     from ..events import Event, Listener
     from ..settings import Settings
+    from ..values import Trial
 
 EPILOG = """
 Examples:
@@ -104,7 +105,24 @@ def _fit(call: Call, workload: str, asked: dict[str, Any], *, fresh: bool, as_js
 def _progress(quiet: bool) -> AbstractContextManager[Listener]:
     from ..report.progress import Progress
 
-    return nullcontext(lambda event: None) if quiet else Progress()
+    return nullcontext(lambda event: None) if quiet else Progress(label=Unusual())
+
+
+class Unusual:
+    """What a trial does that the first one did not: 'without checkpointing', 'recomputing', 'in fp16'; mostly ''.
+
+    The walk comes first, and recomputes where the model can. Not every trial's line says so, only the others'.
+    """
+
+    def __init__(self) -> None:
+        self._recomputes: bool | None = None
+
+    def __call__(self, trial: Trial) -> str:
+        from ..search.variants import unusual
+
+        if self._recomputes is None:
+            self._recomputes = trial.knobs.checkpointing
+        return unusual(trial.knobs, recomputes=self._recomputes)
 
 
 def _question(settings: Settings) -> Event:

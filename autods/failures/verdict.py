@@ -125,8 +125,13 @@ def _failed(cause: Evidence, said: Said) -> Failed:
         action=said.action,
         advice=said.advice,
         op=_op_in(cause.text) if said.kind == "toolchain" else None,
-        wants_larger_batch=said.kind == "user_code" and _TOO_SMALL.search(cause.text) is not None,
+        wants_larger_batch=said.kind == "user_code" and wants_larger_batch(cause.text),
     )
+
+
+def wants_larger_batch(text: str) -> bool:
+    """Whether it says that a model cannot be trained with so small a micro batch."""
+    return _TOO_SMALL.search(text) is not None
 
 
 def _op_in(text: str) -> str | None:

@@ -32,14 +32,18 @@ class WithFormulas(Simulator):
     simulator: Simulator
     because: str | None = None  # why the simulated GPU cannot be had; None: it can, or nobody asked yet
     known: ModelFacts | None = field(default=None)
+    _looked: bool = field(default=False)  # at the model, on the simulated GPU: among as many ranks as it needs
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Of the workload's model."""
         if device == "cuda" and self.because is None:
             try:
-                return self.simulator.facts(device, ranks=ranks)
+                found = self.simulator.facts(device, ranks=ranks)
             except SimulationFailed as failed:
                 self._remember(failed)
+            else:
+                self._looked = True
+                return found
         if self.known is None:
             self.known = self.simulator.facts("cpu", ranks=ranks)
         return self.known
@@ -47,7 +51,7 @@ class WithFormulas(Simulator):
     @contextlib.contextmanager
     def engine(self, ask: Ask) -> Iterator[Engine]:
         """The real one, or an estimate's."""
-        if ask.device == "cuda":
+        if ask.device == "cuda" and not self._looked:
             self.facts()  # finds out whether there is a simulated GPU
         if ask.device == "cpu" or self.because is None:
             with self.simulator.engine(ask) as engine:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..ds_config import BATCH_KEYS
 from ..errors import AutodsError
+from ..failures import wants_larger_batch
 from ..outcomes import Outcome, Tier
 from ..values import Trial
 from .calibration import Pair
@@ -21,11 +22,13 @@ from .protocol import Engine, Simulator
 from .values import Ask, RungForecast, Simulated
 
 _AT_A_TIME = 2  # engines
+_LARGEST_BEGINNING = 8  # micro batch: as the walk, which tries no larger one first
 
 
 @dataclass(slots=True)
 class Foreseer:
     """What trials will need. A failure of the simulation is told once a rung, and then it foresees nothing there.
+    Where a model cannot be trained with so few samples, the forecast is that of twice as many.
 
     ask_of: the engine that a trial runs. limits: bytes, device a rank, host a node. emulated: the device's limit is
     torch's, on a larger card. pairs: key of a trial → forecast and measured; those of an earlier run of the fit count.
@@ -43,13 +46,14 @@ class Foreseer:
     said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _seen: dict[str, Future[Simulated]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
+    _least: int = 1  # micro batch: smaller ones cannot be trained
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_AT_A_TIME))
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Begin with these, in this order, while other work goes on."""
         for trial in trials:
-            self._future(trial)
+            self._future(self._trainable(trial))
 
     def settle(self) -> None:
         """Drop what has not begun and wait for what has: timed trials want a quiet machine."""
@@ -68,9 +72,11 @@ class Foreseer:
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """What the trial will need; None when it cannot be simulated."""
-        simulated = self._simulated(trial)
-        if simulated is None:
-            return None
+        trial = self._trainable(trial)
+        while (simulated := self._simulated(trial)) is None:
+            if trial.knobs.micro_batch >= self._least:
+                return None
+            trial = self._trainable(trial)
         forecast = self._judged(self.ask_of(trial), simulated)
         self.said.setdefault(trial.rung, forecast)
         return forecast
@@ -78,6 +84,7 @@ class Foreseer:
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """The largest micro batch expected to stay within the usable memory, on one engine."""
         ask = self.ask_of(trial)
+        sizes = [size for size in sizes if size >= self._least]
         seen: list[int] = []
 
         def fill(size: int, engine: Engine) -> float:
@@ -97,6 +104,8 @@ class Foreseer:
             with self.simulator.engine(ask) as engine:
                 return largest(lambda size: fill(size, engine), sizes).micro_batch
         except AutodsError as error:
+            if sizes and self._wants_more(sizes[0], error):
+                return self.largest(trial, sizes, usable_bytes)
             self._failed(trial.rung, error)
             return None
 
@@ -123,8 +132,19 @@ class Foreseer:
         try:
             return self._future(trial).result()
         except AutodsError as error:
-            self._failed(trial.rung, error)
+            if not self._wants_more(trial.knobs.micro_batch, error):
+                self._failed(trial.rung, error)
             return None
+
+    def _wants_more(self, micro_batch: int, error: AutodsError) -> bool:
+        """Whether twice as many samples may do where these were too few for the model."""
+        if micro_batch >= _LARGEST_BEGINNING or not wants_larger_batch(str(error)):
+            return False
+        self._least = max(self._least, 2 * micro_batch)
+        return True
+
+    def _trainable(self, trial: Trial) -> Trial:
+        return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
 
     def _future(self, trial: Trial) -> Future[Simulated]:
         key = self._key(trial)

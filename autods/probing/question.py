@@ -18,7 +18,7 @@ from ..folders import data_folder
 from ..hardware import Hardware
 from ..ladder import Rung, all_rungs, choose
 from ..profile import read_profile
-from ..question import NVME_PLACE
+from ..question import nvme_place
 from ..settings import Settings, resolve
 from ..values import Steps, WorkloadSource
 from .axes import Axis, Value, axes_of
@@ -116,7 +116,7 @@ def pose(
         global_batch_of(asked.get("global_batch"), base, count)
         check_packed(count, settings)
     if machine is not None:
-        settings = replace(settings, nvme_path=_nvme_of(machine, nvme_path))
+        settings = replace(settings, nvme_path=nvme_place(nvme_path, machine))
     question = Question(
         settings=_patient(settings) if capacity else settings,
         axes=axes,
@@ -186,13 +186,6 @@ def _parallel(trials: int, *, capacity: bool) -> int:
             mend="drop it, or ask for --capacity, whose trials only show what fits",
         )
     return _at_least_one(trials, "--parallel-trials", 1)
-
-
-def _nvme_of(machine: Machine, path: str | Path | None) -> Path | None:
-    """Of a machine that need not be here: nothing is written there."""
-    if path is not None:
-        return Path(path).absolute()
-    return NVME_PLACE if machine.nvme_bytes is not None else None
 
 
 def _patient(settings: Settings) -> Settings:

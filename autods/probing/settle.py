@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..api_types import whole
 from ..errors import InputError
 from ..hardware import Hardware
 from ..values import WorkloadSource
@@ -69,10 +70,11 @@ def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
     """'1,2,4' → three numbers."""
     if gpus is None or isinstance(gpus, int):
         return () if gpus is None else (gpus,)
-    parts = gpus.split(",") if isinstance(gpus, str) else gpus
     try:
-        return tuple(int(part) for part in parts)
-    except ValueError:
+        if isinstance(gpus, str):
+            return tuple(int(part) for part in gpus.split(","))
+        return tuple(whole("gpus", part) for part in gpus)
+    except (ValueError, TypeError):
         raise InputError(f"--gpus {gpus}: these are no numbers", mend="give --gpus 8, or --gpus 1,2,4,8") from None
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..outcomes import Failed, OutOfMemory
+from ..outcomes import Failed, OutOfMemory, first_line
 from ..units import show_bytes
-from . import words
 from .result import Report
 
 _MIB = 2**20
@@ -30,13 +29,13 @@ def shortage(report: Report) -> str:
 def remedies(report: Report) -> Iterator[str]:
     """Sentences, the surest first."""
     yield from dict.fromkeys(
-        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {words.first_line(record.outcome.advice)}"
+        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
         for record in report.trials
         if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
     )
     if report.closest is None:
         yield from dict.fromkeys(
-            f"{record.trial.rung}: {words.first_line(record.outcome.advice)}"
+            f"{record.trial.rung}: {first_line(record.outcome.advice)}"
             for record in report.trials
             if isinstance(record.outcome, Failed) and record.outcome.advice
         )

@@ -28,12 +28,15 @@ def show_result(report: Report, *, as_json: bool) -> None:
 
 
 def printed(say: Callable[[], None]) -> None:
-    """Let `say` print the result. A reader that leaves early is no failure."""
+    """Let `say` print the result. A reader that leaves early is no failure. Raises InputError where the output cannot
+    be written, on a full disk."""
     try:
         say()
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        if not isinstance(error, BrokenPipeError):  # `| head`: whoever reads has seen enough
+            raise InputError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def lines_of(error: AutodsError) -> list[str]:
@@ -95,7 +98,8 @@ def resuming_command(argv: Sequence[str]) -> str:
     """The command that was typed, without `--fresh`, which would throw the journal away."""
     program, *rest = argv or ["autods"]
     name = ["python", "-m", "autods"] if Path(program).name == "__main__.py" else [Path(program).name]
-    return shlex.join([*name, *(part for part in rest if part != "--fresh")])
+    own = rest.index("--") if "--" in rest else len(rest)  # a script's arguments are its own
+    return shlex.join([*name, *(part for part in rest[:own] if part != "--fresh"), *rest[own:]])
 
 
 def keep_traceback(error: BaseException, out: Path | None) -> Path:

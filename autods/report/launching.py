@@ -16,8 +16,6 @@ DS_CONFIG_HF = "ds_config_hf.json"  # the same with "auto" where the HF Trainer 
 DS_CONFIG_LIGHTNING = "ds_config_lightning.json"  # the same without the accumulation steps
 ACCELERATE = "accelerate.yaml"
 
-LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
-
 # Where a kind of script takes its config, if not from its command line.
 _TAKERS = {
     "deepspeed": "deepspeed.initialize(…, config",

@@ -92,11 +92,12 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
     """rung, verdict, memory of each tier, what it is made of, largest micro batch, deciding phase, why."""
     rungs = tuple(rungs)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=width >= _WITH_REASONS)
+    narrow = width < _WITH_BARS  # there lines break rather than lose their ends
     table.add_column("rung", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("peak (low to high) / limit", no_wrap=True)
-    table.add_column("largest\nmicro batch" if width >= _WITH_BARS else "most", justify="right", no_wrap=True)
-    if width >= _WITH_BARS:
+    table.add_column("verdict", no_wrap=not narrow, min_width=12)
+    table.add_column("peak (low to high) / limit", no_wrap=not narrow)
+    table.add_column("most" if narrow else "largest\nmicro batch", justify="right", no_wrap=True)
+    if not narrow:
         table.add_column("made of", no_wrap=True)
     if width >= _WITH_PHASES:
         table.add_column("decides", no_wrap=True)
@@ -105,6 +106,7 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
     scale = _scale(rungs)
     for rung in rungs:
         mark, word, style = MARKS[rung.verdict]
+        word = "n/a" if narrow and rung.verdict == "not_applicable" else word
         cells = [
             Text(rung.rung, style="bold" if rung.rung == best else ""),
             Text(f"{mark} {word}" + ("" if rung.exact else ", estimate"), style=style),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, TierUse
+from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, TierUse, first_line
 from ..units import show_bytes, unit_of
 from ..values import Knobs, Record
 
@@ -76,12 +76,6 @@ def of_record(record: Record, *, replayed: bool = False, label: str = "") -> str
     unlimited = "" if trial.limited else " without limit"
     asked = f"micro batch {trial.knobs.micro_batch} ({trial.purpose}{unlimited})" + (f", {label}" if label else "")
     return f"trial {record.id}: {trial.rung}, {asked}: {of_outcome(record.outcome)} [{end}]"
-
-
-def first_line(text: str, most: int = 160) -> str:
-    """The first line with something in it, cut to `most` characters."""
-    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 
 def _place(outcome: OutOfMemory | Failed) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..outcomes import Examined, Failed, Fit, Phase, Tier, TierUse
+from ..outcomes import Examined, Failed, Fit, Phase, Tier, TierUse, first_line
 from ..values import Record, Steps
 
 
@@ -84,12 +84,6 @@ def read_off(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certific
 def settled(certificate: Certificate) -> Certificate:
     """With `passed` as its parts say."""
     return replace(certificate, passed=not (certificate.failures or certificate.not_checked))
-
-
-def first_line(text: str, most: int = 160) -> str:
-    """The first line with something in it, cut to `most` characters."""
-    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 
 def _of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, is_machines_fault
+from ..outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, first_line, is_machines_fault
 from ..units import show_bytes
 from ..values import Record, Run, Trial
 from .ask import asked
-from .certificate import first_line
 
 # Where a rank's device memory grows with the micro batch. What building, saving and loading need does not.
 _WITH_THE_BATCH: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")

@@ -82,7 +82,7 @@ class Field:
             return True
         if one.most() >= self.rules.sizes[-1]:
             return False
-        sample_s = self._sample_s(one)
+        sample_s = self.sample_s_of(one)
         best = promise(micro_step_seconds(one.climb.seen), most=one.longest(sample_s), sample_s=sample_s)
         return best.rate * self.rules.world_size / WITHOUT_RECOMPUTING >= self.to_beat()
 
@@ -119,7 +119,7 @@ class Field:
             return None
         leader, world = self.leader(), self.rules.world_size
         times = micro_step_seconds(rival.climb.seen)
-        sample_s = self._sample_s(rival)
+        sample_s = self.sample_s_of(rival)
         longest = rival.longest(sample_s)
         best = promise(times, most=longest, sample_s=sample_s, allowed=self.rules.sizes)
         if best.rate * world >= self.to_beat():  # how far it may grow costs simulations: asked only where it matters
@@ -131,7 +131,7 @@ class Field:
             rival.out = f"{rival.said()}; by its steps at most {ratio:.2f} times as fast as {leader.name}"
         return None
 
-    def _sample_s(self, rival: Entrant) -> float:
+    def sample_s_of(self, rival: Entrant) -> float:
         """What one more sample costs: by those that recompute as the rival does, else by what recomputing saves."""
         recomputes = rival.candidate.knobs.checkpointing
         alike = [one.climb.seen for one in self.entrants if one.candidate.knobs.checkpointing is recomputes]

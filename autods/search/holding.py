@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..outcomes import Fit
+from ..outcomes import Failed, Fit
 from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_well, micro_batches, paced, step_s_of
 from .backoff import Backoff, usual_peaks
@@ -150,7 +150,11 @@ class Holding:
         return held[-1]
 
     def _below(self, size: int) -> Sequence[int]:
-        return micro_batches(self.global_batch, self.world_size, size - 1)
+        """Smaller micro batches, without those that the model was seen not to train with."""
+        seen = ((record.trial, record.outcome) for record in (*self.known, *self.exams.records))
+        too_small = (one.knobs.micro_batch for one, end in seen if isinstance(end, Failed) and end.wants_larger_batch)
+        least = max(too_small, default=0)
+        return [one for one in micro_batches(self.global_batch, self.world_size, size - 1) if one > least]
 
 
 def _has_examined(record: Record, config: Trial) -> bool:

@@ -13,6 +13,7 @@ from .climb import Climb, Rules
 from .entrant import Entrant
 from .field import WITHOUT_RECOMPUTING, Field
 from .finals import Finals, comparison, finals
+from .further import Further
 from .grow import Grown, grown_by
 from .lessons import Lessons
 from .stopping import Stop
@@ -98,14 +99,21 @@ def _finish(field: Field) -> Raced:
     )
     won = next(one for record, one in close if is_alike(record, final.best))
     won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
+    fastest = _further(final.best, won, field)
     again = _again(final, close)
     reasons = {one.name: one.out or _behind(one, won, field, again) for one in field.entrants if one is not won}
     reasons[won.name] = f"{comparison(score)[0]} of {len(standing)} that fit: {final.reason}"
     for one in field.entrants:  # every rung has a word, also where only its variant was worth a trial
         reasons.setdefault(one.candidate.rung.name, f"recomputing would only cost it time: see {one.name}")
     others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
-    grown = replace(grown_by(won.climb), best=final.best)
-    return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
+    grown = replace(grown_by(won.climb), best=fastest)
+    return Raced(best=fastest, grown=grown, others=others, reasons=reasons)
+
+
+def _further(best: Record, won: Entrant, field: Field) -> Record:
+    spent_s = sum(record.seconds for one in field.entrants for record in one.records)
+    last = Further(steps=field.limits.finals, sample_s=field.sample_s_of(won), spent_s=spent_s, may_run=field.may_run)
+    return last.grown(best, won.climb)
 
 
 def _close(standing: Sequence[Entrant], field: Field) -> list[tuple[Record, Entrant]]:

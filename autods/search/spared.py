@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..forecast.values import RungForecast
-from ..outcomes import Fit, OutOfMemory
+from ..outcomes import Failed, Fit, OutOfMemory
 from ..values import ModelFacts, Record, Trial
 from .applies import unforeseeable
 from .foresight import Foresight
@@ -23,15 +23,16 @@ _PEAK_SHARE = 1 / 8  # of the usable memory: a measured peak below it leaves gro
 class Spared:
     """Asks `inner` only where its answer could save a trial that costs more than it does.
 
-    A small model that obviously fits is tried at once, until something ran out of memory at micro batch 1; so is a
-    model that nobody can forecast. What is not forecast is tried, so this costs trials, never an answer. facts: None
-    before the model was looked at.
+    A small model that obviously fits is tried at once, until something ran out of memory at micro batch 1, or at the
+    smallest that it can be trained with; so is a model that nobody can forecast. What is not forecast is tried, so this
+    costs trials, never an answer. facts: None before the model was looked at.
     """
 
     inner: Foresight
     facts: Callable[[], ModelFacts | None]
     device_bytes: int
-    _peaks: dict[tuple[str, bool], int] = field(default_factory=dict)  # at micro batch 1, by rung and recomputing
+    _peaks: dict[tuple[str, bool], int] = field(default_factory=dict)  # of the first trial, by rung and recomputing
+    _first: int = 1  # micro batch: smaller ones cannot be trained
     _ran_out: bool = False
 
     @property
@@ -57,12 +58,14 @@ class Spared:
         peak = self._peaks.get((trial.rung, trial.knobs.checkpointing))
         if peak is None or peak > usable_bytes * _PEAK_SHARE or not self._small():
             return None if self._unforeseeable() else self.inner.largest(trial, sizes, usable_bytes)
-        return max((size for size in sizes if size * peak <= usable_bytes), default=None)
+        return max((size for size in sizes if size * peak <= usable_bytes * self._first), default=None)
 
     def saw(self, record: Record) -> None:
         """What a trial came to."""
         trial, outcome = record.trial, record.outcome
-        if trial.knobs.micro_batch > 1:
+        if isinstance(outcome, Failed) and outcome.wants_larger_batch:
+            self._first = max(self._first, 2 * trial.knobs.micro_batch)
+        if trial.knobs.micro_batch > self._first:
             return
         if isinstance(outcome, Fit):
             key = (trial.rung, trial.knobs.checkpointing)
@@ -81,4 +84,4 @@ class Spared:
 
     def is_obvious(self, trial: Trial) -> bool:
         """Whether it is a small model's first trial, and nothing has run out yet."""
-        return trial.knobs.micro_batch == 1 and not self._ran_out and self._small()
+        return trial.knobs.micro_batch == self._first and not self._ran_out and self._small()

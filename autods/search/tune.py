@@ -84,13 +84,14 @@ def tune(
     records = tuple(answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start)
     foretold = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
     importances = importances_of(study)
-    said = f"{len(records)} other settings of {rung.name} were tried"
+    said = f"{len(records) or 'no'} other settings of {rung.name} were tried"
     said += f" ({foretold} more cannot fit by the forecast)" if foretold else ""
-    said += ended
+    said += ended if records else ended.replace(" until", ":", 1)
     better = [one for one in records if fits_within(one, judge.usable_bytes) and score(one) > score(start)]
     if not better:
         none = "none was faster" if score is samples_per_second else "none was better"
-        return Tuned(best=start, records=records, importances=importances, reason=f"{said}, {none}")
+        reason = f"{said}, {none}" if records else said
+        return Tuned(best=start, records=records, importances=importances, reason=reason)
     leaders = _leaders(better, score)
     final = confirm(
         start, leaders, run, gain=limits.gain, turns=limits.turns, usable_bytes=judge.usable_bytes, score=score

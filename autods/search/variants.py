@@ -25,16 +25,16 @@ def in_precision(candidate: Candidate, precision: str) -> Candidate:
 
 def name_of(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
     """What people read: the rung, and what is unusual. recomputes: the model can recompute its activations."""
+    return f"{rung} {unusual(knobs, recomputes=recomputes or knobs.checkpointing)}".rstrip()
+
+
+def unusual(knobs: Knobs, *, recomputes: bool) -> str:
+    """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where the usual trials do not."""
     precision = _precision(knobs.settings)
-    return " ".join(
-        part
-        for part in (
-            rung,
-            f"in {precision}" if precision else "",
-            "without checkpointing" if recomputes and not knobs.checkpointing else "",
-        )
-        if part
-    )
+    said = [f"in {precision}"] if precision else []
+    if knobs.checkpointing is not recomputes:
+        said.append("recomputing" if knobs.checkpointing else "without checkpointing")
+    return " ".join(said)
 
 
 def _precision(settings: Mapping[str, Scalar]) -> str | None:

@@ -57,7 +57,8 @@ def _walked(candidates: Sequence[Candidate], walking: _Walking, foresight: Fores
     impossible: list[tuple[int, Candidate]] = []
     for place, candidate in enumerate(candidates, 1):
         reason = candidate.skip or walking.lessons.against(candidate.rung, candidate.ops)
-        forecast = foresight.forecast(first_trial(candidate, walking.steps)) if reason is None else None
+        first = first_trial(_from(candidate, walking.least), walking.steps)
+        forecast = foresight.forecast(first) if reason is None else None
         if forecast is not None and (why := why_impossible(forecast)) is not None:
             impossible.append((lacking_bytes(forecast), candidate))
             reason = why
@@ -67,7 +68,7 @@ def _walked(candidates: Sequence[Candidate], walking: _Walking, foresight: Fores
         foresight.settle()  # how fast its steps are decides how growing begins
         if walking.ends_with(candidate):
             return walking.walked()
-        _prepare(candidates[place:], walking.steps, foresight)
+        _prepare([_from(one, walking.least) for one in candidates[place:]], walking.steps, foresight)
     if walking.pressed is None and impossible:
         _, closest = min(impossible, key=lambda item: item[0])
         walking.unskip(closest)

@@ -9,15 +9,15 @@ from ..workload import WorkloadError
 
 
 def tensors_of(batch: Any) -> dict[str, Any]:
-    """The batch's tensors by name or position; '0.1' is the second of a tuple that stands first."""
+    """The batch's tensors by name or position, however deep; '0.1' is the second of a tuple that stands first."""
     import torch
 
     found = {}
     for name, item in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
         if isinstance(item, torch.Tensor):
             found[str(name)] = item
-        elif isinstance(item, tuple | list):
-            found.update({f"{name}.{place}": one for place, one in enumerate(item) if isinstance(one, torch.Tensor)})
+        elif isinstance(item, Mapping | tuple | list):
+            found.update({f"{name}.{inner}": one for inner, one in tensors_of(item).items()})
     return found
 
 
@@ -53,8 +53,9 @@ def place(batch: Any, engine: Any) -> Any:
     dtype = next((p.dtype for p in engine.module.parameters() if p.is_floating_point()), None)
 
     def move(item: Any) -> Any:
-        if isinstance(item, tuple | list) and any(isinstance(one, torch.Tensor) for one in item):
-            return tuple(move(one) for one in item)
+        if isinstance(item, Mapping | tuple | list) and tensors_of(item):
+            inner = {key: move(one) for key, one in item.items()} if isinstance(item, Mapping) else map(move, item)
+            return inner if isinstance(inner, dict) else tuple(inner)
         if not isinstance(item, torch.Tensor):
             return item
         return item.to(engine.device, dtype if item.is_floating_point() else None)

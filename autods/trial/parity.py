@@ -12,7 +12,7 @@ from typing import Any
 
 from ..outcomes import Phase
 from ..workload import Workload, WorkloadError
-from .batch import check_batch
+from .batch import check_batch, tensors_of
 from .experts import is_moe
 from .rendezvous import Ranks
 from .seeds import seed_all
@@ -60,6 +60,8 @@ def _equal(one: Any, other: Any) -> bool:
 
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, Mapping | tuple | list) and isinstance(other, Mapping | tuple | list):
+        return _same(one, other)
     return bool(one == other)
 
 
@@ -86,6 +88,12 @@ def _stacked(name: Any, values: Sequence[Any]) -> Any:
                 mend="pad every sample to one length",
             )
         return torch.cat(list(values))
+    if isinstance(values[0], Mapping | tuple | list) and tensors_of(values[0]):
+        inner = [_items(value) for value in values]
+        if any(one.keys() != inner[0].keys() for one in inner):
+            raise Incomparable(f"samples of build_batch differ in the names in {name!r}")
+        whole = {key: _stacked(f"{name}.{key}", [one[key] for one in inner]) for key in inner[0]}
+        return whole if isinstance(values[0], Mapping) else tuple(whole.values())
     if not all(_equal(values[0], value) for value in values):
         raise Incomparable(f"samples of build_batch differ in {name!r}, which has no dimension to join them along")
     return values[0]

@@ -70,7 +70,7 @@ def _of_object(workload: Workload, function: str) -> list[str] | None:
 
 def _of_file(path: Path, function: str) -> list[str] | None:
     """Seen without running the file; one that is imported or assigned has to say itself what it does not take."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_bytes())
     found = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
     if not found or found[-1].kwarg is not None:
         return None

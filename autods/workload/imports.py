@@ -50,7 +50,7 @@ def _version(file: Path) -> int:
 def _seen(file: Path, version: int) -> tuple[tuple[Imported, ...], tuple[tuple[Path, Imported], ...]]:
     """Absolute imports; relative ones, each with the folder that it starts from."""
     try:
-        nodes = list(ast.walk(ast.parse(file.read_text())))
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (OSError, ValueError, SyntaxError):
         return (), ()
     return tuple(dict.fromkeys(_absolute(nodes))), tuple(dict.fromkeys(_relative(file, nodes)))

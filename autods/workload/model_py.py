@@ -6,13 +6,14 @@ import ast
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import InputError
 from .workload import Workload, WorkloadError
 
 NEEDED = ("build_model", "build_batch")
 _CONFIG = "DEEPSPEED_CONFIG"
+_ONE_TARGET = (ast.AnnAssign, ast.AugAssign)
 
 
 def check_file(path: Path) -> ast.Module:
@@ -33,12 +34,12 @@ def check_file(path: Path) -> ast.Module:
 def parsed(path: Path) -> ast.Module:
     """The file as a tree. Raises InputError when it is missing or no Python."""
     try:
-        text = path.read_text()
+        text = importlib.util.decode_source(path.read_bytes())  # UTF-8, or what its first lines declare
     except IsADirectoryError:
         raise InputError(
             "is a folder without a config.json", where=str(path), mend="give a model.py, or a Hugging Face config"
         ) from None
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, SyntaxError):
         raise InputError("is not a Python file", where=str(path), mend="give the path of a model.py") from None
     except OSError as error:
         mend = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
@@ -56,22 +57,31 @@ def parsed(path: Path) -> ast.Module:
 def base_config_of(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
     """What the file says of DEEPSPEED_CONFIG: an object, or a JSON file beside it. Raises InputError if it cannot be
     seen without running the file."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == _CONFIG for t in node.targets):
-            try:
-                value = ast.literal_eval(node.value)
-            except ValueError:
-                value = None
-            if isinstance(value, str):
-                return str(path.parent / value)
-            if isinstance(value, dict):
-                return value
-            raise InputError(
-                f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
-                where=f"{path}:{node.lineno}",
-                mend="write it as one, or give the config with --base-config",
-            )
-    return None
+    if _CONFIG not in names_bound(tree):
+        return None
+    said = [node for node in ast.walk(tree) if _says_config(node)]
+    value = None
+    if len(said) == 1 and said[0] in tree.body:
+        try:
+            value = ast.literal_eval(said[0].value or "")
+        except (ValueError, TypeError):
+            value = None
+    if isinstance(value, str):
+        return str(path.parent / value)
+    if isinstance(value, dict):
+        return value
+    raise InputError(
+        f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
+        where=f"{path}:{said[-1].lineno}" if said else str(path),
+        mend="write it as one, in one place, or give the config with --base-config",
+    )
+
+
+def _says_config(node: ast.AST) -> TypeGuard[ast.Assign | ast.AnnAssign]:
+    """Whether it gives DEEPSPEED_CONFIG, or a key of it, a value."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, _ONE_TARGET) else []
+    inner = [target.value if isinstance(target, ast.Subscript) else target for target in targets]
+    return any(isinstance(one, ast.Name) and one.id == _CONFIG for one in inner)
 
 
 def names_bound(tree: ast.Module) -> set[str]:

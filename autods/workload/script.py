@@ -28,7 +28,11 @@ _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _SIGNS: tuple[tuple[ScriptKind, tuple[str, ...], frozenset[str]], ...] = (
     ("deepspeed", ("deepspeed",), frozenset({"initialize"})),
     ("lightning", ("lightning", "pytorch_lightning"), frozenset()),
-    ("hf_trainer", ("transformers", "trl"), frozenset({"TrainingArguments", "HfArgumentParser"})),
+    (
+        "hf_trainer",
+        ("transformers", "trl", "sentence_transformers", "setfit"),
+        frozenset({"TrainingArguments", "HfArgumentParser"}),
+    ),
     ("accelerate", ("accelerate",), frozenset()),
     ("deepspeed", ("deepspeed",), frozenset()),
 )
@@ -118,7 +122,7 @@ def has_placeholder(argv: Sequence[str], name: str) -> bool:
 def launched(source: WorkloadSource) -> dict[str, object]:
     """How a script is started, for the report. takes_local_rank: the `deepspeed` launcher gives it to every script, and
     a parser that does not know it ends there."""
-    text = Path(source.path).read_text() if Path(source.path).is_file() else ""
+    text = Path(source.path).read_bytes().decode(errors="replace") if Path(source.path).is_file() else ""
     knows = source.script_kind == "hf_trainer" or re.search(r"[\"']--local[-_]rank\b", text) is not None
     knows = knows or takes_local_rank_as_a_word(source)
     kind, module = source.script_kind or "deepspeed", {"module": source.module} if source.module else {}
@@ -131,7 +135,7 @@ def takes_local_rank_as_a_word(source: WorkloadSource) -> bool:
     path = Path(source.path)
     if not {"fire", "click"} & {one.module.partition(".")[0] for one in imports_of(path)}:
         return False
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_bytes())
     functions = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return any(argument.arg == "local_rank" for one in functions for argument in (*one.args, *one.kwonlyargs))
 

@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..values import WorkloadSource
 from .arguments import with_arguments
 from .hf_config import TASKS, config_file, load_config, local_path, read_config, task_of
+from .imports import local_files
 from .model_py import base_config_of, check_file, load_file
 from .modules import module_file, module_named
 from .script import KINDS, is_script, script_source
@@ -48,6 +49,7 @@ def source_of(
     arguments. Raises InputError when the file is not a workload, the object cannot be pickled, or the workload has no
     such option.
     """
+    _check_kind_of(workload)
     if kind not in (None, "model", "script", *KINDS):
         raise InputError(f"there is no kind {kind!r}", mend=f"give --kind model, script, {', '.join(KINDS)}")
     for option, length in (("--seq-len", seq_len), ("--target-len", target_len)):
@@ -84,6 +86,19 @@ def source_of(
     if seq_len is not None:
         _check_takes_seq_len(workload, source)
     return _with_options(source, options)
+
+
+def _check_kind_of(workload: object) -> None:
+    """Raises InputError for what a person may take for a workload: a module, a model, a function."""
+    if isinstance(workload, Workload):
+        for name in ("build_model", "build_batch"):
+            if not callable(made := getattr(workload, name)):
+                raise InputError(f"the Workload's {name} is {type(made).__name__}, no function")
+    elif not isinstance(workload, Path):
+        raise InputError(
+            f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
+            mend="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
+        )
 
 
 def load(source: WorkloadSource) -> Workload:
@@ -126,7 +141,7 @@ def _of_file(workload: Path) -> WorkloadSource:
         kind="file",
         path=str(path),
         name=path.stem,
-        digest=_digest(path.read_bytes()),
+        digest=_digest_with(path, local_files(path, [path.parent])),
         base_config=base_config_of(tree, path),
     )
 
@@ -158,7 +173,7 @@ def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> N
     if isinstance(workload, Workload):
         names = set(inspect.signature(workload.build_batch).parameters)
     else:
-        tree = ast.parse(Path(source.path).read_text())
+        tree = ast.parse(Path(source.path).read_bytes())
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         found = [node.args for node in functions if node.name == "build_batch"]
         if not found:
@@ -236,6 +251,12 @@ def _by_value(workload: Workload) -> bytes:
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         data: bytes = cloudpickle.dumps(workload)
     return data
+
+
+def _digest_with(path: Path, own: Sequence[Path]) -> str:
+    """Of the file and of what it imports of the user's own: a changed layer in another file is another workload."""
+    files = [f"\0{os.path.relpath(file, path.parent)}\0".encode() + file.read_bytes() for file in own]
+    return _digest(b"".join((path.read_bytes(), *files)))
 
 
 def _digest(data: bytes) -> str:

@@ -38,8 +38,6 @@ QUESTIONS: dict[str, tuple[Path, dict[str, Any]]] = {
 }
 BAR = 0.01
 
-Figures = dict[str, dict[str, dict[str, Any]]]  # question → rung → figure → bytes
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,6 +1,6 @@
 """How near the search comes to the best: whole searches of made-up machines whose optimum is known.
 
-python tests/benchmarks/regret.py [--seeds 200] [--config default] [--blind] [--tune] [--json]
+python tests/benchmarks/regret.py [--seeds 200] [--first-seed 0] [--config default] [--blind] [--tune] [--json]
 
 Each seed draws a model and a machine (tests/surfaces.py): eight rungs, none of which is always the fastest, with and
 without checkpointing; step times that are 5 % noise each; cliffs; a forecast that is a few percent wrong. Share: the
@@ -49,12 +49,16 @@ class Answer:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--first-seed", type=int, default=0, help="search settings were chosen on 0 to 199")
     parser.add_argument("--config", default="default")
     parser.add_argument("--blind", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    jobs = [(seed, asked.config, asked.blind, asked.tune) for seed in range(asked.seeds)]
+    jobs = [
+        (seed, asked.config, asked.blind, asked.tune)
+        for seed in range(asked.first_seed, asked.first_seed + asked.seeds)
+    ]
     with ProcessPoolExecutor(2) as pool:
         answers = [answer for answer in pool.map(_answer, jobs, chunksize=4) if answer is not None]
     if asked.json:

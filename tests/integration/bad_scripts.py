@@ -41,7 +41,9 @@ IN_THE_SURVEY = {
     "it leaves with an exit code": Bad(old="# HERE", new="sys.exit(3)", line=6, says="it left with exit code 3"),
     "it needs input": Bad(old="# HERE", new="input('which? ')", line=6, says="it waits for input"),
     "it moves to CUDA": Bad(old="Linear(8, 8)", new="Linear(8, 8).cuda()", line=8, says="needs CUDA"),
-    "it chooses a CUDA device": Bad(old="# HERE", new="torch.cuda.set_device(0)", line=6, says="needs CUDA"),
+    "it asks which CUDA device it has": Bad(
+        old="# HERE", new="torch.cuda.set_device(0); torch.cuda.current_device()", line=6, says="needs CUDA"
+    ),
     "it starts CUDA while it is imported": Bad(
         old="# HERE", new="torch.zeros(1, device='cuda')", line=6, says="needs CUDA"
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,10 +71,8 @@ def runners(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield runner
 
 
-def question(
-    workload: str | Workload, folder: Path, *, certified: bool = False, stall_s: float = 40.0, **asked: object
-) -> Settings:
-    """Settings for 2 CPU ranks; a workload's name is a file beside this one. stall_s: short where ranks are to hang.
+def question(workload: str | Workload, folder: Path, *, certified: bool = False, **asked: object) -> Settings:
+    """Settings for 2 CPU ranks; a workload's name is a file beside this one.
 
     Without a forecast and a certificate, unless they are asked for: they cost some seconds a fit.
     """
@@ -88,9 +88,18 @@ def question(
     }
     settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
     profile = settings.profile
-    limits = replace(profile.limits, stall_s=stall_s, init_s=90.0)
+    limits = replace(profile.limits, stall_s=100.0, init_s=200.0)
     certify = profile.certify if certified else replace(profile.certify, most_trials=0)
     return replace(settings, profile=replace(profile, limits=limits, certify=certify))
+
+
+def free_port() -> int:
+    """For a launcher that binds it seconds later: those above go to whoever asks meanwhile, those below to Ray."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(20_000, max(given_out, 20_100))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def ignore(event: Event) -> None:

@@ -135,7 +135,7 @@ def test_a_config_that_deepspeed_refuses_ends_the_fit_at_once(autods, model, tmp
 # Each a real process, as a person runs it.
 def run(*argv: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "autods", "fit", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **(env or {})})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, **(env or {})})
     return done.returncode, done.stdout, done.stderr
 
 

@@ -51,7 +51,7 @@ def autods(started, capsys):
             started.settings, started.listen = settings, listen
             return contextlib.nullcontext(started)
 
-        limits = replace(settings.profile.limits, stall_s=20.0, init_s=60.0)
+        limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
         settings = replace(settings, profile=replace(settings.profile, limits=limits))
         return fit(settings, listen=listen, fresh=fresh, start=start)
 

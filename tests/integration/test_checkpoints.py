@@ -44,7 +44,7 @@ def trained(folder):
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, "-m", *launcher, str(HERE / "saving.py"), str(folder / "ds_config.json"), str(folder)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -22,7 +22,7 @@ def test_of_two_fits_on_one_cluster_one_loses_a_node_and_goes_on_and_the_other_i
         raylet_above(struck["pid"]).kill()
         wait_gone(ranks, 60)
         assert struck["pid"] in ranks
-        codes = first.wait(120), other.wait(120)
+        codes = first.wait(200), other.wait(200)
     assert codes == (0, 0), said(wide) + said(lone)
     assert {one["kind"] for one in outcomes(wide.out)} == {"fit"}
     lost, *after = outcomes(lone.out)

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN2_TINY = 1_017_984  # parameters
@@ -28,21 +28,25 @@ def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = TORC
     # No GPU, so that the test asks the same everywhere; gloo's threads need no more than one core.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, str(EXAMPLES / script), *map(str, args)]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 def deepspeeds_own() -> list[str]:
     """What the `deepspeed` command runs on each node."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    return ["deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    return [
+        "deepspeed.launcher.launch",
+        f"--world_info={world}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+    ]
 
 
 def falling(done: Done, *, steps: int) -> list[float]:
     """The losses of the rank that prints, which fall."""
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"\bstep \d+\b.*?\bloss (\d+\.\d{4})", done.stdout)]
+    # Two ranks may print at once: a line need not begin where the one before has ended.
+    losses = [float(loss) for loss in re.findall(r"step \d+\b.*?\bloss (\d+\.\d{4})", done.stdout)]
     assert len(losses) == steps
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-3:]) < sum(losses[:3])

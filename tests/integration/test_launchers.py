@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import HERE
+from conftest import HERE, free_port
 
 from autods.ds_config import compose, start_settings
 from autods.ladder import all_rungs
@@ -52,15 +51,15 @@ def found(out: Path, script: Path, *argv: str, kind: str, own_optimizer: bool = 
 def run(report: Report, launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The printed line in a shell. Only the port differs: other tests may hold the usual one."""
     line = to_dict(report)["launch"][launcher]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    line = line.replace("deepspeed --num", f"deepspeed --master_port {port} --num")
+    for usual, option in (("deepspeed --num", "--master_port"), ("accelerate launch --config", "--main_process_port")):
+        start, _, rest = usual.rpartition(" ")
+        line = line.replace(usual, f"{start} {option} {free_port()} {rest}")
     env = {
         **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     folder.mkdir()
-    return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

@@ -208,7 +208,7 @@ def test_a_probe_that_is_killed_or_interrupted_goes_on_by_the_same_command(
     first = started(command)
     wait_for(out, 3, first)
     first.send_signal(stop)
-    _, told = first.communicate(timeout=60)
+    _, told = first.communicate(timeout=150)
     assert first.returncode == code
     if stop is signal.SIGINT:
         assert "go on with:" in told

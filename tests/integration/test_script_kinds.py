@@ -66,7 +66,7 @@ def started(ray, users, tmp_path_factory):
                 out = tmp_path_factory.mktemp("out")
                 said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **asked}
                 settings = resolve(source, hardware=look(), **said)
-                limits = replace(settings.profile.limits, stall_s=40.0, init_s=90.0)
+                limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
                 settings = replace(settings, profile=replace(settings.profile, limits=limits))
                 known[key] = stack.enter_context(RayRunner(settings, ignore))
                 known[key].survey()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -40,9 +42,9 @@ class Scene:
 
     out: Path
     path: Path
-    shared: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
-    ports: set[int] = field(default_factory=set)
-    pids: set[int] = field(default_factory=set)
+    processes: set[Process] = field(default_factory=set)
+    driver: int = 0  # pid of the last one that was started
+    sockets: dict[int, int] = field(default_factory=dict)  # inode → port, of the listening ones of ranks
 
     @classmethod
     def at(cls, folder: Path) -> Scene:
@@ -56,9 +58,9 @@ class Scene:
 
     def struck(self) -> dict:
         """What the rank noted when it met the fault; waits for it."""
-        wait_for((self.out / "struck.json").exists, 60)
+        wait_for((self.out / "struck.json").exists, 150)
         note = json.loads((self.out / "struck.json").read_text())
-        self.pids |= {note["pid"], *note["children"]}
+        self.processes |= {Process(*one) for one in (*note["ranks"], *note["children"])}
         return note
 
     def family(self) -> set[int]:
@@ -71,21 +73,22 @@ class Scene:
 
     def zygote(self) -> psutil.Process:
         family = self.family()
-        return next(process for process in map(psutil.Process, family) if process.ppid() not in family)
+        return next(psutil.Process(pid) for pid in family if state_of(pid).parent not in family)
 
     def note_ranks(self) -> set[int]:
         """Pids of the ranks, remembered with the ports they listen on."""
         ranks = {child.pid for child in self.zygote().children()}
-        self.pids |= ranks
+        self.processes |= {Process.now(pid) for pid in ranks}
         for pid in ranks:
-            connections = psutil.Process(pid).net_connections("inet")
-            self.ports |= {link.laddr.port for link in connections if link.status == psutil.CONN_LISTEN}
+            own = sockets_of(pid)
+            self.sockets |= {inode: port for inode, port in listening().items() if inode in own}
         return ranks
 
     def left(self, *, zygote: bool) -> list[str]:
         """What should not be there now. zygote: whether one may live (with no child and no listening port)."""
-        left = [f"process {pid}" for pid in sorted(self.pids) if remains(pid)]
-        family = self.family() - self.pids
+        remaining = {one.pid for one in self.processes if one.remains()}
+        left = [f"process {pid}" for pid in sorted(remaining)]
+        family = self.family() - remaining
         if zygote and family:
             owner = self.zygote()
             left += [f"child {child.pid} of the zygote" for child in owner.children()]
@@ -93,12 +96,53 @@ class Scene:
             left += [f"port {link.laddr}" for link in owner.net_connections("inet") if link.status == "LISTEN"]
             family -= {owner.pid}
         left += [f"process {pid} of the fit" for pid in sorted(family)]
-        if self.ports:
-            listening = {link.laddr.port for link in psutil.net_connections("inet") if link.status == "LISTEN"}
-            left += [f"port {port}" for port in sorted(self.ports & listening)]
-        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared)]
+        left += [f"port {port}" for inode, port in listening().items() if inode in self.sockets]
+        left += [f"/dev/shm/{name}" for name in shared_by({one.pid for one in self.processes})]
         left += [str(path) for path in (self.out / "logs").glob("*/scratch")]
         return left
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process and when it began: its pid will be another's some day."""
+
+    pid: int
+    began: int  # ticks of the kernel's clock
+
+    @classmethod
+    def now(cls, pid: int) -> Process:
+        """The one that has this pid."""
+        return cls(pid, state_of(pid).began)
+
+    def remains(self) -> bool:
+        """Whether it lives, or is a zombie that someone else than init should have reaped."""
+        state = state_of(self.pid)
+        return state.began == self.began and (state.letter, state.parent) not in (("", 0), ("Z", 1))
+
+
+def shared_by(pids: set[int]) -> list[str]:
+    """Files in shared memory that bear the pid of one of these, as those of torch and OpenMP do. Others are others'."""
+    names = {str(pid) for pid in pids}
+    return sorted(name for name in os.listdir("/dev/shm") if names & set(re.findall(r"\d+", name)))
+
+
+def listening() -> dict[int, int]:
+    """Of all TCP sockets of this machine on which somebody listens: inode → port."""
+    found = {}
+    for kind in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = (line.split() for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:])
+            found |= {int(row[9]): int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
+    return found
+
+
+def sockets_of(pid: int) -> set[int]:
+    """Inodes of the sockets that a process has open."""
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {int(link[8:-1]) for link in links if link.startswith("socket:[")}
 
 
 def pids_of(module: str) -> set[int]:
@@ -134,15 +178,21 @@ def kill_during(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(runner.run, a_trial(), id=1)
         scene.struck()
-        time.sleep(0.5)  # the zygote tells the node of a new phase within 0.2 s
+        wait_for(lambda: phase_of(runner) == phase, 60)
         ranks = scene.note_ranks()
         process = victim(scene.zygote())
         began = time.monotonic()
         process.kill()
-        gone_ms = 1000 * (wait_gone(ranks, 10) - began)
+        gone_ms = 1000 * (wait_gone(ranks, 60) - began)
         error = running.exception(60)
     outcome = None if error else running.result().outcome
     return Seen(outcome=outcome, gone_ms=gone_ms, left=[] if error else scene.left(zygote=True)), error
+
+
+def phase_of(runner: RayRunner) -> str:
+    """What its node knows of the slowest rank."""
+    actor = runner.nodes.team.members[0].actor
+    return runner.nodes.ray.get(actor.progress.remote())[0]
 
 
 def start_fit(scene: Scene, *more: str, forecast: bool = False) -> subprocess.Popen[bytes]:
@@ -167,20 +217,21 @@ def end_fit(scene: Scene, phase: str, number: signal.Signals, *, group: bool = F
     """
     scene.choose("hang", phase)
     driver = start_fit(scene)
+    scene.driver = driver.pid
     try:
         scene.struck()
         ranks = scene.note_ranks()
-        processes = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+        processes = {Process.now(one.pid) for one in psutil.Process(driver.pid).children(recursive=True)}
         began = time.monotonic()
         (os.killpg if group else os.kill)(driver.pid, number)
-        gone_ms = 1000 * (wait_gone(ranks, 10) - began)
-        code = driver.wait(30)
+        gone_ms = 1000 * (wait_gone(ranks, 60) - began)
+        code = driver.wait(60)
     finally:
         driver.kill()
         driver.wait()
-    scene.pids |= processes  # Ray's too
+    scene.processes |= processes  # Ray's too
     with contextlib.suppress(TimeoutError):
-        wait_for(lambda: not scene.left(zygote=False), 20)
+        wait_for(lambda: not scene.left(zygote=False), 60)
     return code, Seen(outcome=None, gone_ms=gone_ms, left=scene.left(zygote=False))
 
 
@@ -193,21 +244,24 @@ def wait_gone(pids: Iterable[int], limit_s: float) -> float:
 
 def lives(pid: int) -> bool:
     """Whether it still runs: a zombie does not."""
-    return _state(pid)[0] not in ("", "Z")
+    return state_of(pid).letter not in ("", "Z", "X")
 
 
-def remains(pid: int) -> bool:
-    """Whether it lives, or is a zombie that someone else than init should have reaped."""
-    return _state(pid) not in (("", 0), ("Z", 1))
+class State(NamedTuple):
+    """Of a process: as `ps` shows it, its parent, when it began. ("", 0, -1) when it is gone."""
+
+    letter: str
+    parent: int
+    began: int
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """Its state and its parent; ("", 0) when it is gone."""
+def state_of(pid: int) -> State:
+    """Read from /proc."""
     try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "", 0
-    return state, int(parent)
+        return State("", 0, -1)
+    return State(said[0], int(said[1]), int(said[19]))
 
 
 def wait_for(what: Callable[[], object], limit_s: float) -> None:

@@ -87,6 +87,7 @@ def certifying(
     leaner: Iterable[Record] = (),
     alike: bool = False,
     longest_ratio: float = 1.0,
+    seen: Sequence[Record] = (),
 ) -> Certifying:
     runner = ScriptedRunner(answer)
     certified = certify(
@@ -105,6 +106,7 @@ def certifying(
         leaner=leaner,
         alike=alike,
         longest_ratio=longest_ratio,
+        seen=seen,
     )
     assert [record.trial for record in certified.records] == runner.trials
     return Certifying(certified, runner.trials)

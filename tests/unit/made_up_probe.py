@@ -14,7 +14,6 @@ import pytest
 from autods.cluster.scripted import Answer, ScriptedRunner
 from autods.events import Listener
 from autods.hardware import Card, Hardware
-from autods.outcomes import Fit
 from autods.probing.probe import probe
 from autods.probing.question import Question
 from autods.probing.settle import settle
@@ -88,8 +87,3 @@ def probed(question: Question, bench: Bench, listen: Listener = lambda event: No
         yield bench
 
     return probe(question, listen=listen, start=start, **said)
-
-
-def rate_of(record: Record) -> float:
-    assert isinstance(record.outcome, Fit)
-    return record.outcome.samples_per_second

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,46 @@ def test_find_best_config_raises_what_the_command_line_says(model: str, wrong: d
 def test_a_missing_workload_is_named() -> None:
     with pytest.raises(autods.InputError, match=r"nowhere\.py"):
         autods.find_best_config("nowhere.py", device="cpu", gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gpus": "2"}, "gpus='2': a whole number is needed, not str"),
+        ({"gpus": 2.0}, "gpus=2.0: a whole number is needed"),
+        ({"gpus": True}, "gpus=True: a whole number is needed"),
+        ({"global_batch": "64"}, "global_batch='64': a whole number is needed"),
+        ({"max_trials": "5"}, "a whole number is needed"),
+        ({"nodes": "2"}, "a whole number is needed"),
+        ({"seed": None}, "seed=None: a whole number is needed"),
+        ({"seed": -1}, "--seed -1: seeds are 0 to 4294967295"),
+        ({"precision": None}, "precision=None: text is needed"),
+        ({"gpu_memory": True}, "gpu_memory=True: a size"),
+        ({"forecast": "no"}, "forecast='no': True or False is needed"),
+        ({"base_config": [1]}, "a path or a dict is needed, not list"),
+        ({"base_config": {"gradient_clipping": float("nan")}}, "cannot be written as JSON"),
+        ({"strategies": "folder"}, "strategies='folder': a list is needed"),
+        ({"script_args": "--epochs 3"}, "script_args='--epochs 3': a list is needed"),
+        ({"out": ""}, "--out is empty"),
+    ],
+)
+def test_a_value_of_another_type_is_told_by_its_name(model: str, asked: dict[str, object], said: str) -> None:
+    with pytest.raises(autods.InputError, match=re.escape(said)):
+        autods.find_best_config(model, **{"device": "cpu", "gpus": 2, **asked})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workload", [None, {"build_model": 1}, b"model.py", lambda: None, autods])
+def test_what_is_no_workload_is_told(workload: object) -> None:
+    with pytest.raises(autods.InputError, match=r"a workload is a path or an autods\.Workload, not "):
+        autods.find_best_config(workload, device="cpu", gpus=1)  # type: ignore[arg-type]
+
+
+def test_a_workload_without_functions_is_told(tmp_path: Path) -> None:
+    with pytest.raises(autods.InputError, match="the Workload's build_model is int, no function"):
+        autods.find_best_config(autods.Workload(build_model=3, build_batch=4), out=tmp_path)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers(model: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    plain = settle(model, device="cpu", gpus=2, gpu_memory="1GiB", global_batch=8)
+    assert settle(model, device="cpu", gpus=numpy.int64(2), gpu_memory="1GiB", global_batch=numpy.int32(8)) == plain

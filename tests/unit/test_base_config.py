@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autods.base_config import check_base_config, read_base_config
+from autods.base_config import check_base_config, misspelt, read_base_config
 from autods.errors import InputError
 
 ON = {"enabled": True}
@@ -18,8 +18,29 @@ def test_a_deepspeed_json_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_invalid_json_is_refused_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{\n  "fp16": {"enabled": true},\n}')
-    with pytest.raises(InputError, match=rf"{path}:3:1: is not JSON"):
+    path.write_text('{\n  // half\n  "fp16": {"enabled": true}\n  "bf16": {}}')
+    with pytest.raises(InputError, match=rf"{path}:4:3: is not JSON"):
+        read_base_config(path)
+
+
+def test_comments_and_trailing_commas_are_passed_over_as_deepspeed_does(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    text = '{\n // our own\n "a": "http://x,}", # old: 2\n /* not\n now */ "b": [1, 2,],\n}'
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # and the mark that editors of Windows put first
+    assert read_base_config(path) == {"a": "http://x,}", "b": [1, 2]}
+
+
+def test_what_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_clipping": NaN}')
+    with pytest.raises(InputError, match="says NaN, which is no JSON"):
+        read_base_config(path)
+
+
+def test_a_key_that_stands_twice_is_refused_as_deepspeed_does(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(InputError, match='says "stage" twice'):
         read_base_config(path)
 
 
@@ -53,6 +74,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> Non
         ({"autotuning": ON}, '"autotuning": DeepSpeed Autotuning is a search of its own'),
         ({"zero_optimization": True}, '"zero_optimization" must be an object'),
         ({"bf16": True}, '"bf16" must be an object'),
+        ({"optimizer": "AdamW"}, '"optimizer" must be an object'),
+        ({"bf16": {"enabled": "false"}}, "\"bf16.enabled\" is 'false'; it must be true or false"),
         ({"train_batch_size": 0}, '"train_batch_size" is 0'),
         ({"train_micro_batch_size_per_gpu": "eight"}, "must be a whole number above 0"),
         ({"gradient_accumulation_steps": True}, "must be a whole number above 0"),
@@ -120,3 +143,11 @@ def test_auto_is_refused_where_only_the_hf_trainer_fills_it_in(config: dict[str,
 def test_auto_is_accepted_for_what_the_rungs_and_growing_decide() -> None:
     zero = {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     check_base_config({"train_batch_size": "auto", "zero_optimization": zero}, world_size=2)
+
+
+def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
+    said = misspelt({"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": ON, "project": "mine", "optimizer": {}})
+    assert said == (
+        'DeepSpeed knows no "gradient_cliping", so it does nothing: did you mean "gradient_clipping"?',
+        'DeepSpeed knows no "zero_optimisation", so it does nothing: did you mean "zero_optimization"?',
+    )

@@ -134,6 +134,14 @@ def test_backing_off_goes_by_the_memory_that_was_lacking() -> None:
     assert [size for _, size in run.exams] == [10, 7]  # 7.5 would fill what leaves the headroom
 
 
+def test_backing_off_ends_where_the_model_cannot_be_trained_with_fewer_samples() -> None:
+    too_small = replace(failed(action="fix_code"), wants_larger_batch=True)
+    seen = [Record(id=9, trial=trial("ddp", 1), outcome=too_small, seconds=1.0)]
+    run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 4)), seen=seen)
+    assert [size for _, size in run.exams] == [4, 2]
+    assert not run.certified.certificate.passed
+
+
 def test_a_full_allocator_is_no_fit() -> None:
     def answer(asked: Trial) -> Outcome:
         return passes(asked, 900 * MIB, retries=3 if asked.exam and asked.knobs.micro_batch > 4 else 0)

@@ -12,6 +12,7 @@ import pytest
 from made_up import fit, fitting_report, hopeless_report, record
 
 from autods.cli import UseCases, main
+from autods.commands import fit as fit_command
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
 from autods.hardware import Hardware
@@ -234,6 +235,26 @@ def test_with_json_an_error_is_json_too(
     assert data["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "argv", [("fit", "--json"), (*CPU, "--colour", "--json"), ("plan", "a", "--gpus", "x", "--json")]
+)
+def test_a_wrong_command_line_is_json_too(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    assert Fake(fitting_report)(*argv) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["kind"] == "input"
+    assert err.endswith(f"see: autods {argv[0]} --help\n")
+
+
+def test_a_scripts_own_json_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(fitting_report)(*CPU, "--colour", "--", "--json") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_scripts_own_fresh_is_kept_in_the_command_that_goes_on() -> None:
+    argv = ["autods", "fit", "train.py", "--fresh", "--", "--fresh"]
+    assert endings.resuming_command(argv) == "autods fit train.py -- --fresh"
+
+
 def test_python_dash_m_is_resumed_as_such() -> None:
     argv = ["/site-packages/autods/__main__.py", "fit", "model.py", "--fresh"]
     assert endings.resuming_command(argv) == "python -m autods fit model.py"
@@ -264,3 +285,33 @@ def test_a_reader_that_leaves_early_does_not_fail_a_fit(monkeypatch: pytest.Monk
             "autods.report.endings.show", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None)
         )
         assert Fake(lambda: replace(fitting_report(), seconds=1.0))(*CPU) == 0
+
+
+def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.write_text("")
+    with pytest.MonkeyPatch.context() as patch, open(full, "w") as stdout:
+        patch.setattr("sys.stdout", stdout)
+        patch.setattr(
+            "autods.report.endings.show",
+            lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")).send(None),
+        )
+        assert Fake(fitting_report)(*CPU) == 2
+    assert "error: standard output cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_a_trial_says_what_it_does_that_the_first_one_did_not() -> None:
+    said = fit_command.Unusual()
+    walk = record(1, "ddp", fit()).trial
+    keeps = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
+    half = replace(keeps, knobs=replace(keeps.knobs, settings={"bf16.enabled": False, "fp16.enabled": True}))
+    assert [said(walk), said(keeps), said(half), said(walk)] == [
+        "", "without checkpointing", "in fp16 without checkpointing", "",
+    ]  # fmt: skip
+
+
+def test_a_model_that_cannot_recompute_is_not_told_so_in_every_line() -> None:
+    said = fit_command.Unusual()
+    walk = record(1, "ddp", fit()).trial
+    plain = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
+    assert [said(plain), said(plain), said(walk)] == ["", "", "recomputing"]

@@ -198,9 +198,10 @@ def test_merging_nests_and_leaves_both_sides_alone() -> None:
     assert base == {"a": {"x": 1, "y": [1]}, "b": 1}
 
 
-def test_monitors_are_for_the_training_not_for_trials() -> None:
-    monitors = {"wandb": {"enabled": True}, "tensorboard": {}, "csv_monitor": {}, "comet": {}}
-    assert without_monitors({"steps_per_print": 5, **monitors}) == {"steps_per_print": 5}
+def test_monitors_and_profilers_are_for_the_training_not_for_trials() -> None:
+    logs = {"wandb": {"enabled": True}, "tensorboard": {}, "csv_monitor": {}, "comet": {}}
+    profiled = {"steps_per_print": 5, "flops_profiler": {"enabled": True}}
+    assert without_monitors({**profiled, **logs}) == {"steps_per_print": 5}
 
 
 @pytest.mark.parametrize(

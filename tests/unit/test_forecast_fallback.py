@@ -7,7 +7,7 @@ import pytest
 from autods.forecast.fallback import WithFormulas, activation_bytes, unsharded
 from autods.forecast.formulas import ASSUMED
 from autods.forecast.judge import judged
-from autods.forecast.scripted import Scripted
+from autods.forecast.scripted import Scripted, allocates
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import Ask, Simulated, Trace
 from autods.values import Device, ModelFacts
@@ -68,6 +68,22 @@ def test_with_a_compiler_the_simulated_gpu_answers() -> None:
     assert WithFormulas(whole).simulate(ASK, (1,)) == (exact,)
     assert whole.engines == [ASK]
     assert judged(ASK, exact, limits={"device": 2**34}).exact
+
+
+class AmongItsRanks(Scripted):
+    """A script with a fixed number of devices, which does not run on one rank."""
+
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
+        if ranks != 8:
+            raise SimulationFailed(kind="user_code", what="devices=8 does not match the world size")
+        return self.known
+
+
+def test_what_was_looked_at_among_its_ranks_is_not_looked_at_alone_again() -> None:
+    simulator = WithFormulas(AmongItsRanks(FACTS, lambda ask, micro_batch: allocates(micro_batch, init=MIB)))
+    simulator.facts(ranks=8)
+    (found,) = simulator.simulate(ASK, (1,))
+    assert found.live_bytes["init"]["device"] == MIB
 
 
 def test_what_is_wrong_with_the_workload_is_passed_on() -> None:

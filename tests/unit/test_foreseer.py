@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -150,15 +151,49 @@ def test_a_trial_without_the_limit_teaches_what_it_measured() -> None:
 
 
 def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
-    begin = threading.Event()
+    under_way, begin = threading.Barrier(3), threading.Event()
 
     def slow(ask: Ask, micro_batch: int) -> Simulated:
-        begin.wait(10)
+        if micro_batch < 3:
+            under_way.wait(20)
+        assert begin.wait(20)
         return allocates(micro_batch, init=GIB)
 
     made, simulator, _ = foreseer(slow)
     made.prepare(trial(micro_batch=size) for size in range(1, 10))
-    threading.Timer(0.2, begin.set).start()
-    made.settle()
+    under_way.wait(20)
+    settling = threading.Thread(target=made.settle)
+    settling.start()
+    while len(made._seen) > 2:  # it drops what has not begun, and then waits
+        time.sleep(0.001)
+    begin.set()
+    settling.join()
     assert len(simulator.measured) == 2  # those that were under way
     assert made.forecast(trial(micro_batch=9)) is not None
+
+
+def of_two_at_least(ask: Ask, micro_batch: int) -> Simulated:
+    if micro_batch < 2:
+        failing("user_code", "Expected more than 1 value per channel when training, got [1, 64]")(ask, micro_batch)
+    return grows(ask, micro_batch)
+
+
+def test_what_cannot_be_trained_with_one_sample_is_forecast_with_two() -> None:
+    made, simulator, told = foreseer(of_two_at_least)
+    said = [made.forecast(trial(rung)) for rung in ("zero1", "zero2")]
+    assert [one.micro_batch for one in said if one is not None] == [2, 2]
+    assert simulator.measured == [("zero1", 1), ("zero1", 2), ("zero2", 2)]
+    assert told == []
+
+
+def test_a_search_for_the_largest_begins_where_the_model_can_be_trained() -> None:
+    made, _, told = foreseer(of_two_at_least)
+    assert made.largest(trial(), range(1, 65), 15 * GIB) == foreseer()[0].largest(trial(), range(1, 65), 15 * GIB)
+    assert told == []
+
+
+def test_what_wants_ever_more_samples_gets_no_forecast_and_that_is_told_once() -> None:
+    made, simulator, told = foreseer(failing("user_code", "Expected more than 1 value per channel when training"))
+    assert made.forecast(trial()) is None
+    assert [size for _, size in simulator.measured] == [1, 2, 4, 8]
+    assert len(told) == 1

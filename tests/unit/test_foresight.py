@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS
+from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 from autods.cluster.scripted import ScriptedRunner, surface
 from autods.forecast.values import Predicted, RungForecast, Verdict
@@ -58,6 +58,19 @@ def climb(answers: Mapping[str, Outcome], verdicts: Mapping[str, RungForecast]) 
     foresight = Scripted(lambda trial: verdicts.get(trial.rung))
     walked = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS, foresight=foresight)
     return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), foresight
+
+
+def test_rungs_are_forecast_with_as_many_samples_as_the_model_was_seen_to_need() -> None:
+    asked: list[int] = []
+
+    def answer(trial: Trial) -> Outcome:
+        fits_or_not = FITS if trial.rung == "zero2" else OOM
+        return TOO_SMALL if trial.knobs.micro_batch < 2 else fits_or_not
+
+    foresight = Scripted(lambda trial: asked.append(trial.knobs.micro_batch))
+    walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, foresight=foresight)
+    assert asked == [1] + [2] * (len(asked) - 1)
+    assert len(asked) > 1
 
 
 def test_a_rung_that_cannot_fit_is_not_tried_and_the_reason_is_said() -> None:

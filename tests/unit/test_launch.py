@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autods.cluster import zygote as zygotes
 from autods.cluster.launch import Offer, Zygote, take
 
 # As the keeper and the zygote in one: greets, ends when the other end hangs up, and says its exit code.
@@ -80,3 +81,14 @@ def test_a_keeper_that_was_killed_counts_as_a_killed_zygote(started: tuple[Zygot
     os.kill(zygote.keeper, signal.SIGKILL)
     assert zygote.wait(10) == -signal.SIGKILL
     zygote.close()
+
+
+def test_the_word_that_ends_a_job_is_heard_though_it_comes_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(zygotes, "_run", lambda line, *about: seen.append((line, about[-1])))
+    ours, its = socket.socketpair()
+    with ours, its:
+        ours.sendall(b"abort\none\nabort\nabort\n")
+        ours.shutdown(socket.SHUT_WR)
+        zygotes._serve(its, None, None, spawn=False)
+        assert seen == [("one", True)]

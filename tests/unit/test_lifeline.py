@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +41,9 @@ def test_the_driver_learns_which_node_is_gone(lines: Lifelines) -> None:
     other = said_by(place, token=place["token"], node=1)
     assert lines.admit(2) == []
     other.close()
+    began = time.monotonic()
+    while not lines.ended() and time.monotonic() - began < 20:  # a busy kernel brings the news a moment later
+        time.sleep(0.001)
     assert lines.ended() == {1: "its actor's process ended"}
 
 
@@ -51,6 +55,13 @@ def test_a_stranger_is_no_node(lines: Lifelines, monkeypatch: pytest.MonkeyPatch
     stranger.sendall(json.dumps(words).encode())
     assert lines.admit(1) == [0]
     stranger.close()
+
+
+def test_who_says_nothing_keeps_no_node_out(lines: Lifelines) -> None:
+    place = lines.open()
+    with socket.create_connection((place["address"], place["port"])):
+        hold(place, 0, lambda: None)
+        assert lines.admit(1) == []
 
 
 def test_a_node_that_cannot_reach_the_driver_says_so(lines: Lifelines) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
+from autods.trial.batch import tensors_of
 from autods.trial.parity import Incomparable, Listening, check_steady, forget_steps, mean_of, share_of, without_dropout
 from autods.trial.rendezvous import Ranks
 from autods.workload import Workload
@@ -55,6 +56,16 @@ def test_what_has_no_samples_is_kept_as_it_is() -> None:
     (batch,) = share_of(workload(drawn), ALONE, micro_batch=2, accumulation=1, seed=0)
     assert batch["scale"].shape == ()
     assert batch["name"] == "text"
+
+
+def test_nested_batches_are_joined_at_every_depth() -> None:
+    def nested(n: int) -> dict[str, Any]:
+        return {"inputs": {"image": torch.rand(n, 3), "sizes": (torch.ones(n), [1, 2])}, "mode": "train"}
+
+    (batch,) = share_of(workload(nested), ALONE, micro_batch=4, accumulation=1, seed=0)
+    assert set(tensors_of(batch)) == {"inputs.image", "inputs.sizes.0"}
+    assert batch["inputs"]["image"].shape == (4, 3)
+    assert batch["inputs"]["sizes"][1] == [1, 2]
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(8, 1), (1, 8)])

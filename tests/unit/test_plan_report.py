@@ -51,6 +51,14 @@ def test_every_rung_has_its_verdict_peak_bar_and_reason_at_any_width(width: int)
     assert "no NVMe was named" in flat
 
 
+def test_a_narrow_terminal_loses_no_end_of_a_line() -> None:
+    for width in (60, 80):
+        text = printed(forecast(), width)
+        assert "…" not in text
+        assert all(rung.rung in text for rung in RUNGS)
+        assert "– n/a" in text
+
+
 def test_the_recommendation_names_the_fastest_that_fits_and_its_neighbours() -> None:
     text = sentence(printed(forecast()))
     assert "zero2 is the fastest rung that fits, up to micro batch 6" in text

@@ -147,6 +147,12 @@ def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None
     assert str(caught.value) == "model.py:3: NameError: x\n  define x"
 
 
+def test_a_model_that_wants_more_samples_is_told_how_to_give_them() -> None:
+    said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
+    with pytest.raises(InputError, match="--micro-batch 2"):
+        Planned(question(), failing("user_code", said, where="model.py:3", mend="real trials measure it"))
+
+
 def test_a_missing_compiler_is_a_broken_environment() -> None:
     with pytest.raises(EnvironmentBroken, match="g\\+\\+"):
         Planned(question(), failing("no_compiler", "no C++ compiler", mend="apt-get install g++"))
@@ -156,9 +162,12 @@ def test_ctrl_c_is_an_interrupt() -> None:
     def script(ask: Ask, micro_batch: int) -> Simulated:
         raise KeyboardInterrupt
 
+    before = set(threading.enumerate())
     with pytest.raises(Interrupted):
         Planned(question(), script)
-    assert threading.active_count() < 10
+    for thread in set(threading.enumerate()) - before:  # they end, too
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_checkpointing_is_on_where_the_model_can_and_refused_where_it_cannot() -> None:

@@ -1,10 +1,15 @@
 """A process that is busy ends with the peer that it works for."""
 
+import contextlib
+import faulthandler
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -74,3 +79,46 @@ def test_the_end_of_a_forked_child_is_seen_with_and_without_descriptors_of_proce
     assert os.waitpid(pid, 0)[1] == 0
     os.close(ending)
     os.close(waits)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < 20
+        time.sleep(0.001)
+
+
+def test_a_signal_is_being_taken_until_its_handler_has_ended() -> None:
+    """The stack is written into a pipe that is full: the handler waits for the reader."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    (ready, tells), (waits, goes) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(goes)
+        faulthandler.register(signal.SIGUSR1, file=writer)
+        os.write(tells, b"!")
+        os.read(waits, 1)  # until the parent lets go
+        os._exit(0)
+    os.read(ready, 1)
+    assert not procs.is_taking(pid, signal.SIGUSR1)
+    os.kill(pid, signal.SIGUSR1)
+    assert procs.is_taking(pid, signal.SIGUSR1)
+    os.read(reader, 2**20)
+    until(lambda: not procs.is_taking(pid, signal.SIGUSR1))
+    os.close(goes)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not procs.is_taking(pid, signal.SIGUSR1)
+    for fd in (reader, writer, ready, tells, waits):
+        os.close(fd)
+
+
+def test_a_rank_is_taken_by_the_oom_killer_before_what_watches_it() -> None:
+    """Ray's workers have the worst score there is: a rank has to have it, too, for then the larger one goes."""
+    code = "from autods import procs; procs.first_to_be_killed(); print(open('/proc/self/oom_score_adj').read())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(said) == 1000

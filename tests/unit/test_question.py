@@ -69,6 +69,14 @@ def test_ranks_beyond_a_node_of_the_catalogue_take_more_nodes() -> None:
     assert (site.world_size, site.ranks_per_node, site.nodes) == (64, 8, 8)
 
 
+def test_more_cards_than_a_node_has_are_taken_to_be_on_nodes_of_eight_and_told() -> None:
+    question = asked(gpus=1024, gpu_memory="80GiB", host_memory="1TiB", micro_batch=1)
+    assert (question.sites[0].ranks_per_node, question.sites[0].nodes) == (8, 128)
+    assert question.assumed == ("8 ranks a node (--nodes)",)
+    assert asked(gpus=1024, nodes=1, gpu_memory="80GiB").sites[0].nodes == 1
+    assert asked(gpus=32, device="cpu", gpu_memory="1GiB").sites[0].nodes == 1
+
+
 def test_ranks_are_spread_evenly_over_the_nodes_that_were_asked_for() -> None:
     (site,) = asked(gpus=16, nodes=2, gpu_memory="80GiB").sites
     assert (site.ranks_per_node, site.nodes) == (8, 2)

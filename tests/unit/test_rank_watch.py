@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from autods import procs
 from autods.cluster.host_watch import HostWatch
 from autods.cluster.rank_watch import Live, RankWatch
 from autods.outcomes import Phase
@@ -54,6 +55,23 @@ def test_a_rank_that_computes_may_not(tmp_path: Path, pid: int, phase: Phase) ->
     watch = silent(phase, tmp_path, pid)
     watch.look(time.monotonic())
     assert watch.why_killed == "stuck"
+
+
+def test_a_stuck_rank_is_not_ended_before_it_has_said_where_it_is(
+    tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter((True, True, False))
+
+    def taking(pid: int, number: signal.Signals) -> bool:
+        still = next(looks)
+        if not still:
+            (tmp_path / "rank0.log").write_text("its stack\n")
+        return still
+
+    monkeypatch.setattr(procs, "is_taking", taking)
+    watch = silent("forward", tmp_path, pid)
+    watch.look(time.monotonic())
+    assert [end["log_tail"] for end in watch.ends] == ["its stack\n"]
 
 
 @pytest.mark.parametrize(("said", "tail"), [({"types": ["ValueError"], "message": "no"}, ""), (None, "last words\n")])

@@ -80,10 +80,11 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 def test_where_nothing_answers_ray_is_not_even_asked(door: str) -> None:
     ray = FakeRay()
-    with socket.create_server(("127.0.0.1", 0)) as closing:
-        port = closing.getsockname()[1]
-    with pytest.raises(InputError, match="no Ray cluster answers"), joined(ray, f"127.0.0.1:{port}"):
-        pass
+    with socket.socket() as deaf:  # bound, so that nobody else has the port, and not listening
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(InputError, match="no Ray cluster answers"), joined(ray, address):
+            pass
     assert ray.said == {}
 
 

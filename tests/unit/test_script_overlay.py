@@ -147,3 +147,15 @@ def test_what_another_rank_wrote_is_there_as_well(play):
         os.wait()
         assert os.path.exists("prepared.bin") and Path("prepared.bin").read_bytes() == b"data"
     """)
+
+
+def test_a_database_is_the_scripts_own_copy(play):
+    play("""
+    import functools, sqlite3
+    from autods.trial.script.guard import _database, _opening
+    _opening("connect", functools.partial(_database, overlay), sqlite3)
+    new = sqlite3.connect("runs.db")
+    new.execute("create table t (x)"), new.execute("insert into t values (7)"), new.commit(), new.close()
+    assert sqlite3.connect("runs.db").execute("select x from t").fetchall() == [(7,)]
+    assert sqlite3.connect(":memory:").execute("select 1").fetchall() == [(1,)]
+    """)

@@ -36,6 +36,8 @@ def write(tmp_path):
         ("from transformers import Trainer, TrainingArguments\n", "hf_trainer"),
         ("import deepspeed\nfrom transformers import Seq2SeqTrainer\n", "hf_trainer"),
         ("from trl import SFTTrainer\n", "hf_trainer"),
+        ("from sentence_transformers import SentenceTransformerTrainer\n", "hf_trainer"),
+        ("from lightning.fabric import Fabric\n", "lightning"),
         ("from accelerate import Accelerator\nfrom transformers import AutoModel\n", "accelerate"),
         ("import lightning as L\n", "lightning"),
         ("import pytorch_lightning as pl\nimport deepspeed\n", "lightning"),

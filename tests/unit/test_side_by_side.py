@@ -185,9 +185,9 @@ def test_what_a_machine_shares_may_be_the_others_fault_and_a_devices_memory_is_n
 class Runner:
     """On one machine with all others; answers by a function."""
 
-    def __init__(self, answer: Callable[[Trial], Outcome]) -> None:
+    def __init__(self, answer: Callable[[Trial], Outcome], free_bytes: int) -> None:
         self.answer = answer
-        self.nodes = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=2**40, dismiss=lambda: None)
+        self.nodes = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=free_bytes, dismiss=lambda: None)
 
     def __enter__(self) -> Runner:
         return self
@@ -201,15 +201,17 @@ class Runner:
         return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=1.0)
 
 
-def pools(folder: Path, first: Callable[[Trial], Outcome], other: Callable[[Trial], Outcome]) -> RunnerPool:
+def pools(
+    folder: Path, first: Callable[[Trial], Outcome], other: Callable[[Trial], Outcome], free_bytes: int = 2**40
+) -> RunnerPool:
     def make(settings: Settings, listen: Any, *, number: int, **said: Any) -> Any:
-        return Runner(other if number else first)
+        return Runner(other if number else first, free_bytes)
 
     return RunnerPool(ask(folder).settings, lambda event: None, make=make)
 
 
 def test_host_memory_that_ran_out_beside_another_is_asked_again_alone(tmp_path: Path) -> None:
-    full, over = threading.Event(), threading.Event()
+    begun, full, over = threading.Event(), threading.Event(), threading.Event()
     asked: list[bool] = []
 
     def short(trial: Trial) -> Outcome:
@@ -218,6 +220,7 @@ def test_host_memory_that_ran_out_beside_another_is_asked_again_alone(tmp_path: 
         return fit(peak_bytes=1) if len(asked) > 1 else out_of_memory(tier="host")
 
     def long(trial: Trial) -> Outcome:
+        begun.set()
         assert full.wait(WAITS_S)
         over.set()
         return fit(peak_bytes=1)
@@ -226,6 +229,7 @@ def test_host_memory_that_ran_out_beside_another_is_asked_again_alone(tmp_path: 
         thread = threading.Thread(target=pool.run, args=(TRIAL,), kwargs={"id": 1})
         with pool.turns.beside(frozenset({"10.0.0.1"})):  # so that the two surely overlap
             thread.start()
+            assert begun.wait(WAITS_S)  # else the other could be alone before it
             record_of = threading.Thread(target=lambda: records.append(beside.run(TRIAL, id=2)))
             records: list[Record] = []
             record_of.start()
@@ -255,3 +259,15 @@ def test_cpu_ranks_find_no_room_beside_others_where_their_budgets_together_do_no
     check_memory(settings, [here, there], LIMIT)
     with pytest.raises(NoRoom, match=r"2 trials on one machine may take 1\.6 GiB of its memory"):
         check_memory(settings, [here, here], 4 * LIMIT - 1)
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_of_two_that_come_at_once_the_one_is_let_in_that_finds_memory_for_it(tmp_path: Path, last_first: bool) -> None:
+    free = 2 * 2 * LIMIT  # for two trials of two ranks each
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pools(tmp_path, SURFACE, SURFACE, free))
+        one, other = pool.another({}), pool.another({})
+        comes, late = (other, one) if last_first else (one, other)
+        stack.enter_context(comes)
+        with pytest.raises(NoRoom, match="3 trials on one machine"), late:
+            pass

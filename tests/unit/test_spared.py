@@ -8,7 +8,7 @@ import pytest
 from test_foresight import Scripted, said
 from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS
 
-from autods.cluster.scripted import ScriptedRunner, fit
+from autods.cluster.scripted import ScriptedRunner, failed, fit
 from autods.outcomes import Outcome
 from autods.search.candidates import candidates
 from autods.search.spared import Spared
@@ -94,3 +94,13 @@ def test_what_ran_out_at_a_larger_micro_batch_says_nothing_of_the_first() -> Non
     foresight, _ = spared()
     foresight.saw(saw(replace(FIRST, knobs=Knobs(micro_batch=64)), OOM))
     assert foresight.forecast(FIRST) is None
+
+
+def test_what_cannot_be_trained_with_one_sample_is_as_obvious_with_two() -> None:
+    foresight, inner = spared()
+    foresight.saw(saw(FIRST, replace(failed(action="fix_code"), wants_larger_batch=True)))
+    with_two = replace(FIRST, knobs=Knobs(micro_batch=2))
+    assert foresight.forecast(with_two) is None
+    foresight.saw(saw(with_two, fit(peak_bytes=GIB // 8)))
+    assert foresight.largest(with_two, SIZES, 3.9 * GIB) == 62
+    assert inner.asked == []

@@ -6,7 +6,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from autods.cluster import head as heads
 from autods.cluster import team as teams
+from autods.cluster.node import Node
 from autods.cluster.nodes import Nodes
 from autods.cluster.parts import parts_of, repeated
 from autods.cluster.placing import NodeState
@@ -307,3 +308,18 @@ def test_what_happened_first_is_told_from_clocks_that_count_from_different_momen
     outcome = failure_from(run(team), JOB)
     assert isinstance(outcome, Failed)
     assert outcome.rank == 2
+
+
+def test_the_word_that_ends_one_job_never_meets_the_next() -> None:
+    """It comes when that job has ended by itself: the zygote does not even hear it."""
+    ours, zygotes = socket.socketpair()
+    node = Node(asdict(JOB.source), "cpu", {"pid": 1, "machine": "another"}, "log", {})
+    node.connection = ours
+    zygotes.sendall(b'{"done": {"ends": []}}\n')
+    assert node.run("the first job", 1) == {"ends": []}
+    node.abort(1)
+    zygotes.sendall(b'{"done": {"ends": []}}\n')
+    node.run("the second job", 2)
+    assert zygotes.recv(100) == b"the first job\nthe second job\n"
+    for one in (ours, zygotes):
+        one.close()

@@ -40,6 +40,33 @@ def test_a_config_that_has_to_be_computed_is_refused_with_its_line(tmp_path: Pat
     assert "--base-config" in str(error.value)
 
 
+def test_a_config_with_a_type_beside_its_name_is_seen(tmp_path: Path) -> None:
+    source = source_of(model(tmp_path, WHOLE + 'DEEPSPEED_CONFIG: dict = {"gradient_clipping": 1.0}\n'))
+    assert source.base_config == {"gradient_clipping": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from conf import DEEPSPEED_CONFIG\n",
+        'DEEPSPEED_CONFIG = {"a": 1}\nDEEPSPEED_CONFIG["b"] = 2\n',
+        'if fast:\n    DEEPSPEED_CONFIG = {"a": 1}\n',
+        "DEEPSPEED_CONFIG = {[1]: 2}\n",
+    ],
+)
+def test_a_config_that_only_running_the_file_would_tell_is_never_passed_over(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match="DEEPSPEED_CONFIG is neither a plain dict"):
+        source_of(model(tmp_path, WHOLE + text))
+
+
+def test_a_file_is_read_in_the_encoding_that_it_declares(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_bytes(("# -*- coding: latin-1 -*-\n" + WHOLE + "DEEPSPEED_CONFIG = 'größe.json'\n").encode("latin-1"))
+    assert source_of(path).base_config == str(tmp_path / "größe.json")
+    path.write_bytes(b"\xef\xbb\xbf" + WHOLE.encode())  # the mark that editors of Windows put first
+    assert source_of(path).name == "model"
+
+
 @pytest.mark.parametrize("missing", ["build_model", "build_batch"])
 def test_a_missing_function_is_named(tmp_path: Path, missing: str) -> None:
     with pytest.raises(InputError, match=f"defines no {missing}"):
@@ -67,6 +94,16 @@ def test_a_file_that_is_no_python_is_refused(tmp_path: Path, content: bytes, sai
 def test_a_changed_file_is_another_workload(tmp_path: Path) -> None:
     before = source_of(model(tmp_path, WHOLE)).digest
     assert source_of(model(tmp_path, WHOLE + "# changed\n")).digest != before
+
+
+def test_a_changed_file_that_it_imports_is_another_workload(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from parts import *\n")
+    (tmp_path / "parts.py").write_text("width = 1\n")
+    path = model(tmp_path, "from net import Net\n" + WHOLE)
+    before = source_of(path).digest
+    assert source_of(path).digest == before
+    (tmp_path / "parts.py").write_text("width = 2\n")
+    assert source_of(path).digest != before
 
 
 def test_functions_are_sent_by_value(tmp_path: Path) -> None:

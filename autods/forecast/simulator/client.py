@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ from typing import IO, Any
 from ...errors import AutodsError
 from ...values import Device, ModelFacts, WorkloadSource
 from ..values import Ask, Simulated, Trace
+
+_GONE_S = 5.0  # killed engines are gone at once, but on a machine that is very busy
 
 
 class SimulationFailed(AutodsError):
@@ -156,13 +159,15 @@ class _Worker:
         self._scratch = tempfile.mkdtemp(prefix="autods-simulated-")  # the worker removes it when we cannot
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
+        self._lives, alive = os.pipe()  # engines inherit the other end, which closes with the last of them
         command = [sys.executable, "-W", "ignore", "-m", __name__.rpartition(".")[0] + ".worker"]
         told = [str(theirs.fileno()), device, json.dumps(asdict(source)), self._scratch]
         self._process = subprocess.Popen(
-            command + told, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
-            start_new_session=True, env=_environment(),
+            command + told, pass_fds=[theirs.fileno(), alive], env=_environment(), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         theirs.close()
+        os.close(alive)
         self._said: bytes | None = None
 
     def wait_ready(self) -> None:
@@ -183,6 +188,10 @@ class _Worker:
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        last = select.poll()
+        last.register(self._lives, select.POLLIN)
+        last.poll(_GONE_S * 1000)
+        os.close(self._lives)
         self._socket.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
+import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...procs import temporary_of
+from .batches import tensors_in
+from .imported import when_imported
 from .overlay import Overlay
 from .session import Session
 from .users import everywhere
@@ -35,6 +40,8 @@ _CACHES = (
     "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NLTK_DATA",
 )  # fmt: skip
 
+_LARGEST_COPIED = 2**26  # bytes
+
 # Of the engine: all that writes a checkpoint.
 _SAVES = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 # Of other libraries: a file, given as the second argument.
@@ -55,7 +62,43 @@ def install(session: Session) -> Overlay:
     _save_nothing(session)
     overlay = Overlay(scratch / "written", _free(session))
     overlay.install()
+    when_imported("sqlite3", functools.partial(_opening, "connect", functools.partial(_database, overlay)))
+    when_imported("pyarrow", functools.partial(_opening, "memory_map", overlay.seen))
+    when_imported("wandb", _disabled)
     return overlay
+
+
+def _opening(name: str, chosen: Callable[[Any], Any], module: Any) -> None:
+    """A function of a library in C that opens a file by its path. chosen: the path to open in its place."""
+    real = getattr(module, name)
+
+    @functools.wraps(real)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], (str, os.PathLike)):
+            args = (chosen(args[0]), *args[1:])
+        return real(*args, **kwargs)
+
+    everywhere(real, name, opened)
+
+
+def _database(overlay: Overlay, path: Any) -> Any:
+    """The script's own copy of a database; one in memory, at a URI, or so large that it is data stays where it is."""
+    name = os.fspath(path)
+    if not name or name.startswith((":", "file:")):
+        return path
+    large = os.path.isfile(name) and os.path.getsize(name) > _LARGEST_COPIED
+    return overlay.seen(path) if large else overlay.target(path, keep=True)
+
+
+def _disabled(wandb: Any) -> None:
+    """A script that says `mode="online"` itself is heard before the environment."""
+    real = wandb.init
+
+    @functools.wraps(real)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **{**kwargs, "mode": "disabled"})
+
+    wandb.init = init
 
 
 def _free(session: Session) -> tuple[str, ...]:
@@ -82,7 +125,8 @@ def _short(folder: Path) -> str:
 
 
 def _save_nothing(session: Session) -> None:
-    """A save is noted as no part of training, and does nothing."""
+    """A save is noted as no part of training. What is small is written, where the script finds it again; of the rest
+    there is the folder and an empty file, which a script may go on with: to copy the best one, say."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     for name in _SAVES:
@@ -101,6 +145,9 @@ def _of_engine(session: Session, real: Any) -> Any:
             return real(*args, **kwargs)
         session.insist(trains=False)
         session.other("save")
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.join(given["save_dir"], str(given.get("tag") or "")), exist_ok=True)
         return True
 
     return save
@@ -114,9 +161,30 @@ def _to_a_file(session: Session, real: Any, place: int) -> Any:
             return real(*args, **kwargs)
         session.insist(trains=False)
         session.other("save")
+        if isinstance(target, (str, bytes, os.PathLike)):
+            _leave(target, args[0] if real.__module__.startswith("torch.") and args else None, real)
         return None
 
     return save
+
+
+def _leave(target: Any, given: Any, save: Callable[[Any, Any], Any]) -> None:
+    """A file there, at once and whole: all ranks may save, and one read. given: what is in it where that is small."""
+    made, part = tempfile.mkstemp()
+    with os.fdopen(made, "wb") as file:
+        if given is not None and _bytes_in(given) <= _LARGEST_COPIED:
+            with contextlib.suppress(Exception):  # what cannot be pickled, as on the simulated device
+                save(given, file)
+    with contextlib.suppress(OSError):
+        shutil.move(part, os.fsdecode(target))
+
+
+def _bytes_in(given: Any) -> int:
+    """Of all tensors in it, as far as they are seen."""
+    from torch.nn import Module
+
+    tensors = given.parameters() if isinstance(given, Module) else tensors_in(given)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_file(target: Any) -> bool:

@@ -163,6 +163,7 @@ def _facts(
         "has_optimizer": own_optimizer,
         "config": session.own_config(users, from_file=from_file),
         "config_place": None if from_file or session.given is not None else str(caller() or ""),
+        "stood_in": tuple(session.stood_in),
     }
 
 

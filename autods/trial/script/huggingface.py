@@ -9,7 +9,7 @@ from typing import Any
 from ...trainer_config import for_trainer
 from . import filling
 from .session import Session
-from .users import refusal
+from .users import caller, refusal
 
 
 def install(session: Session) -> None:
@@ -54,11 +54,14 @@ def _checked(session: Session, real: Any) -> Any:
         self.report_to, self.push_to_hub = "none", False
         self.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
         if not self.deepspeed:
-            raise refusal("its TrainingArguments have no DeepSpeed config", mend="add --deepspeed {ds_config} after --")
+            raise refusal("its TrainingArguments have no DeepSpeed config", mend=_way_out("deepspeed", "ds_config"))
         if job.device == "cpu" and not self.use_cpu:
-            raise refusal(
-                "its TrainingArguments look for a GPU, and --device cpu has none", mend="add --use_cpu after --"
-            )
+            if _of_command_line():
+                raise refusal(
+                    "its TrainingArguments look for a GPU, and --device cpu has none", mend="add --use_cpu after --"
+                )
+            self.use_cpu = True  # no argument of the script's says it
+            session.stood_in.append(f"a GPU for its TrainingArguments ({caller()})")
         if job.device == "cuda" and self.use_cpu:
             raise refusal(
                 "its TrainingArguments train on the CPU", mend="drop --use_cpu after --, or give --device cpu"
@@ -74,8 +77,20 @@ def _check(found: int, asked: int, argument: str, placeholder: str) -> None:
     if found != asked:
         raise refusal(
             f"its {argument} is {found}, where the trial asks for {asked}",
-            mend=f"add --{argument} {{{placeholder}}} after --",
+            mend=_way_out(argument, placeholder),
         )
+
+
+def _way_out(argument: str, placeholder: str) -> str:
+    if _of_command_line():
+        return f"add --{argument} {{{placeholder}}} after --"
+    return f"let `{argument}=` there take its value from the command line, given as {{{placeholder}}} after --"
+
+
+def _of_command_line() -> bool:
+    """Whether the arguments are being parsed, in the user's file or in a library's own script, and not written down."""
+    place = caller()
+    return place is None or "parse" in place.code
 
 
 def _from_the_start(real: Any) -> Any:

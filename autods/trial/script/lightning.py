@@ -1,5 +1,5 @@
-"""Lightning's DeepSpeedStrategy: the config goes in where the strategy is made, without accumulation steps: those come
-of the Trainer's `accumulate_grad_batches`."""
+"""Lightning's DeepSpeedStrategy, the Trainer's and Fabric's: the config goes in where the strategy is made. A Trainer's
+is without accumulation steps: those come of its `accumulate_grad_batches`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import functools
 import importlib
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
+from ...ds_config import BATCH_KEYS
 from ...trainer_config import for_lightning
 from . import filling
 from .session import Session
-from .users import refusal
+from .users import caller, refusal
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_OF_FABRIC = ("lightning.fabric", "lightning_fabric")
+_GPUS = ("gpu", "cuda")
 
 
 def install(session: Session) -> None:
@@ -25,27 +29,64 @@ def install(session: Session) -> None:
     session.merge, session.own = _counted(session), filling.own_of(session)
     for package in _PACKAGES:
         with contextlib.suppress(ImportError):  # only one of the two may be installed
-            _install(session, package)
+            trainer = importlib.import_module(package).Trainer
+            strategy = _install(session, package, trainer, _with_trainers_config)
+            trainer.__init__ = _without_sanity_check(trainer.__init__)
+            filling.does_nothing(session, trainer, "save_checkpoint")
+            if session.job.device == "cpu":
+                _stand_in(package, strategy)
+    for package in _OF_FABRIC:
+        with contextlib.suppress(ImportError):
+            strategy = _install(session, package, importlib.import_module(package).Fabric, _with_our_config)
+            if session.job.device == "cpu":
+                _stand_in(package, strategy)
 
 
-def _install(session: Session, package: str) -> None:
-    trainer = importlib.import_module(package).Trainer
+def _install(session: Session, package: str, owner: Any, configured: Callable[[Session, Any], Any]) -> Any:
+    """The strategy's config, and where the owner, which is told of devices, finds CPU ranks. The strategy."""
     strategy = importlib.import_module(f"{package}.strategies").DeepSpeedStrategy
-    strategy.__init__ = _with_our_config(session, strategy.__init__)
-    trainer.__init__ = _without_sanity_check(trainer.__init__)
+    strategy.__init__ = configured(session, strategy.__init__)
     filling.does_nothing(session, strategy, "save_checkpoint")
-    filling.does_nothing(session, trainer, "save_checkpoint")
     if session.job.device == "cpu":
-        _stand_in(package, strategy)
+        owner.__init__ = _on_cpu_ranks(owner.__init__, session.stood_in)
+    return strategy
 
 
-def _with_our_config(session: Session, real: Any) -> Any:
+def _with_trainers_config(session: Session, real: Any) -> Any:
     @functools.wraps(real)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         session.batches.call = _as_a_training_step(self)
         self.config = for_lightning(filling.in_place_of(session, dict(self.config or {})))
         self.config["train_micro_batch_size_per_gpu"] = session.job.micro_batch
+
+    return init
+
+
+def _with_our_config(session: Session, real: Any) -> Any:
+    @functools.wraps(real)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        config = {key: value for key, value in (self.config or {}).items() if key not in BATCH_KEYS}
+        self.config = filling.in_place_of(session, config)
+
+    return init
+
+
+def _on_cpu_ranks(real: Any, stood_in: list[str]) -> Any:
+    """What says GPUs, or how many of them, says it of the ranks that stand in for them."""
+
+    @functools.wraps(real)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("accelerator") in _GPUS:
+            stood_in.append(f"accelerator={kwargs['accelerator']!r} ({caller()})")
+            kwargs["accelerator"] = "cpu"
+        devices = kwargs.get("devices")
+        if devices in (-1, "-1"):
+            kwargs["devices"] = int(os.environ["WORLD_SIZE"])
+        elif isinstance(devices, list):  # their indices
+            kwargs["devices"] = len(devices)
+        real(self, *args, **kwargs)
 
     return init
 

@@ -13,7 +13,10 @@ from typing import Any
 from ...workload import WorkloadError
 from ..rendezvous import serve_on
 from ..spec import RankJob
-from .users import Place, refusal
+from .users import Place, caller, refusal
+
+# Of torch.cuda: what says which card, or waits for it, and places nothing.
+_NEEDS_CUDA = ("set_device", "synchronize", "reset_peak_memory_stats", "ipc_collect")
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 
@@ -22,19 +25,20 @@ _NO_CUDA = re.compile(
     r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|_cuda_|CUDA driver initialization|invalid device ordinal"
     r"|Attempting to deserialize object on a CUDA device|torch\.cuda is not available|CUDA is not available"
     r"|requires? (?:CUDA|an? (?:NVIDIA )?GPU)|CUDA is required|CUDA_HOME|'nvcc'"
-    r"|No GPUs? (?:was |were )?(?:found|available)",
+    r"|No GPUs? (?:was |were )?(?:found|available)|No supported gpu backend|accelerator device when none is available",
     re.IGNORECASE,
 )
 
 
-def install(job: RankJob, slot: int, store: socket.socket | None) -> None:
-    """For the rest of this process."""
+def install(job: RankJob, slot: int, store: socket.socket | None, stood_in: list[str]) -> None:
+    """For the rest of this process. stood_in: takes what the script asks of a GPU that a CPU rank does without."""
     import torch
 
     if store is not None and job.local_ranks[slot] == 0:
         serve_on(store)
     if job.device == "cpu":
         _speak_gloo(torch.distributed)
+        _choose_no_card(torch.cuda, stood_in)
     _take_local_rank(slot)
     setattr(torch.multiprocessing, "spawn", _no_ranks_of_its_own)  # noqa: B010
 
@@ -60,6 +64,19 @@ def _speak_gloo(distributed: Any) -> None:
         ours = functools.wraps(real)(functools.partial(_with_gloo, real, place))
         for module in (distributed, distributed.distributed_c10d):
             setattr(module, name, ours)
+
+
+def _choose_no_card(cuda: Any, stood_in: list[str]) -> None:
+    """A rank on the CPU has no card to choose, and nothing to wait for. What goes on to put a tensor there is refused
+    at its own line."""
+    for name in _NEEDS_CUDA:
+        setattr(cuda, name, functools.wraps(getattr(cuda, name))(functools.partial(_done_without, name, stood_in)))
+
+
+def _done_without(name: str, stood_in: list[str], *args: Any, **kwargs: Any) -> None:
+    said = f"torch.cuda.{name} ({caller()})"
+    if said not in stood_in:
+        stood_in.append(said)
 
 
 def _with_gloo(real: Any, place: int, *args: Any, **kwargs: Any) -> Any:

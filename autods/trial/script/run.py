@@ -39,7 +39,7 @@ def run(
     what ended the script before the trial had enough; WorkloadError where that can be said in words that help.
     """
     session = session_of(job=job, slot=slot, observer=observer, leave=leave)
-    machine.install(job, slot, store)
+    machine.install(job, slot, store, session.stood_in)
     try:
         hooks.install(session)
     except ImportError as error:  # of the library that the script's kind is named after

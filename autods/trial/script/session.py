@@ -43,6 +43,7 @@ class Session:
     observer: the rank's, told each phase. leave: ends the rank at once, with a result or with what it died of.
     file: what `{ds_config}` holds. merge: from the config that the script gives to the engine to the one it gets.
     own: from that to what of it is the script's. given: its config, where a library takes it before the engine.
+    stood_in: what it asked of a GPU that a CPU rank does without.
     """
 
     job: RankJob
@@ -53,6 +54,7 @@ class Session:
     merge: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     own: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     given: Mapping[str, Any] | None = None
+    stood_in: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     batches: Batches = field(default_factory=Batches)
     traffic: Traffic = field(default_factory=lambda: Traffic(lambda: None))  # calls and bytes: no step of its own

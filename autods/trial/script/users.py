@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...workload import WorkloadError
 
-_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PATHS = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -60,6 +62,16 @@ def of_traceback(error: BaseException) -> Place | None:
     if not frames:
         return None
     return Place(frames[-1].filename, frames[-1].lineno or 0, (frames[-1].line or "").strip())
+
+
+def installed_in(searched: Iterable[str]) -> tuple[str, ...]:
+    """Of the folders that Python searches for modules, those that packages are installed in, with a separator each:
+    with `pip install --user` or --target these are others than the interpreter's own."""
+    others = {one for one in searched if one and next(Path(one).glob("*.dist-info"), None) is not None}
+    return tuple(os.path.join(one, "") for one in sorted(_PATHS | others))
+
+
+_INSTALLED = installed_in(sys.path)
 
 
 def _is_users(file: str) -> bool:

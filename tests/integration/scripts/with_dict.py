@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 
@@ -40,6 +41,12 @@ def main():
                 if done % ACCUMULATION == 0:
                     best = min(best, evaluated(engine, data))
                     torch.save(engine.module.state_dict(), "results/best.pt")
+                    copy = f"results/best{os.environ['RANK']}.pt"
+                    shutil.copyfile("results/best.pt", copy)
+                    assert torch.load(copy).keys() == engine.module.state_dict().keys()
+                    engine.save_checkpoint("results", tag="last")
+                    with open("results/last/step.txt", "w") as note:
+                        note.write(str(done))
 
 
 def evaluated(engine, data):

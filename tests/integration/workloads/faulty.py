@@ -1,7 +1,8 @@
 """A small model whose last rank meets a fault, chosen anew for each trial by `fault.json` in the fit's folder.
 
 {"fault": one of FAULTS, "phase": build | init | forward | backward | step, "rank": the last one unless said}. The rank
-notes the moment, its pid and those of the children it made in `struck.json` beside that file.
+notes the moment, its pid, and pid and beginning of all ranks and of the children it made in `struck.json` beside that
+file.
 """
 
 import json
@@ -73,10 +74,17 @@ class Fault:
         if phase == self.phase:
             self.phase = None
             children = strays() if self.name == "strays" else []
-            note = {"at_s": time.monotonic(), "pid": os.getpid(), "children": children}
+            ranks = map(int, Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split())
+            note = {"at_s": time.monotonic(), "pid": os.getpid()}
+            note |= {"ranks": list(map(began, ranks)), "children": list(map(began, children))}
             Path("struck.tmp").write_text(json.dumps(note))
             os.replace("struck.tmp", _FOLDER / "struck.json")
             FAULTS[self.name]()
+
+
+def began(pid):
+    """The process and when it began: pids come again."""
+    return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def strays():
