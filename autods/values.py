@@ -60,9 +60,9 @@ class Steps:
 class Trial:
     """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`.
 
-    conditions: what a probe varies beside rung and knobs, see `workload.conditions`. examined_from_s: where its median
-    step takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it timed the
-    longest batch; None: it does not.
+    conditions: what a probe varies beside rung and knobs, see `workload.conditions`. examined_from_s: where a step
+    takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it times the longest
+    batch; None: it does not.
     """
 
     rung: str

@@ -14,7 +14,8 @@ def of_outcome(outcome: Outcome) -> str:
             device = outcome.memory.get("device")
             peak = f"{of_use(device)}, " if device else ""
             pressed = f", its allocator ran full {outcome.alloc_retries} times" if outcome.alloc_retries else ""
-            return f"fits: {peak}{of_rate(outcome.samples_per_second)} samples/s{pressed}"
+            examined = ", examined" if outcome.examined is not None else ""
+            return f"fits: {peak}{of_rate(outcome.samples_per_second)} samples/s{pressed}{examined}"
         case OutOfMemory():
             return f"out of memory on {outcome.tier}, {_place(outcome)}: {of_shortage(outcome)}"
         case Failed():

@@ -20,7 +20,7 @@ from . import exam as exams
 from . import parity, pipeline
 from .batch import check_batch, place
 from .checkpointing import checkpoint
-from .longest import longest_batch, same_as_longest, shapes_of
+from .longest import longest_batch, same_as_longest
 from .rendezvous import Ranks
 from .seeds import seed_all
 from .traffic import Traffic, backend
@@ -61,8 +61,9 @@ def act(
 ) -> Acted:
     """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
-    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives; where
-    its median step took `examined_from_s` or longer and its batch is the longest, the worst_case exam follows.
+    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives. Where
+    its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of its timed steps are those
+    of the worst_case exam.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
@@ -82,11 +83,12 @@ def act(
         batches = [longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)]
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
+    last_from_s = None
+    if examined_from_s is not None and (longest := same_as_longest(workload, micro_batch, batches[0], ranks)):
+        last_from_s = examined_from_s
     observe("init", 0)
-    saves = longest is not None or examined_from_s is not None
-    engine = initialize(workload, model, exams.gathering(ds_config) if saves else ds_config)
+    engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
     del model
-    timed = shapes_of(batches[0])
     batches = [place(batch, engine) for batch in batches]
     train, loss_of = _moves(workload, engine, batches, accumulation, observe)
     traffic = Traffic(synchronize)
@@ -98,20 +100,19 @@ def act(
 
     if exam == "parity":
         parity.forget_steps(engine.basic_optimizer)
-        acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
+        acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks, None)
         parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
-        acted = _repeat(step, lambda losses: losses[-1], steps, synchronize, ranks)
+        acted = _repeat(step, lambda losses: losses[-1], steps, synchronize, ranks, last_from_s)
     count = len(acted.losses)
     if exam is None and ranks.agree(traffic.can_be_timed and _has_time_for_one_more(acted, steps)):
         step(count, alone=True)
     said = traffic.said()
     acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
-    if examined_from_s is not None and ranks.agree(statistics.median(acted.step_s) >= examined_from_s):
-        longest = same_as_longest(workload, micro_batch, timed, ranks)
-    if longest:
+    if longest and (last_from_s is None or ranks.agree(max(acted.step_s) >= last_from_s)):
+        more: list[float] = []
         hands = exams.Hands(
-            step=lambda index: [finite(loss, index) for loss in step(index)],
+            step=lambda index: more.append(_seconds_of(step, index, synchronize)),
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
@@ -119,6 +120,8 @@ def act(
         folder = scratch / "checkpoint"
         examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
         acted = replace(acted, examined=examined)
+        if last_from_s is not None:
+            acted = replace(acted, step_s=(*acted.step_s, *more), steps_s=acted.steps_s + sum(more))
     observe("done", count)
     return acted
 
@@ -145,8 +148,10 @@ def _repeat(
     steps: Steps,
     synchronize: Callable[[], None],
     ranks: Ranks,
+    last_from_s: float | None,
 ) -> Acted:
-    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step."""
+    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
+    last_from_s: a timed step that takes so long is enough; None: there are no more to come."""
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
@@ -163,7 +168,21 @@ def _repeat(
         if len(times) >= steps.timed and (
             len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
         ):
-            return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+            break
+        if times and last_from_s is not None and ranks.agree(times[-1] >= last_from_s):
+            break
+    return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+
+
+def _seconds_of(step: Callable[[int], Sequence[Any]], index: int, synchronize: Callable[[], None]) -> float:
+    """Of one more step, whose losses have to be finite."""
+    start = time.perf_counter()
+    found = step(index)
+    synchronize()
+    seconds = time.perf_counter() - start
+    for loss in found:
+        finite(loss, index)
+    return seconds
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,16 +38,14 @@ def longest_batch(workload: Workload, micro_batch: int) -> Longest:
     return Longest(batch=longest, shape=_shape(longest), draws=DRAWS)
 
 
-def same_as_longest(
-    workload: Workload, micro_batch: int, shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
-) -> Longest | None:
-    """The longest batch, if one of these shapes is as long on every rank; None: it is not. All ranks have to call."""
+def same_as_longest(workload: Workload, micro_batch: int, batch: Any, ranks: Ranks) -> Longest | None:
+    """The longest batch, if this one is as long on every rank; None: it is not. All ranks have to call."""
     longest = longest_batch(workload, micro_batch)
-    same = ranks.mean(float(shapes_of(longest.batch) == shapes)) == 1.0
+    same = ranks.mean(float(_shapes_of(longest.batch) == _shapes_of(batch))) == 1.0
     return replace(longest, batch=()) if same else None
 
 
-def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
+def _shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
     """Of its tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors_of(batch).items()}
 

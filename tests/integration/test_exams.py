@@ -58,12 +58,14 @@ def test_a_timed_trial_goes_on_with_the_exam_where_it_is_the_last_and_timed_the_
 ):
     runner = runners() if workload is None else runners(workload)
     trial = Trial(
-        rung="zero3", knobs=Knobs(checkpointing=False), purpose="grow", native_optimizer=False, examined_from_s=from_s
-    )
+        rung="zero3", knobs=Knobs(checkpointing=False), purpose="grow", native_optimizer=False, examined_from_s=from_s,
+        steps=Steps(warmup=1, timed=2, most_timed=2),
+    )  # fmt: skip
     outcome = runner.run(trial, id=1).outcome
     assert isinstance(outcome, Fit), outcome
-    assert len(outcome.losses) == 2
     assert (outcome.examined is not None) is examined
+    assert len(outcome.losses) == (2 if examined else 3)
+    assert len(outcome.step_s) == (3 if examined else 2)  # of an exam both steps are timed
     if outcome.examined is not None:
         assert outcome.examined.restored
         assert outcome.examined.gathered

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autods.trial.longest import DRAWS, longest_batch, same_as_longest, shapes_of
+from autods.trial.longest import DRAWS, longest_batch, same_as_longest
 from autods.trial.rendezvous import Ranks
 from autods.trial.survey import survey
 from autods.workload import Workload, WorkloadError
@@ -77,15 +77,15 @@ def alone(mean: float | None = None) -> Ranks:
 
 def test_a_batch_that_no_draw_is_longer_than_is_the_longest() -> None:
     workload = of_lengths(8, None)
-    shapes = shapes_of(workload.build_batch(2))
-    found = same_as_longest(workload, 2, shapes, alone())
+    batch = workload.build_batch(2)
+    found = same_as_longest(workload, 2, batch, alone())
     assert found is not None
     assert (found.shape, found.draws, found.batch) == ((2, 8), DRAWS, ())
-    assert same_as_longest(workload, 2, shapes, alone(mean=0.5)) is None  # another rank drew a longer one
+    assert same_as_longest(workload, 2, batch, alone(mean=0.5)) is None  # another rank drew a longer one
 
 
 def test_a_batch_that_the_workload_can_make_longer_is_not() -> None:
     workload = of_lengths(8, 64)
-    assert same_as_longest(workload, 2, shapes_of(workload.build_batch(2)), alone()) is None
+    assert same_as_longest(workload, 2, workload.build_batch(2), alone()) is None
     lengths = itertools.chain([9], itertools.repeat(5))
-    assert same_as_longest(padded_to(lengths), 2, {"x": (2, 5), "y": (2,)}, alone()) is None
+    assert same_as_longest(padded_to(lengths), 2, {"x": torch.zeros(2, 5), "y": torch.zeros(2)}, alone()) is None

@@ -9,7 +9,7 @@ from made_up import fit, fitting_report, hopeless_report, memory, oom, record
 from rich.console import Console
 
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
-from autods.outcomes import TierUse
+from autods.outcomes import Examined, TierUse
 from autods.report import Report, words
 from autods.report.advice import remedies, shortage
 from autods.report.ladder_table import rows_of
@@ -50,6 +50,12 @@ def test_an_out_of_memory_says_tier_rank_phase_wanted_and_free() -> None:
     assert words.of_outcome(oom()) == (
         "out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB"
     )
+
+
+def test_a_trial_that_was_examined_says_so() -> None:
+    did = Examined(batch_shape=(4, 128), draws=16, evaluated=True)
+    assert words.of_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
+    assert words.of_outcome(fit()).endswith("samples/s")
 
 
 def test_an_out_of_memory_without_numbers_shows_its_evidence() -> None:
