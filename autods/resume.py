@@ -31,6 +31,7 @@ _RESULTS = (
     "ds_config_so_far.json", "probe.json", "probe.csv",
 )  # fmt: skip
 
+_LOCK = ".lock"
 _LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
 
 Execute = Callable[[Trial, int], Record]
@@ -45,7 +46,7 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
     _check_own(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")
+        lock = open(out / _LOCK, "w")
     except OSError as error:
         raise InputError(
             f"cannot be written: {error.strerror}", where=str(out), mend="give another folder with --out"
@@ -76,7 +77,7 @@ def check_room(out: Path) -> None:
 
 def _check_own(out: Path) -> None:
     """Raises InputError for a folder whose files of our names are not ours: they would be written over."""
-    if (out / JOURNAL).exists():
+    if (out / JOURNAL).exists() or (out / _LOCK).exists():  # a fit that was killed early has no journal yet
         return
     logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
     if foreign := [path for name in _RESULTS if (path := out / name).exists()] + logs:

@@ -126,7 +126,7 @@ def test_ctrl_c_ends_at_once_and_leaves_no_process(llama: Path) -> None:
     command = [sys.executable, "-m", "autods", "plan", str(llama), *CARDS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
-        next(line for line in process.stderr if ": ✓ " in line)
+        next(line for line in process.stderr if "✓ " in line)
         workers = workers_of(process.pid)
         assert workers
         os.killpg(process.pid, signal.SIGINT)

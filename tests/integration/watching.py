@@ -173,7 +173,8 @@ def meet(runner: RayRunner, scene: Scene, fault: str, phase: str, *, rung: str =
 def kill_during(
     runner: RayRunner, scene: Scene, phase: str, victim: Callable[[psutil.Process], psutil.Process]
 ) -> tuple[Seen, BaseException | None]:
-    """SIGKILL to the zygote, or to what `victim` makes of it, while the ranks are in that phase."""
+    """SIGKILL to the zygote, or to what `victim` makes of it, while the ranks are in that phase: one in which they wait
+    for the one that hangs, for else the node may be told of another."""
     scene.choose("hang", phase)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(runner.run, a_trial(), id=1)
