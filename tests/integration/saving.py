@@ -30,6 +30,7 @@ def main(config: Path, folder: Path) -> None:
     if engine.global_rank == 0:
         torch.save(weights, folder / "weights.pt")
     torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # left to the interpreter's end, a rank may abort when its peer is gone
 
 
 if __name__ == "__main__":
