@@ -46,13 +46,17 @@ class CardUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s."""
+    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s.
+
+    update_share: of a timed step, what the optimizer took; None where that is not to be seen from the host.
+    """
 
     wall_s: float
     build_s: float = 0.0
     init_s: float = 0.0
     steps_s: float = 0.0
     overhead_s: float = 0.0
+    update_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ Stop = Literal["first-fit", "fastest"]
 class GrowLimits:
     """When growing the micro batch stops.
 
-    first_look: where a trial of this micro batch is mostly steps, growing begins with it, and ends where no larger one
-    can be `worth` times as fast; 0: it begins as large as memory and time allow, and what is left to gain is measured.
+    first_look: where a trial of this micro batch is mostly steps, growing begins with it, goes on twofold where little
+    is left to gain, and ends where no larger one can be `worth` times as fast; 0: it begins as large as memory and time
+    allow, and what is left to gain is measured.
     """
 
     most_trials: int
@@ -27,6 +28,14 @@ class GrowLimits:
     gain: float
     first_look: int = 0
     worth: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulateLimits:
+    """How many micro batches a step may have where the global batch is left open, and by how much that has to win."""
+
+    most: int = 1
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +109,7 @@ class Profile:
     certify: CertifyLimits
     limits: TimeLimits
     budget: Budget = field(default_factory=Budget)
+    accumulate: AccumulateLimits = field(default_factory=AccumulateLimits)
 
 
 def read_profile(name: str) -> Profile:
@@ -123,6 +133,7 @@ def read_profile(name: str) -> Profile:
         certify=file.certify,
         limits=file.limits,
         budget=file.budget,
+        accumulate=file.accumulate,
     )
 
 
@@ -147,6 +158,7 @@ class _File:
     certify: CertifyLimits
     limits: TimeLimits
     budget: Budget = field(default_factory=Budget)
+    accumulate: AccumulateLimits = field(default_factory=AccumulateLimits)
 
 
 def _check(file: _File) -> None:
@@ -165,6 +177,7 @@ def _check(file: _File) -> None:
             0 <= file.race.noise < 1 and file.race.finalists >= 1 and min(file.race.turns, file.race.most_trials) >= 0
         ),
         "grow.first_look must be at least 0, grow.worth at least 1": file.grow.first_look >= 0 and file.grow.worth >= 1,
+        "accumulate.most and accumulate.gain must be at least 1": min(file.accumulate.most, file.accumulate.gain) >= 1,
         "tune.trials must be at least 0": file.tune.trials >= 0,
         "certify.most_trials must be at least 0": file.certify.most_trials >= 0,
         "budget must be at least 0": min(file.budget.trials, file.budget.seconds) >= 0,

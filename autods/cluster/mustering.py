@@ -19,7 +19,7 @@ from .lifeline import Lifelines
 from .node import Node, digest_of
 from .parts import own_place
 from .placing import Need, Places, RayPlaces, Spot, reserve
-from .ray_init import first_line
+from .ray_init import said_by
 from .team import Member, Team
 
 _STOPS_S = 10.0  # a node has waited for all that it ends in a third of that
@@ -55,7 +55,7 @@ class Mustered:
         try:
             return [dict(said) for said in ray.get(list(self.ready_references))]
         except ray.exceptions.RayActorError as error:
-            raise EnvironmentBroken(f"a Ray actor died while it loaded: {first_line(error)}") from None
+            raise EnvironmentBroken(f"a Ray actor died while it loaded: {said_by(error)}") from None
 
     def dismiss(self) -> None:
         """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
@@ -128,7 +128,7 @@ def muster(
         mustered.ready_references = [member.actor.start.remote() for member in members]
     except ray.exceptions.RayActorError as error:
         mustered.dismiss()
-        raise EnvironmentBroken(f"a node of the Ray cluster cannot be used: {first_line(error)}") from None
+        raise EnvironmentBroken(f"a node of the Ray cluster cannot be used: {said_by(error)}") from None
     except BaseException:
         mustered.dismiss()
         raise

@@ -35,6 +35,6 @@ def apart() -> Iterator[None]:
         yield
 
 
-def first_line(error: BaseException) -> str:
+def said_by(error: BaseException) -> str:
     """What an error of Ray's says, without the stacks that follow; its name where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

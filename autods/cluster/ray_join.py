@@ -15,7 +15,7 @@ from typing import Any, cast
 import psutil
 
 from ..errors import EnvironmentBroken, InputError
-from .ray_init import first_line, keeping_sigterm
+from .ray_init import keeping_sigterm, said_by
 
 _ANSWERS_S = 5.0  # a cluster that lives answers at once; Ray itself would try for a minute and more
 _START = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on the others"
@@ -85,7 +85,7 @@ def _join(ray: Any, host: str, port: int) -> None:
     except Exception as error:  # Ray raises bare ones here
         ray.shutdown()
         raise EnvironmentBroken(
-            f"the Ray cluster at {host}:{port} cannot be joined: {first_line(error)}\n"
+            f"the Ray cluster at {host}:{port} cannot be joined: {said_by(error)}\n"
             "  every node needs the same Ray and Python, and a cluster that has a token wants it in RAY_AUTH_TOKEN"
         ) from error
 

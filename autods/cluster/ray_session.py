@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from ..errors import EnvironmentBroken
-from .ray_init import apart, first_line, keeping_sigterm
+from .ray_init import apart, keeping_sigterm, said_by
 from .ray_join import as_said, joined
 from .ray_lean import without_monitors
 
@@ -94,7 +94,7 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
             ray.shutdown()
             if last:
                 raise EnvironmentBroken(
-                    f"Ray did not start, twice: {first_line(error)}\n"
+                    f"Ray did not start, twice: {said_by(error)}\n"
                     "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
                 ) from error
     _let_agents_go(folder)

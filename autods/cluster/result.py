@@ -22,7 +22,7 @@ from ..outcomes import (
     Timing,
     Trained,
 )
-from ..trial.act import spread_of
+from ..trial.repeat import spread_of
 from ..trial.spec import RankJob
 
 
@@ -67,6 +67,7 @@ def outcome_from(
             init_s=max(result["init_s"] for result in results),
             steps_s=steps_s,
             overhead_s=wall_s - build_s - steps_s,
+            update_share=max((said for result in results if (said := result.get("update_share"))), default=None),
         ),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import EnvironmentBroken
 from ..hardware import Card, Hardware, look
 from .placing import RayPlaces
-from .ray_init import first_line
+from .ray_init import said_by
 from .ray_session import kept_session
 
 _ANSWER_S = 120.0  # the first look at a node takes Ray some seconds: a worker has to start there, and get our package
@@ -58,7 +58,7 @@ def all_of(address: str, kind: str) -> list[Hardware]:
             return [hardware_of(said) for said in ray.get(asked, timeout=_ANSWER_S)]
         except ray.exceptions.RayError as error:
             raise EnvironmentBroken(
-                f"a node of the Ray cluster does not answer: {first_line(error)}\n"
+                f"a node of the Ray cluster does not answer: {said_by(error)}\n"
                 "  `ray status` says which nodes there are"
             ) from None
 

@@ -13,7 +13,7 @@ from ..trial.spec import RankJob
 from .head import Head
 from .lifeline import Lifelines
 from .placing import NodeState
-from .ray_init import first_line
+from .ray_init import said_by
 
 POLL_S = 0.25
 SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
@@ -104,7 +104,7 @@ class Team:
         except self.ray.exceptions.RayTaskError:
             raise  # our own mistake
         except self.ray.exceptions.RayError as error:
-            return self._lost(member, first_line(error))
+            return self._lost(member, said_by(error))
 
     def _lost(self, member: Member, why: str) -> Report:
         member.lost = why

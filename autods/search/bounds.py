@@ -43,6 +43,18 @@ def least_sample_s(climbs: Iterable[Iterable[Record]]) -> float:
     return max(0.0, min(slopes, default=0.0))
 
 
+def well_below(sizes: Iterable[int], size: int) -> int | None:
+    """The largest micro batch that is far enough below this one for the two to show what a sample costs."""
+    return max((one for one in sizes if size >= _WIDE * one), default=None)
+
+
+def last_sample_s(times: Mapping[int, float]) -> float:
+    """Seconds that one more sample costs at the largest micro batch measured; 0 where nothing shows it."""
+    last = max(times)
+    before = well_below(times, last)
+    return 0.0 if before is None else _slope(times, before, last)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """What a config may still reach: samples a second of a rank, and the micro batch to measure for it.
@@ -94,9 +106,7 @@ def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sampl
     last = sizes[-1]
     if most <= last:
         return Promise(rate=0.0)
-    flat = SURE * sample_s
-    if len(sizes) > 1 and last >= _WIDE * sizes[0]:
-        flat = max(flat, SURE * _slope(times, max(size for size in sizes if last >= _WIDE * size), last))
+    flat = SURE * max(sample_s, last_sample_s(times))
     if math.isinf(most):
         return Promise(rate=math.inf if flat <= 0 else 1 / flat, size=2 * last)
     return Promise(rate=most / (times[last] + flat * (most - last)), size=int(most))

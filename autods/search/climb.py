@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..outcomes import Fit, failed_after_the_steps
+from ..outcomes import Fit
 from ..profile import GrowLimits
 from ..values import Record, Run, Steps, Trial
-from .ask import accumulation_for, asked, fits_within, micro_batches, paced, samples_per_second
+from .ask import accumulation_for, asked_with_exam, fits_within, micro_batches, paced, samples_per_second
 from .bounds import micro_step_seconds
-from .early import is_mostly_steps, last_from_s, when_little_is_left
+from .early import is_mostly_steps, last_from_s, next_look, when_little_is_left
 from .foresight import BLIND, Foresight
 from .memory_line import Ground, next_size, survey
 from .stopping import Stop, predicted_s, step_seconds, when_found, when_saturated, when_slow, when_spent
@@ -27,7 +27,8 @@ _AS_SURELY = 1.15  # times; where other trials hardly time more steps than that
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What holds for every climb of a fit. grows: False leaves the micro batch at the smallest. examines: what a climb
-    ends with is likely to be certified, and has its exam at the end of its trial where that is seen in time."""
+    ends with is likely to be certified, and has its exam at the end of its trial where that is seen in time.
+    accumulates: more micro batches a step are tried later, so that growing need not share the optimizer's part."""
 
     run: Run
     limits: GrowLimits
@@ -39,6 +40,7 @@ class Rules:
     score: Callable[[Record], float] = samples_per_second
     grows: bool = True
     examines: bool = False
+    accumulates: bool = False
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -96,25 +98,15 @@ class Climb:
         knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=accumulation)
         steps = paced(self.rules.steps, self.expected_s(micro_batch), least=2)
         trial = replace(self.first, knobs=knobs, purpose="grow", steps=steps, repeat=0)
-        self.records.extend(self._timed(replace(trial, examined_from_s=self._last_from_s(micro_batch))))
+        trial = replace(trial, examined_from_s=self._last_from_s(micro_batch))
+        self.records.extend(asked_with_exam(trial, self.rules.run))
         return self.records[-1]
-
-    def _timed(self, trial: Trial) -> tuple[Record, ...]:
-        """The records of a trial. What failed after its steps is the certificate's to find out: then it is timed alone.
-        Whether it would be examined is no part of the config, whatever asks for that again."""
-        alone = replace(trial, examined_from_s=None)
-        answers = asked(trial, self.rules.run)
-        if trial != alone and failed_after_the_steps(answers[-1].outcome):
-            answers = asked(alone, self.rules.run)
-        if answers[-1].trial.examined_from_s is None:
-            return answers
-        return tuple(replace(one, trial=replace(one.trial, examined_from_s=None)) for one in answers)
 
     def _last_from_s(self, micro_batch: int) -> float | None:
         """How long a step has to take for this trial to be the climb's last; None where that cannot be said before."""
         if not self.rules.examines or not self._is_brief:
             return None
-        return last_from_s(step_seconds(self.seen), micro_batch, self.longest_step_s, self.rules.limits.worth)
+        return last_from_s(self._early_times, micro_batch, self.longest_step_s, self.rules.limits.worth)
 
     @property
     def _is_brief(self) -> bool:
@@ -122,6 +114,11 @@ class Climb:
         samples at every micro batch, and its seconds say something else."""
         look = self.rules.limits.first_look
         return self.rules.global_batch is None and look > 0 and is_mostly_steps(self.walked, self.rules.steps, look)
+
+    @property
+    def _early_times(self) -> Mapping[int, float]:
+        """Seconds of a step, as far as a larger micro batch is what makes them worth more."""
+        return step_seconds(self.seen, updates=not self.rules.accumulates)
 
     def expected_s(self, micro_batch: int) -> float:
         """Seconds of a step, as far as can be said; 0 where nothing can."""
@@ -176,8 +173,9 @@ class Climb:
             return stop
         if self._is_brief and self.records:
             last = self.records[-1].trial.knobs.micro_batch
-            times = step_seconds(self.seen)
-            if (stop := when_little_is_left(times, last, self.longest_step_s, rules.limits.worth)) is not None:
+            if (
+                stop := when_little_is_left(self._early_times, last, self.longest_step_s, rules.limits.worth)
+            ) is not None:
                 return stop
         size = self._foreseen_first(ground) or next_size(ground, sizes)
         if size is None:
@@ -191,10 +189,17 @@ class Climb:
         open_sizes = ground.between(sizes)
         quick = [one for one in open_sizes if one <= size and self.expected_s(one) <= budget_s]
         if quick and (quick[-1] == size or quick[-1] >= _WORTH_A_LONG_STEP * ground.good):
-            look = 0 if self.records or not self._is_brief else rules.limits.first_look
-            return max((one for one in quick if one <= look), default=quick[-1])
+            return max((one for one in quick if one <= self._look(budget_s)), default=quick[-1])
         slow = next(one for one in open_sizes if one not in quick)
         return when_slow(slow, self.expected_s(slow), budget_s)
+
+    def _look(self, longest_s: float) -> float:
+        """How large the next micro batch may be where growing begins small."""
+        if not self._is_brief:
+            return math.inf
+        if not self.records:
+            return self.rules.limits.first_look
+        return next_look(self._early_times, self.records[-1].trial.knobs.micro_batch, longest_s)
 
     def _foreseen_first(self, ground: Ground) -> int | None:
         """The forecast's micro batch: to begin with, and as long as measured peaks say nothing of how they grow."""

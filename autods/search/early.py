@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from ..outcomes import Fit
 from ..values import Record, Steps
 from .ask import step_s_of
+from .bounds import well_below
 from .stopping import Stop
 
 _HALVINGS = 30
+_LITTLE = 1.5  # times as fast
 
 
 def when_little_is_left(times: Mapping[int, float], last: int, longest_s: float, worth: float) -> Stop | None:
     """No micro batch beyond the last one tried can be `worth` times as fast. times: seconds of a step, see
     `step_seconds`; longest_s: what a step may take."""
-    smaller = _smaller(times, last)
+    smaller = well_below(times, last)
     if smaller is None or last not in times or times[last] >= longest_s:
         return None
     most = most_to_gain(smaller, times[smaller], last, times[last], longest_s)
@@ -32,9 +34,18 @@ def when_little_is_left(times: Mapping[int, float], last: int, longest_s: float,
     )
 
 
+def next_look(times: Mapping[int, float], last: int, longest_s: float) -> float:
+    """How large the next micro batch may be at most: where little is left to gain, twice the last one shows it, in
+    trials that are not longer than they need be."""
+    smaller = well_below(times, last)
+    if smaller is None or last not in times:
+        return math.inf
+    return 2 * last if most_to_gain(smaller, times[smaller], last, times[last], longest_s) < _LITTLE else math.inf
+
+
 def last_from_s(times: Mapping[int, float], size: int, longest_s: float, worth: float) -> float | None:
     """Seconds of a step of `size` from which on it is the last one tried; None where that cannot be said before."""
-    smaller = _smaller(times, size)
+    smaller = well_below(times, size)
     if smaller is None or size < max(times):
         return None
     low, high = times[smaller], max(times[smaller], longest_s)
@@ -63,8 +74,3 @@ def is_mostly_steps(walked: Record | None, steps: Steps, micro_batch: int) -> bo
         return False
     beside_s = walked.seconds - walked.outcome.timing.steps_s
     return (steps.warmup + steps.timed) * micro_batch * step_s_of(walked) >= beside_s
-
-
-def _smaller(times: Mapping[int, float], size: int) -> int | None:
-    """The next smaller one that is far enough away for its step to say something."""
-    return max((one for one in times if 2 * one <= size), default=None)

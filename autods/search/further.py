@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..values import Record, Steps
-from .ask import fits_within, paced
-from .bounds import micro_step_seconds
+from .ask import accumulation_for, fits_within
+from .bounds import last_sample_s, micro_step_seconds
 from .climb import Climb
 from .memory_line import next_size
 from .stopping import Stop
@@ -30,11 +30,11 @@ class Further:
 
     def grown(self, best: Record, climb: Climb) -> Record:
         """The winner's trial, or that of a larger micro batch that was measured to be faster."""
+        climb.rules = replace(climb.rules, steps=self.steps)
         for _ in range(_MOST_TRIALS):
             size = self._size(best, climb)
             if size is None or not self.may_run(1):
                 break
-            climb.rules = replace(climb.rules, steps=paced(self.steps, self._step_s(climb, size), least=_LEAST_STEPS))
             record = climb.measure(size)
             if not fits_within(record, climb.rules.usable_bytes):
                 continue
@@ -60,8 +60,8 @@ class Further:
         return sizes[-1] if faster >= _WORTH else None
 
     def _step_s(self, climb: Climb, size: int) -> float:
-        total = climb.rules.global_batch
-        return self._micro_step_s(climb, size) * (1 if total is None else total // (size * climb.rules.world_size))
+        rules = climb.rules
+        return self._micro_step_s(climb, size) * accumulation_for(rules.global_batch, size, rules.world_size)
 
     def _micro_step_s(self, climb: Climb, size: int) -> float:
         """As measured, or along the line beyond it."""
@@ -69,6 +69,4 @@ class Further:
         if size in times:
             return times[size]
         last = max(times)
-        before = [one for one in times if 2 * one <= last]
-        each = (times[last] - times[max(before)]) / (last - max(before)) if before else 0.0
-        return times[last] + max(self.sample_s, each) * (size - last)
+        return times[last] + max(self.sample_s, last_sample_s(times)) * (size - last)

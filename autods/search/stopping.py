@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..outcomes import Failed, Fit, OutOfMemory
+from ..outcomes import Failed, Fit, OutOfMemory, first_line
 from ..units import show_bytes
 from ..values import Record
 from .ask import samples_per_second
+from .bounds import well_below
 from .memory_line import LONGEST_JUMP, Ground
 
 
@@ -29,7 +30,7 @@ def when_saturated(records: Sequence[Record], ground: Ground, sizes: Sequence[in
         if isinstance(record.outcome, Fit)
     }
     last = records[-1].trial.knobs.micro_batch if records else 0
-    before = max((size for size in timed if 2 * size <= last), default=None)
+    before = well_below(timed, last)
     if before is None or last not in timed or timed[last] >= gain * timed[before]:
         return None
     most = sizes[-1] if ground.bad is None else ground.bad - 1
@@ -81,10 +82,14 @@ def when_slow(micro_batch: int, seconds: float, budget_s: float) -> Stop:
     return Stop(is_limit=False, reason=said)
 
 
-def step_seconds(records: Sequence[Record]) -> dict[int, float]:
-    """Median seconds of an optimizer step by micro batch; the walk's one step is good enough to foresee by."""
+def step_seconds(records: Sequence[Record], *, updates: bool = True) -> dict[int, float]:
+    """Median seconds of an optimizer step by micro batch; the walk's one step is good enough to foresee by.
+
+    updates: with what the optimizer takes; else without, as far as a trial saw that.
+    """
     return {
         record.trial.knobs.micro_batch: median(record.outcome.step_s)
+        * (1 - (0.0 if updates else record.outcome.timing.update_share or 0.0))
         for record in records
         if isinstance(record.outcome, Fit) and record.outcome.step_s
     }
@@ -117,5 +122,4 @@ def what_happened(record: Record, usable: str) -> str:
         case OutOfMemory() as out:
             return f"ran out of {out.tier} memory"
         case Failed() as failure:
-            first_line = failure.evidence.strip().partition("\n")[0]
-            return f"failed ({failure.failure}: {first_line}): this caps the micro batch only"
+            return f"failed ({failure.failure}: {first_line(failure.evidence)}): this caps the micro batch only"

@@ -52,6 +52,20 @@ class Means:
         return self.facts.replicas(self.settings.gpus)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether the samples of a step are ours to choose. A script says itself how it accumulates."""
+        settings = self.settings
+        is_open = settings.global_batch is None and settings.objective != "memory"
+        return is_open and settings.source.kind != "script" and settings.profile.accumulate.most > 1
+
+    @property
+    def examines_at_once(self) -> bool:
+        """Whether the first config that is grown is likely to be the answer; a script's exam ends the script."""
+        profile = self.settings.profile
+        alone = profile.race.stop == "first-fit" and profile.certify.parity is None
+        return alone and profile.certify.most_trials > 0 and self.settings.source.kind != "script"
+
+    @property
     def score(self) -> Score:
         """What is wanted of a config: larger is better."""
         return score_of(self.settings.objective)

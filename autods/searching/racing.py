@@ -11,7 +11,6 @@ from ..search.first_fit import first_fit
 from ..search.grow import climbed
 from ..search.race import Raced, race
 from ..search.walk import Walked
-from ..settings import Settings
 from ..values import Record
 from .means import Means
 from .walking import rivals_of
@@ -51,12 +50,6 @@ def _rules(means: Means) -> Rules:
         foresight=means.foresight,
         score=means.score,
         grows=settings.objective != "memory",
-        examines=_examines_at_once(settings),
+        examines=means.examines_at_once,
+        accumulates=means.accumulates,
     )
-
-
-def _examines_at_once(settings: Settings) -> bool:
-    """Whether the first config that is grown is likely to be the answer; a script's exam ends the script."""
-    profile = settings.profile
-    alone = profile.race.stop == "first-fit" and profile.certify.parity is None
-    return alone and profile.certify.most_trials > 0 and settings.source.kind != "script"

@@ -1,4 +1,4 @@
-"""The search of a fit, step by step: walk, grow, race, tune, certify. Each step reads values and returns values."""
+"""The search of a fit, step by step: walk, grow, race, tune, accumulate, certify. Each reads and returns values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..search.candidates import Candidate, candidates
 from ..search.foresight import Foresight
 from ..settings import Settings, with_config_of
 from ..values import ModelFacts, Record
+from .accumulating import accumulated_from
 from .certifying import certified_from
 from .found import Found, Nothing
 from .means import Means, Runner, usable_bytes_of
@@ -72,7 +73,7 @@ def _found(rungs: Sequence[Candidate], means: Means, so_far: Callable[[Record], 
     so_far(walked.winner)
     raced = raced_from(walked.winner, walked, rungs, means)
     so_far(raced.best)
-    tuned = tuned_from(raced, means)
+    tuned = accumulated_from(tuned_from(raced, means), means)
     so_far(tuned.best)
     untried = (*recomputing(walked.winner, rungs, means), *rivals_of(rungs, walked))
     certified = certified_from(tuned, raced, walked.winner, untried, means)

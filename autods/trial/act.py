@@ -5,11 +5,8 @@ An observer is told each phase. On real ranks it is the heartbeat and the meter.
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +19,11 @@ from .batch import check_batch, place
 from .checkpointing import checkpoint
 from .longest import longest_batch, same_as_longest
 from .rendezvous import Ranks
+from .repeat import PROVING_STEPS, Acted, has_time_for_one_more, repeat, seconds_of
 from .seeds import seed_all
 from .traffic import Traffic, backend
 
 Observe = Callable[[Phase, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acted:
-    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up.
-
-    examined: `Examined` as a dict, of a worst_case exam. communication: `Communication` of this rank as a dict.
-    """
-
-    step_s: tuple[float, ...]
-    steps_s: float
-    losses: tuple[float, ...]
-    examined: Mapping[str, Any] | None = None
-    communication: Mapping[str, Any] | None = None
 
 
 def act(
@@ -53,6 +37,7 @@ def act(
     steps: Steps,
     observe: Observe,
     synchronize: Callable[[], None],
+    ease: Callable[[], None] | None,
     ranks: Ranks,
     exam: Exam | None = None,
     examined_from_s: float | None = None,
@@ -61,9 +46,10 @@ def act(
 ) -> Acted:
     """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
-    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives. Where
-    its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of its timed steps are those
-    of the worst_case exam.
+    ease: called when the steps have shown all the memory that training needs, before those that are timed; None where
+    counting it slows nothing. A trial that measures ends with one more step, in which nothing overlaps, for the seconds
+    of its collectives. Where its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of
+    its timed steps are those of the worst_case exam.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
@@ -100,30 +86,49 @@ def act(
 
     if exam == "parity":
         parity.forget_steps(engine.basic_optimizer)
-        acted = _repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks, None)
+        acted = repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
         parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
-        acted = _repeat(step, lambda losses: losses[-1], steps, synchronize, ranks, last_from_s)
+        proven = _eased(ease, loss_of, observe, evaluates=last_from_s is not None) if exam is None and ease else None
+        acted = repeat(step, _last, steps, synchronize, ranks, proven=proven, last_from_s=last_from_s)
     count = len(acted.losses)
-    if exam is None and ranks.agree(traffic.can_be_timed and _has_time_for_one_more(acted, steps)):
+    if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
         step(count, alone=True)
     said = traffic.said()
     acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
     if longest and (last_from_s is None or ranks.agree(max(acted.step_s) >= last_from_s)):
-        more: list[float] = []
+        times: list[float] = []
         hands = exams.Hands(
-            step=lambda index: more.append(_seconds_of(step, index, synchronize)),
+            step=lambda index: times.append(seconds_of(step, index, synchronize)),
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
         )
         folder = scratch / "checkpoint"
         examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
-        acted = replace(acted, examined=examined)
-        if last_from_s is not None:
-            acted = replace(acted, step_s=(*acted.step_s, *more), steps_s=acted.steps_s + sum(more))
+        more = tuple(times) if last_from_s is not None else ()
+        acted = replace(acted, examined=examined, step_s=(*acted.step_s, *more), steps_s=acted.steps_s + sum(more))
     observe("done", count)
     return acted
+
+
+def _eased(
+    ease: Callable[[], None], loss_of: Callable[[bool], float | None], observe: Observe, *, evaluates: bool
+) -> Callable[[], None]:
+    """What is done once the steps have shown what training needs: from here on nothing is counted. evaluates: see it of
+    an evaluation first."""
+
+    def proven() -> None:
+        if evaluates:
+            observe("evaluate", PROVING_STEPS)
+            loss_of(False)
+        ease()
+
+    return proven
+
+
+def _last(losses: Sequence[float]) -> float:
+    return losses[-1]
 
 
 def _moves(
@@ -140,49 +145,6 @@ def _moves(
         lambda index: [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches],
         lambda training: evaluate(workload, engine, batches[0], training=training),
     )
-
-
-def _repeat(
-    step: Callable[[int], Sequence[Any]],
-    join: Callable[[Sequence[float]], float],
-    steps: Steps,
-    synchronize: Callable[[], None],
-    ranks: Ranks,
-    last_from_s: float | None,
-) -> Acted:
-    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
-    last_from_s: a timed step that takes so long is enough; None: there are no more to come."""
-    began = time.perf_counter()
-    times: list[float] = []
-    losses: list[float] = []
-    while True:
-        index = len(losses)
-        synchronize()
-        start = time.perf_counter()
-        found = step(index)
-        synchronize()
-        if index >= steps.warmup:
-            times.append(time.perf_counter() - start)
-        losses.append(join([finite(loss, index) for loss in found]))
-        # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
-        if len(times) >= steps.timed and (
-            len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
-        ):
-            break
-        if times and last_from_s is not None and ranks.agree(times[-1] >= last_from_s):
-            break
-    return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
-
-
-def _seconds_of(step: Callable[[int], Sequence[Any]], index: int, synchronize: Callable[[], None]) -> float:
-    """Of one more step, whose losses have to be finite."""
-    start = time.perf_counter()
-    found = step(index)
-    synchronize()
-    seconds = time.perf_counter() - start
-    for loss in found:
-        finite(loss, index)
-    return seconds
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
@@ -205,27 +167,10 @@ def initialize(workload: Workload, model: Any, ds_config: Mapping[str, Any]) -> 
     return engine
 
 
-def spread_of(times: Sequence[float]) -> float:
-    """Relative standard error of the median, (1.2533 σ/√n) / median; 0 for a single time."""
-    if len(times) < 2:
-        return 0.0
-    return 1.2533 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
-
-
-def enough(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
-    """Whether the median is known well enough, or the time for knowing it better is spent."""
-    return spread_of(times) <= steps.spread or elapsed_s >= steps.budget_s
-
-
 def _under_seed(seed: int, forward: Callable[[], float | None]) -> float | None:
     """Layers of experts choose tokens at random in evaluation, too: the same ones each time."""
     seed_all(seed)
     return forward()
-
-
-def _has_time_for_one_more(acted: Acted, steps: Steps) -> bool:
-    """Whether these steps ask how fast, and not only whether it fits, and took less than they may."""
-    return steps.most_timed > 1 and acted.steps_s + 2 * statistics.median(acted.step_s) <= steps.budget_s
 
 
 def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe) -> Any:
@@ -278,13 +223,3 @@ def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
             mend="look for .detach(), .item() or torch.no_grad() on the way to it",
         )
     return loss
-
-
-def finite(loss: Any, index: int) -> float:
-    """The loss of that step as a number. Raises WorkloadError when it is none."""
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise WorkloadError(
-            f"the loss is {value} at step {index + 1}", mend="check the data, the learning rate and the initialisation"
-        )
-    return value

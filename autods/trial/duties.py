@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ..ds_config import get
 from ..workload import Workload, bound, load, partitioned
+from .meter import CpuMeter
 from .observer import Observer
 from .seeds import seed_all
 from .spec import Job, RankJob
@@ -91,14 +92,17 @@ def _train(duty: Duty) -> Result:
         steps=job.steps,
         observe=observer,
         synchronize=observer.meter.synchronize,
+        ease=observer.meter.ease if isinstance(observer.meter, CpuMeter) else None,
         ranks=ranks_of(job, duty.slot),
         exam=job.exam,
         examined_from_s=job.examined_from_s,
         scratch=Path(job.checkpoints or job.scratch),
         seed=job.seed,
     )
+    tells = job.device == "cpu" and job.replica_ranks == 1
     return {
         "step_s": acted.step_s,
+        "update_share": observer.update_share(acted.step_s) if tells else None,
         "steps_s": acted.steps_s,
         "losses": acted.losses,
         "examined": acted.examined,

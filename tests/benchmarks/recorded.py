@@ -16,7 +16,7 @@ from autods.outcomes import Failed, Fit, Outcome, OutOfMemory, TierUse, Timing
 from autods.search.ask import accumulation_for, micro_batches
 from autods.search.candidates import Candidate, candidates
 from autods.settings import Settings
-from autods.trial.act import enough, spread_of
+from autods.trial.repeat import enough, spread_of
 from autods.values import Knobs, ModelFacts, Record, Steps, Trial
 
 _BESIDE, _ROUNDS = 6, 10  # neighbours on either side; rounds until the parts settle

@@ -312,8 +312,11 @@ def searched(
     """One search, in a folder of its own."""
     profile = settings.profile
     profile = replace(
-        profile, tune=replace(profile.tune, trials=0), certify=replace(profile.certify, most_trials=0)
-    )  # fmt: skip
+        profile,
+        tune=replace(profile.tune, trials=0),
+        accumulate=replace(profile.accumulate, most=1),  # the grids have one micro batch a step
+        certify=replace(profile.certify, most_trials=0),
+    )
     settings = replace(
         settings, profile=profile, seed=seed, budget=Budget(trials=options.trials), forecast=not options.no_forecast
     )  # fmt: skip

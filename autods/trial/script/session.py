@@ -13,8 +13,8 @@ from ...ds_config import BATCH_KEYS, merge, rungless, without_monitors
 from ...outcomes import Phase
 from ...workload.script import has_placeholder
 from .. import exam as exams
-from ..act import enough, finite
 from ..rendezvous import Ranks, ranks_of
+from ..repeat import enough, finite
 from ..spec import RankJob
 from ..traffic import Traffic, backend
 from .batches import Batches

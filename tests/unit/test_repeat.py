@@ -7,16 +7,21 @@ import math
 import pytest
 import torch
 
-from autods.trial.act import Acted, _repeat
 from autods.trial.rendezvous import Ranks
+from autods.trial.repeat import PROVING_STEPS, Acted, repeat
 from autods.values import Steps
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
 
 
 def ran(steps: Steps, last_from_s: float | None) -> Acted:
-    return _repeat(
-        lambda index: [torch.tensor(float(index))], lambda losses: losses[-1], steps, lambda: None, ALONE, last_from_s
+    return repeat(
+        lambda index: [torch.tensor(float(index))],
+        lambda losses: losses[-1],
+        steps,
+        lambda: None,
+        ALONE,
+        last_from_s=last_from_s,
     )
 
 
@@ -30,3 +35,24 @@ def test_a_timed_step_that_is_long_enough_is_the_last_before_the_exam(
 
 def test_a_step_that_warms_up_ends_nothing_however_long_it_is() -> None:
     assert len(ran(Steps(warmup=3, timed=2, most_timed=2), 0.0).losses) == 4
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5])
+def test_steps_that_prove_come_before_the_timed_ones_and_one_warms_up_between(warmup: int) -> None:
+    order: list[str] = []
+
+    def step(index: int) -> list[torch.Tensor]:
+        order.append("step")
+        return [torch.tensor(0.0)]
+
+    acted = repeat(
+        step,
+        lambda losses: losses[-1],
+        Steps(warmup=warmup, timed=2, most_timed=2),
+        lambda: None,
+        ALONE,
+        proven=lambda: order.append("proven"),
+    )
+    assert order.index("proven") == PROVING_STEPS
+    assert len(acted.step_s) == 2
+    assert len(acted.losses) == max(warmup, PROVING_STEPS + 1) + 2
