@@ -38,7 +38,11 @@ def cluster(*cpus: int) -> Iterator[str]:
     with open(folder / "said.txt", "wb") as said:
         process = subprocess.Popen(
             [sys.executable, __file__, str(folder), ",".join(map(str, cpus))],
-            env={**os.environ, **QUIET},
+            env={
+                **os.environ,
+                **QUIET,
+                "RAY_TMPDIR": str(folder),
+            },  # where Ray notes the address; in /tmp/ray it may not
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,

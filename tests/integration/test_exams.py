@@ -9,6 +9,7 @@ import pytest
 
 from autods.cluster.runner import RayRunner
 from autods.outcomes import Examined, Fit, Outcome, OutOfMemory
+from autods.trial.repeat import PROVING_STEPS
 from autods.values import Exam, Knobs, Scalar, Steps, Trial
 
 TOLERANCE = 1e-5  # relative, fp32: measured up to 3e-7 between configs that cut and shard the same training
@@ -64,7 +65,7 @@ def test_a_timed_trial_goes_on_with_the_exam_where_it_is_the_last_and_timed_the_
     outcome = runner.run(trial, id=1).outcome
     assert isinstance(outcome, Fit), outcome
     assert (outcome.examined is not None) is examined
-    assert len(outcome.losses) == (2 if examined else 3)
+    assert len(outcome.losses) == PROVING_STEPS + 1 + (1 if examined else 2)  # one warms up between
     assert len(outcome.step_s) == (3 if examined else 2)  # of an exam both steps are timed
     if outcome.examined is not None:
         assert outcome.examined.restored

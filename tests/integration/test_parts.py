@@ -17,6 +17,7 @@ from autods.forecast.values import Ask
 from autods.hardware import look
 from autods.outcomes import Communication, Examined, Fit
 from autods.settings import resolve
+from autods.trial.repeat import PROVING_STEPS
 from autods.values import Exam, Knobs, Scalar, Steps, Trial
 from autods.workload import source_of
 
@@ -84,7 +85,9 @@ def test_a_trial_that_measures_times_each_collective_beside_its_steps(runners):
     found = ran(runners("counted.py"), "zero3", settings=RELEASING)
     assert found.communication is not None
     assert len(found.step_s) == 2
-    assert len(found.losses) == 3  # the step in which nothing overlaps is none of them
+    assert (
+        len(found.losses) == PROVING_STEPS + 1 + 2
+    )  # one warms up; the step in which nothing overlaps is none of them
     assert found.communication.share is not None
     assert 0 < found.communication.share < 1
 

@@ -11,6 +11,7 @@ from conftest import question
 from autods.cluster.runner import RayRunner
 from autods.events import Note
 from autods.outcomes import Fit
+from autods.trial.repeat import PROVING_STEPS
 from autods.values import Knobs, Steps, Trial
 
 
@@ -35,8 +36,10 @@ def test_the_loss_falls_over_the_steps_of_a_trial(runners):
     steps = Steps(warmup=1, timed=6, most_timed=6)
     record = runners().run(Trial(rung="zero1", knobs=Knobs(checkpointing=False), purpose="grow", steps=steps), id=2)
     assert isinstance(record.outcome, Fit), record.outcome
-    assert len(record.outcome.losses) == 7
+    assert len(record.outcome.losses) == PROVING_STEPS + 1 + 6
     assert record.outcome.losses[-1] < record.outcome.losses[0]
+    assert record.outcome.timing.update_share is not None
+    assert 0 < record.outcome.timing.update_share < 1
 
 
 def test_samples_count_micro_batch_accumulation_and_ranks(runners):
