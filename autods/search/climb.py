@@ -173,9 +173,8 @@ class Climb:
             return stop
         if self._is_brief and self.records:
             last = self.records[-1].trial.knobs.micro_batch
-            if (
-                stop := when_little_is_left(self._early_times, last, self.longest_step_s, rules.limits.worth)
-            ) is not None:
+            times = self._early_times
+            if (stop := when_little_is_left(times, last, self.longest_step_s, rules.limits.worth)) is not None:
                 return stop
         size = self._foreseen_first(ground) or next_size(ground, sizes)
         if size is None:
@@ -189,7 +188,8 @@ class Climb:
         open_sizes = ground.between(sizes)
         quick = [one for one in open_sizes if one <= size and self.expected_s(one) <= budget_s]
         if quick and (quick[-1] == size or quick[-1] >= _WORTH_A_LONG_STEP * ground.good):
-            return max((one for one in quick if one <= self._look(budget_s)), default=quick[-1])
+            look = self._look(budget_s)
+            return max((one for one in quick if one <= look), default=quick[-1])
         slow = next(one for one in open_sizes if one not in quick)
         return when_slow(slow, self.expected_s(slow), budget_s)
 
