@@ -96,7 +96,7 @@ def act(
         step(count, alone=True)
     said = traffic.said()
     acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
-    if longest and (last_from_s is None or ranks.agree(max(acted.step_s) >= last_from_s)):
+    if longest and (last_from_s is None or ranks.agree(max(acted.step_s, default=0.0) >= last_from_s)):
         times: list[float] = []
         hands = exams.Hands(
             step=lambda index: times.append(seconds_of(step, index, synchronize)),

@@ -43,7 +43,8 @@ def repeat(
     """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
 
     proven: called after the steps that show all that training needs; one more warms up before others are timed.
-    last_from_s: a timed step that takes so long is enough; None: there are no more to come.
+    last_from_s: a timed step that takes so long is enough, 0: none is needed, since others follow that will be timed;
+    None: there are no more to come.
     """
     warmup = steps.warmup if proven is None else max(steps.warmup, PROVING_STEPS + 1)
     began = time.perf_counter()
@@ -60,6 +61,8 @@ def repeat(
         if index >= warmup:
             times.append(time.perf_counter() - start)
         losses.append(join([finite(loss, index) for loss in found]))
+        if last_from_s == 0 and len(losses) >= warmup:
+            break
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (
             len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
@@ -95,7 +98,8 @@ def enough(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
 
 def has_time_for_one_more(acted: Acted, steps: Steps) -> bool:
     """Whether these steps ask how fast, and not only whether it fits, and took less than they may."""
-    return steps.most_timed > 1 and acted.steps_s + 2 * statistics.median(acted.step_s) <= steps.budget_s
+    step_s = statistics.median(acted.step_s) if acted.step_s else acted.steps_s / len(acted.losses)
+    return steps.most_timed > 1 and acted.steps_s + 2 * step_s <= steps.budget_s
 
 
 def finite(loss: Any, index: int) -> float:

@@ -52,7 +52,8 @@ def test_only_training_steps_are_timed_and_have_a_loss(runners):
 
 
 @pytest.mark.parametrize(
-    ("from_s", "workload", "examined"), [(0.0, None, True), (99.0, None, False), (0.0, "lengths.py", False)]
+    ("from_s", "workload", "examined"),
+    [(0.0, None, True), (1e-9, None, True), (99.0, None, False), (0.0, "lengths.py", False)],
 )
 def test_a_timed_trial_goes_on_with_the_exam_where_it_is_the_last_and_timed_the_longest_batch(
     runners, from_s, workload, examined
@@ -65,8 +66,9 @@ def test_a_timed_trial_goes_on_with_the_exam_where_it_is_the_last_and_timed_the_
     outcome = runner.run(trial, id=1).outcome
     assert isinstance(outcome, Fit), outcome
     assert (outcome.examined is not None) is examined
-    assert len(outcome.losses) == PROVING_STEPS + 1 + (1 if examined else 2)  # one warms up between
-    assert len(outcome.step_s) == (3 if examined else 2)  # of an exam both steps are timed
+    before = 2 if not examined else 1 if from_s else 0
+    assert len(outcome.losses) == PROVING_STEPS + 1 + before  # one warms up between
+    assert len(outcome.step_s) == before + (2 if examined else 0)  # of an exam both steps are timed
     if outcome.examined is not None:
         assert outcome.examined.restored
         assert outcome.examined.gathered

@@ -217,8 +217,9 @@ def test_the_cards_that_ray_gave_the_actor_are_the_zygotes(monkeypatch: pytest.M
 
 
 def test_waiting_threads_of_a_rank_leave_the_processor_to_others_unless_the_user_said_how_they_wait() -> None:
-    assert launch._environment("cpu", {})["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert launch._environment("cuda", {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert launch._environment("cpu", {})["GOMP_SPINCOUNT"] == "2000"
+    assert launch._environment("cpu", {"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in launch._environment("cuda", {"OMP_WAIT_POLICY": "ACTIVE"})
 
 
 def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ def ran(steps: Steps, last_from_s: float | None) -> Acted:
     )
 
 
-@pytest.mark.parametrize(("last_from_s", "losses", "timed"), [(None, 4, 3), (math.inf, 4, 3), (0.0, 2, 1)])
+@pytest.mark.parametrize(
+    ("last_from_s", "losses", "timed"), [(None, 4, 3), (math.inf, 4, 3), (1e-9, 2, 1), (0.0, 1, 0)]
+)
 def test_a_timed_step_that_is_long_enough_is_the_last_before_the_exam(
     last_from_s: float | None, losses: int, timed: int
 ) -> None:
@@ -34,7 +36,7 @@ def test_a_timed_step_that_is_long_enough_is_the_last_before_the_exam(
 
 
 def test_a_step_that_warms_up_ends_nothing_however_long_it_is() -> None:
-    assert len(ran(Steps(warmup=3, timed=2, most_timed=2), 0.0).losses) == 4
+    assert len(ran(Steps(warmup=3, timed=2, most_timed=2), 1e-9).losses) == 4
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2, 5])
