@@ -103,7 +103,9 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
 def _import_ray(*, joins: bool = False) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as the user set it
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not joins:  # whether a cluster has a token is its own affair
+    # Whether a cluster has a token is its own affair. Where Ray was imported before, it has read this and reads it no
+    # more: its servers would want a token that it does not send.
+    if not joins and "ray" not in sys.modules:
         # Its default for a local cluster, said aloud so that it prints nothing.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
