@@ -20,7 +20,8 @@ FOLDER = Path(__file__).parent
 
 class Held(Tiny):
     def forward(self, x, y):
-        if "LOCAL_RANK" in os.environ and is_to_wait():
+        # Of a trial's ranks alone: a forecast's simulated rank is a LOCAL_RANK too, between two trials.
+        if "GROUP_RANK" in os.environ and is_to_wait():
             (FOLDER / "held").touch()
             while (FOLDER / "hold").exists():
                 time.sleep(0.02)
