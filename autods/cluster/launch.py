@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..cards import by_index
+from ..trial.malloc import HUGE_PAGES_AT
 from ..trial.ops import ops_folder
 from ..values import Device, WorkloadSource
 
@@ -38,7 +39,6 @@ _ON_CPU = {
 # another page each (`forecast/process_heap.py`). Measured, GPT-2, micro batch 8: a third less page faults, a fifth less
 # processor time. A kernel without huge pages would have torch warn of it.
 _HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-_HUGE_PAGES_AT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Where the user did not say how a thread waits for the others of its rank: libgomp's own 300,000 rounds burn the
 # processor that they wait for, where anything else runs; to sleep at once costs each operator a wake-up. Measured,
 # GPT-2, two threads on two cores, seconds of a step: alone 0.28 (left alone 0.29, asleep 0.34), beside another such
@@ -118,7 +118,7 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
     if "runtime_resources" in package.parts:  # Ray brought us here: the zygote has to find the same
         said["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
     if device == "cpu":
-        return said | _ON_CPU | (_HUGE_PAGES if _HUGE_PAGES_AT.exists() else {})
+        return said | _ON_CPU | (_HUGE_PAGES if HUGE_PAGES_AT.exists() else {})
     said = _ON_CUDA | said
     said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
     if "CUDA_VISIBLE_DEVICES" in os.environ:

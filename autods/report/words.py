@@ -80,8 +80,13 @@ def of_record(record: Record, *, replayed: bool = False, label: str = "") -> str
     trial = record.trial
     end = "from the journal" if replayed else of_seconds(record.seconds)
     unlimited = "" if trial.limited else " without limit"
-    asked = f"micro batch {trial.knobs.micro_batch} ({trial.purpose}{unlimited})" + (f", {label}" if label else "")
+    asked = f"micro batch {_batch(trial.knobs)} ({trial.purpose}{unlimited})" + (f", {label}" if label else "")
     return f"trial {record.id}: {trial.rung}, {asked}: {of_outcome(record.outcome)} [{end}]"
+
+
+def _batch(knobs: Knobs) -> str:
+    """'12', or '12 × 4' where a step has several."""
+    return f"{knobs.micro_batch}" + (f" × {knobs.accumulation}" if knobs.accumulation > 1 else "")
 
 
 def _place(outcome: OutOfMemory | Failed) -> str:

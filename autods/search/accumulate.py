@@ -1,9 +1,15 @@
 """More micro batches a step, where the user left the global batch open: what an optimizer step costs once (the
-optimizer, and what the ranks exchange) is shared by more samples."""
+optimizer, and what the ranks exchange) is shared by more samples.
+
+Where a trial saw the optimizer's part before, growing takes as many as pay from the beginning: `worth_of`. Else they
+are tried on what was chosen: `accumulate`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from ..outcomes import Fit
 from ..profile import AccumulateLimits
@@ -44,8 +50,11 @@ def accumulate(
     Nothing is tried where a trial is mostly something else than steps: its model is so small that they say little.
     examines: the answer is likely to be certified, so its trial has its exam at the end.
     """
+    had = start.trial.knobs.accumulation
+    if had > 1:
+        return Accumulated(best=start, reason=_said_of(start, had))
     many = _how_many(step_s_of(start), limits.most, _LONGER_STEPS * steps.budget_s)
-    if many < 2 or start.trial.knobs.accumulation > 1 or not _is_mostly_steps(start):
+    if many < 2 or not _is_mostly_steps(start):
         return Accumulated(best=start)
     sure = _sure_gain(start, many)
     if sure is not None and sure < limits.gain and world_size == 1:  # else what ranks exchange may be worth more
@@ -74,19 +83,46 @@ def accumulate(
     return Accumulated(best=start, reason=f"{said}: {limits.gain:g} counts")
 
 
-def _sure_gain(record: Record, many: int) -> float | None:
-    """How many times as fast so many micro batches a step are, by what the optimizer takes of one; None: not seen."""
-    assert isinstance(record.outcome, Fit)
-    share = record.outcome.timing.update_share
-    return None if share is None else 1 / (1 - min(share, 0.99) * (1 - 1 / many))
+def worth_of(seen: Sequence[Record], micro_step_s: float, *, limits: AccumulateLimits, steps: Steps) -> int:
+    """Micro batches a step that pay where one takes about `micro_step_s`, by what the optimizer took of the steps seen;
+    1 where no trial saw that."""
+    outcomes = (record.outcome for record in seen)
+    fits = [one for one in outcomes if isinstance(one, Fit) and one.step_s and one.timing.update_share is not None]
+    if not fits or micro_step_s <= 0:
+        return 1
+    update_s = min(median(one.step_s) * (one.timing.update_share or 0.0) for one in fits)
+    many = _how_many(micro_step_s, limits.most, _LONGER_STEPS * steps.budget_s)
+    return many if _gain_of(update_s / micro_step_s, many) >= limits.gain else 1
 
 
 def _how_many(step_s: float, most: int, longest_s: float) -> int:
-    """The largest power of two."""
+    """The largest power of two of them that take no longer."""
     many = 1
     while 2 * many <= most and 2 * many * step_s <= longest_s:
         many *= 2
     return many
+
+
+def _said_of(record: Record, many: int) -> str | None:
+    """Why it has more than one."""
+    assert isinstance(record.outcome, Fit)
+    share = record.outcome.timing.update_share
+    if share is None:
+        return None
+    alone = many * share / (1 + (many - 1) * share)  # of a step of one
+    return f"{many} micro batches a step share the optimizer's part, which is {alone:.1%} of a step of one"
+
+
+def _sure_gain(record: Record, many: int) -> float | None:
+    """How many times as fast so many micro batches a step are, by what the optimizer takes of one; None: not seen."""
+    assert isinstance(record.outcome, Fit)
+    share = record.outcome.timing.update_share
+    return None if share is None else _gain_of(share, many)
+
+
+def _gain_of(share: float, many: int) -> float:
+    """share: what the optimizer takes of a step of one micro batch."""
+    return 1 / (1 - min(share, 0.99) * (1 - 1 / many))
 
 
 def _is_mostly_steps(record: Record) -> bool:

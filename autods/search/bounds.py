@@ -19,13 +19,17 @@ _WORTH_HALVING = 4  # below, a smaller micro batch is not worth a trial
 _WORTH_GROWING, _WORTH_LOOKING = 1.02, 1.10  # gains that are worth a trial, if the bound were true
 
 
-def micro_step_seconds(records: Iterable[Record]) -> dict[int, float]:
-    """Micro batch → seconds of forward, backward and its share of the optimizer step; the fastest where repeated."""
+def micro_step_seconds(records: Iterable[Record], *, updates: bool = True) -> dict[int, float]:
+    """Micro batch → seconds of forward, backward and its share of the optimizer step; the fastest where repeated.
+
+    updates: with what the optimizer takes; else without, as far as a trial saw that.
+    """
     found: dict[int, float] = {}
     for record in records:
         if isinstance(record.outcome, Fit) and record.outcome.step_s:
             knobs = record.trial.knobs
-            seconds = median(record.outcome.step_s) / knobs.accumulation
+            without = 0.0 if updates else record.outcome.timing.update_share or 0.0
+            seconds = median(record.outcome.step_s) * (1 - without) / knobs.accumulation
             found[knobs.micro_batch] = min(seconds, found.get(knobs.micro_batch, math.inf))
     return found
 

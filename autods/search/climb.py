@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..outcomes import Fit
-from ..profile import GrowLimits
+from ..profile import AccumulateLimits, GrowLimits
 from ..values import Record, Run, Steps, Trial
+from .accumulate import worth_of
 from .ask import accumulation_for, asked_with_exam, fits_within, micro_batches, paced, samples_per_second
 from .bounds import micro_step_seconds
 from .early import is_mostly_steps, last_from_s, next_look, when_little_is_left
@@ -28,7 +29,8 @@ _AS_SURELY = 1.15  # times; where other trials hardly time more steps than that
 class Rules:
     """What holds for every climb of a fit. grows: False leaves the micro batch at the smallest. examines: what a climb
     ends with is likely to be certified, and has its exam at the end of its trial where that is seen in time.
-    accumulates: more micro batches a step are tried later, so that growing need not share the optimizer's part."""
+    accumulate: more micro batches a step may be taken where they pay, so that growing need not share the optimizer's
+    part; None: a step has as many as the global batch asks for."""
 
     run: Run
     limits: GrowLimits
@@ -40,7 +42,7 @@ class Rules:
     score: Callable[[Record], float] = samples_per_second
     grows: bool = True
     examines: bool = False
-    accumulates: bool = False
+    accumulate: AccumulateLimits | None = None
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -93,17 +95,27 @@ class Climb:
             self.measure(self.first.knobs.micro_batch)
 
     def measure(self, micro_batch: int) -> Record:
-        """One micro batch, timed, with the accumulation that keeps the global batch."""
-        accumulation = accumulation_for(self.rules.global_batch, micro_batch, self.rules.world_size)
+        """One micro batch, timed, with as many of them a step as `accumulation` says."""
+        accumulation = self.accumulation(micro_batch)
         knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=accumulation)
-        steps = paced(self.rules.steps, self.expected_s(micro_batch), least=2)
+        least = 2 if accumulation == 1 or self.rules.global_batch is not None else 1  # several alike are one long step
+        steps = paced(self.rules.steps, self.expected_s(micro_batch), least=least)
         trial = replace(self.first, knobs=knobs, purpose="grow", steps=steps, repeat=0)
-        trial = replace(trial, examined_from_s=self._last_from_s(micro_batch))
+        from_s = self._last_from_s(micro_batch)
+        trial = replace(trial, examined_from_s=None if from_s is None else accumulation * from_s)
         self.records.extend(asked_with_exam(trial, self.rules.run))
         return self.records[-1]
 
+    def accumulation(self, micro_batch: int) -> int:
+        """Micro batches a step: those that keep the global batch. Where that is open and growing begins small, as many
+        as pay: what that trial times is what will train."""
+        rules = self.rules
+        if rules.accumulate is None or not self._is_brief:
+            return accumulation_for(rules.global_batch, micro_batch, rules.world_size)
+        return worth_of(self.seen, self._micro_step_s(micro_batch), limits=rules.accumulate, steps=rules.steps)
+
     def _last_from_s(self, micro_batch: int) -> float | None:
-        """How long a step has to take for this trial to be the climb's last; None where that cannot be said before."""
+        """Seconds of a micro step from which on this trial is the climb's last; None where nobody can say before."""
         if not self.rules.examines or not self._is_brief:
             return None
         return last_from_s(self._early_times, micro_batch, self.longest_step_s, self.rules.limits.worth)
@@ -117,17 +129,20 @@ class Climb:
 
     @property
     def _early_times(self) -> Mapping[int, float]:
-        """Seconds of a step, as far as a larger micro batch is what makes them worth more."""
-        return step_seconds(self.seen, updates=not self.rules.accumulates)
+        """Seconds of a micro step, as far as a larger micro batch is what makes them worth more."""
+        return micro_step_seconds(self.seen, updates=self.rules.accumulate is None)
 
     def expected_s(self, micro_batch: int) -> float:
         """Seconds of a step, as far as can be said; 0 where nothing can."""
+        return self.accumulation(micro_batch) * self._micro_step_s(micro_batch)
+
+    def _micro_step_s(self, micro_batch: int) -> float:
+        """The same of one of its micro batches."""
         times, like = micro_step_seconds(self.seen), micro_step_seconds(self.like)
-        accumulation = accumulation_for(self.rules.global_batch, micro_batch, self.rules.world_size)
         if len(times) == 1 and len(like) > 1:  # one point does not tell how steps grow: the same model's do
             ((size, seconds),) = times.items()
-            return accumulation * seconds * _along(like, micro_batch) / _along(like, size)
-        return accumulation * _along(times or like, micro_batch)
+            return seconds * _along(like, micro_batch) / _along(like, size)
+        return _along(times or like, micro_batch)
 
     @property
     def longest_step_s(self) -> float:
@@ -139,8 +154,7 @@ class Climb:
     def foreseen(self) -> int | None:
         """The largest micro batch that the forecast lets in; None when it cannot say."""
         if not self._foreseen:
-            accumulation = accumulation_for(self.rules.global_batch, 1, self.rules.world_size)
-            knobs = replace(self.first.knobs, accumulation=accumulation)
+            knobs = replace(self.first.knobs, accumulation=self.accumulation(1))
             trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
             self._foreseen.append(self.rules.foresight.largest(trial, self.rules.sizes, self.rules.usable_bytes))
         return self._foreseen[0]
@@ -186,12 +200,12 @@ class Climb:
             return size  # a step has the same samples at every micro batch: growing never makes it much slower
         budget_s = self.longest_step_s
         open_sizes = ground.between(sizes)
-        quick = [one for one in open_sizes if one <= size and self.expected_s(one) <= budget_s]
+        quick = [one for one in open_sizes if one <= size and self._micro_step_s(one) <= budget_s]
         if quick and (quick[-1] == size or quick[-1] >= _WORTH_A_LONG_STEP * ground.good):
             look = self._look(budget_s)
             return max((one for one in quick if one <= look), default=quick[-1])
         slow = next(one for one in open_sizes if one not in quick)
-        return when_slow(slow, self.expected_s(slow), budget_s)
+        return when_slow(slow, self._micro_step_s(slow), budget_s)
 
     def _look(self, longest_s: float) -> float:
         """How large the next micro batch may be where growing begins small."""

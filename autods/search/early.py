@@ -20,8 +20,8 @@ _LITTLE = 1.5  # times as fast
 
 
 def when_little_is_left(times: Mapping[int, float], last: int, longest_s: float, worth: float) -> Stop | None:
-    """No micro batch beyond the last one tried can be `worth` times as fast. times: seconds of a step, see
-    `step_seconds`; longest_s: what a step may take."""
+    """No micro batch beyond the last one tried can be `worth` times as fast. times: seconds of a micro step;
+    longest_s: what a step may take."""
     smaller = well_below(times, last)
     if smaller is None or last not in times or times[last] >= longest_s:
         return None

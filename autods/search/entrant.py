@@ -10,11 +10,11 @@ from ..outcomes import Fit
 from ..units import show_bytes
 from ..values import Record, Steps, Trial
 from .ask import accumulation_for, fits_within
-from .bounds import SURE
+from .bounds import SURE, micro_step_seconds
 from .candidates import Candidate
 from .climb import Climb, Rules
 from .foresight import why_impossible
-from .stopping import step_seconds, what_happened
+from .stopping import what_happened
 from .variants import name_of
 from .walk import first_trial, tried
 
@@ -117,7 +117,7 @@ class Entrant:
 
     def longest(self, sample_s: float) -> float:
         """The largest micro batch whose step is short enough to be timed, where a sample costs so many seconds."""
-        times = step_seconds(self.climb.seen)
+        times = micro_step_seconds(self.climb.seen)
         if self.climb.rules.global_batch is not None or not times or sample_s <= 0:
             return math.inf
         size = max(times)

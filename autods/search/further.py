@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..values import Record, Steps
-from .ask import accumulation_for, fits_within
+from .ask import fits_within
 from .bounds import last_sample_s, micro_step_seconds
 from .climb import Climb
 from .memory_line import next_size
@@ -60,8 +60,7 @@ class Further:
         return sizes[-1] if faster >= _WORTH else None
 
     def _step_s(self, climb: Climb, size: int) -> float:
-        rules = climb.rules
-        return self._micro_step_s(climb, size) * accumulation_for(rules.global_batch, size, rules.world_size)
+        return self._micro_step_s(climb, size) * climb.accumulation(size)
 
     def _micro_step_s(self, climb: Climb, size: int) -> float:
         """As measured, or along the line beyond it."""

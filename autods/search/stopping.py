@@ -82,14 +82,10 @@ def when_slow(micro_batch: int, seconds: float, budget_s: float) -> Stop:
     return Stop(is_limit=False, reason=said)
 
 
-def step_seconds(records: Sequence[Record], *, updates: bool = True) -> dict[int, float]:
-    """Median seconds of an optimizer step by micro batch; the walk's one step is good enough to foresee by.
-
-    updates: with what the optimizer takes; else without, as far as a trial saw that.
-    """
+def step_seconds(records: Sequence[Record]) -> dict[int, float]:
+    """Median seconds of an optimizer step by micro batch; the walk's one step is good enough to foresee by."""
     return {
         record.trial.knobs.micro_batch: median(record.outcome.step_s)
-        * (1 - (0.0 if updates else record.outcome.timing.update_share or 0.0))
         for record in records
         if isinstance(record.outcome, Fit) and record.outcome.step_s
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..search.accumulate import Accumulated, accumulate
+from ..search.accumulate import accumulate
 from ..search.tune import Tuned
 from .means import Means
 
@@ -14,7 +14,7 @@ def accumulated_from(tuned: Tuned, means: Means) -> Tuned:
     profile = means.settings.profile
     if not means.accumulates or not means.may_run(1):
         return tuned
-    said: Accumulated = accumulate(
+    said = accumulate(
         tuned.best,
         means.run,
         limits=profile.accumulate,

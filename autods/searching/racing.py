@@ -51,5 +51,5 @@ def _rules(means: Means) -> Rules:
         score=means.score,
         grows=settings.objective != "memory",
         examines=means.examines_at_once,
-        accumulates=means.accumulates,
+        accumulate=settings.profile.accumulate if means.accumulates else None,
     )

@@ -19,7 +19,7 @@ from .batch import check_batch, place
 from .checkpointing import checkpoint
 from .longest import longest_batch, same_as_longest
 from .rendezvous import Ranks
-from .repeat import PROVING_STEPS, Acted, has_time_for_one_more, repeat, seconds_of
+from .repeat import PROVING_STEPS, SHORT, Acted, has_time_for_one_more, repeat, seconds_of
 from .seeds import seed_all
 from .traffic import Traffic, backend
 
@@ -76,7 +76,9 @@ def act(
     engine = initialize(workload, model, exams.gathering(ds_config) if longest else ds_config)
     del model
     batches = [place(batch, engine) for batch in batches]
-    train, loss_of = _moves(workload, engine, batches, accumulation, observe)
+    eases = ease if exam is None else None
+    short = {} if eases is None or pipeline.is_pipeline(engine.module) else dict(SHORT)
+    train, loss_of = _moves(workload, engine, batches, accumulation, observe, short)
     traffic = Traffic(synchronize)
     traffic.listen(backend())
 
@@ -89,17 +91,25 @@ def act(
         acted = repeat(step, lambda losses: parity.mean_of(losses, ranks), steps, synchronize, ranks)
         parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
-        proven = _eased(ease, loss_of, observe, evaluates=last_from_s is not None) if exam is None and ease else None
+        proven = _eased(eases, loss_of, observe, evaluates=last_from_s is not None) if eases else None
         acted = repeat(step, _last, steps, synchronize, ranks, proven=proven, last_from_s=last_from_s)
     count = len(acted.losses)
     if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
         step(count, alone=True)
     said = traffic.said()
-    acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
+    acted = replace(acted, steps_s=acted.steps_s + (said["step_s"] or 0.0))
     if longest and (last_from_s is None or ranks.agree(max(acted.step_s, default=0.0) >= last_from_s)):
         times: list[float] = []
+        if acted.step_s and short and accumulation > 1:
+            short[count] = 1  # it only has to move the weights away from the checkpoint
+
+        def examined_step(index: int) -> None:
+            seconds = seconds_of(step, index, synchronize)
+            if index not in short:
+                times.append(seconds)
+
         hands = exams.Hands(
-            step=lambda index: times.append(seconds_of(step, index, synchronize)),
+            step=examined_step,
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
@@ -107,9 +117,11 @@ def act(
         folder = scratch / "checkpoint"
         examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
         more = tuple(times) if last_from_s is not None else ()
+        if not acted.step_s:  # nor was a whole step counted
+            said = traffic.said()
         acted = replace(acted, examined=examined, step_s=(*acted.step_s, *more), steps_s=acted.steps_s + sum(more))
     observe("done", count)
-    return acted
+    return replace(acted, communication=said)
 
 
 def _eased(
@@ -132,19 +144,28 @@ def _last(losses: Sequence[float]) -> float:
 
 
 def _moves(
-    workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
+    workload: Workload,
+    engine: Any,
+    batches: Sequence[Any],
+    accumulation: int,
+    observe: Observe,
+    short: Mapping[int, int],
 ) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
     """What an engine can do with its batches.
 
     One optimizer step of that index → the losses of its batches; whether dropout acts → the loss without a gradient.
+    short: index of a step → micro batches that it has at most; a pipeline's are whole.
     """
     if pipeline.is_pipeline(engine.module):
         return pipeline.moves(engine, batches, observe)
     each = accumulation // len(batches)
-    return (
-        lambda index: [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches],
-        lambda training: evaluate(workload, engine, batches[0], training=training),
-    )
+
+    def train(index: int) -> list[Any]:
+        many = min(each, short.get(index, each))
+        engine.micro_steps += each - many  # by which the engine knows the last micro batch of a step
+        return [optimizer_step(workload, engine, batch, many, index, observe) for batch in batches]
+
+    return train, lambda training: evaluate(workload, engine, batches[0], training=training)
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:

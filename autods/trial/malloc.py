@@ -19,7 +19,7 @@ from pathlib import Path
 _LIBC = ctypes.CDLL(None)
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # `M_MMAP_THRESHOLD` and the other of malloc.h
 _THP_DISABLE = 41  # `PR_SET_THP_DISABLE` of linux/prctl.h
-_HUGE_PAGES_AT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES_AT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
 
 
@@ -61,7 +61,7 @@ def let_alone() -> None:
     _LIBC.mallopt(_MMAP_THRESHOLD, 32 * 2**20)
     _LIBC.mallopt(_TRIM_THRESHOLD, 64 * 2**20)
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        if "[always]" not in _HUGE_PAGES_AT.read_text():
+        if "[always]" not in HUGE_PAGES_AT.read_text():
             _LIBC.prctl(_THP_DISABLE, 1, 0, 0, 0)
 
 

@@ -13,7 +13,12 @@ from ..values import Steps
 from ..workload import WorkloadError
 from .rendezvous import Ranks
 
-PROVING_STEPS = 2  # from the second on states that the optimizer makes lie there, and what stage 3 keeps gathered
+# Steps that show all that training needs: from the second on states that the optimizer makes lie there, and what stage
+# 3 keeps gathered.
+PROVING_STEPS = 2
+# Index of a step → micro batches that it has at most: of these, and of the one behind them that warms up. Of three one
+# begins the gradients, one adds to them, one ends the step: each more would do what the middle one does.
+SHORT = {0: 1, 1: 3, 2: 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

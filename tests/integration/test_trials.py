@@ -14,6 +14,8 @@ from autods.outcomes import Fit
 from autods.trial.repeat import PROVING_STEPS
 from autods.values import Knobs, Steps, Trial
 
+SMALL_BUCKETS = {f"zero_optimization.{name}_bucket_size": 1_000_000 for name in ("reduce", "allgather")}
+
 
 def a_trial(rung: str, **knobs: object) -> Trial:
     return Trial(rung=rung, knobs=Knobs(checkpointing=False, **knobs), purpose="walk", native_optimizer=False)
@@ -47,6 +49,27 @@ def test_samples_count_micro_batch_accumulation_and_ranks(runners):
     assert isinstance(record.outcome, Fit), record.outcome
     step_s = record.outcome.step_s[0]
     assert record.outcome.samples_per_second == pytest.approx(4 * 3 * 2 / step_s)
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero1", "zero2", "zero3"])
+def test_of_many_micro_batches_the_first_steps_have_a_few_and_are_whole_optimizer_steps(runners, rung):
+    record = runners("downhill.py", precision="fp32").run(a_trial(rung, accumulation=8, settings=SMALL_BUCKETS), id=6)
+    assert isinstance(record.outcome, Fit), record.outcome
+    fallen = [8 - loss for loss in record.outcome.losses]  # by the micro batches of the steps before, an eighth each
+    assert fallen == pytest.approx([0, 1 / 8, 4 / 8, 5 / 8])
+    assert len(record.outcome.step_s) == 1
+
+
+@pytest.mark.parametrize("rung", ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param"])
+def test_a_few_micro_batches_show_the_memory_that_many_need(runners, rung):
+    few, many = (
+        runners(workload).run(a_trial(rung, micro_batch=64, accumulation=6, settings=SMALL_BUCKETS), id=7).outcome
+        for workload in ("wide.py", "unshortened.py")
+    )
+    assert isinstance(few, Fit), few
+    assert isinstance(many, Fit), many
+    assert few.device_peak_bytes == pytest.approx(many.device_peak_bytes, rel=0.01)
+    assert few.memory["host"].peak_bytes == pytest.approx(many.memory["host"].peak_bytes, rel=0.05)
 
 
 def test_a_trial_leaves_no_rank_and_no_scratch_folder(runners):

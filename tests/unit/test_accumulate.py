@@ -56,9 +56,15 @@ class Machine:
         )
 
     def accumulated(
-        self, *, most: int = 4, gain: float = 1.02, world_size: int = 1, examines: bool = False
+        self,
+        *,
+        most: int = 4,
+        gain: float = 1.02,
+        world_size: int = 1,
+        examines: bool = False,
+        start: Record | None = None,
     ) -> Accumulated:
-        start = self.run(Trial(rung="ddp", knobs=Knobs(micro_batch=8), purpose="grow", steps=STEPS))
+        start = start or self.run(Trial(rung="ddp", knobs=Knobs(micro_batch=8), purpose="grow", steps=STEPS))
         return accumulate(
             start,
             self.run,
@@ -139,3 +145,11 @@ def test_its_trial_has_the_exam_where_that_is_likely_to_be_needed() -> None:
     outcome = Machine().accumulated(examines=True).best.outcome
     assert isinstance(outcome, Fit)
     assert outcome.examined == DID
+
+
+def test_what_grew_with_several_micro_batches_a_step_keeps_them_and_says_why() -> None:
+    machine = Machine()
+    grown = machine.run(Trial(rung="ddp", knobs=Knobs(micro_batch=8, accumulation=4), purpose="grow", steps=STEPS))
+    said = machine.accumulated(start=grown)
+    assert said.best == grown
+    assert said.reason == "4 micro batches a step share the optimizer's part, which is 7.5% of a step of one"

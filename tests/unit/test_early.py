@@ -10,6 +10,7 @@ import pytest
 from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
 from autods.journal import key_of
 from autods.outcomes import Examined, Fit, Outcome, Phase, Timing
+from autods.profile import AccumulateLimits
 from autods.search.climb import Climb, Rules
 from autods.search.early import last_from_s, most_to_gain
 from autods.settings import GrowLimits
@@ -18,39 +19,53 @@ from autods.values import Knobs, Record, Steps, Trial
 GIB = 2**30
 TIMED = Steps(warmup=1, timed=2, most_timed=2, budget_s=1.2)
 LIMITS = GrowLimits(most_trials=3, most_micro_batch=4096, gain=1.03, worth=1.15, first_look=8)
+UP_TO_4 = AccumulateLimits(most=4, gain=1.02)
 DID = Examined(batch_shape=(8, 128), draws=16, evaluated=True, save_s=0.1, load_s=0.1, restored=True)
 
 
 @dataclass
 class Machine:
-    """Steps of `fixed_s` and `sample_s` for each sample; a trial takes `beside_s` more than they do."""
+    """A micro step takes `fixed_s` and `sample_s` a sample, the optimizer `update_s`, a trial `beside_s` more."""
 
     fixed_s: float
     sample_s: float
+    update_s: float = 0.0
+    seen: bool = True  # the optimizer's part, by the trial
     beside_s: float = 0.3
     after: Callable[[Trial], Outcome | None] = lambda trial: None  # what the exam comes to, where it fails
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, trial: Trial) -> Record:
         self.trials.append(trial)
-        steps_s = (trial.steps.warmup + trial.steps.timed) * self.step_s(trial.knobs.micro_batch)
+        step_s = self.step_s(trial.knobs.micro_batch, trial.knobs.accumulation)
+        steps_s = (trial.steps.warmup + trial.steps.timed) * step_s
         outcome = self.answer(trial)
         if isinstance(outcome, Fit):
-            outcome = replace(outcome, timing=Timing(wall_s=steps_s + self.beside_s, steps_s=steps_s))
+            share = self.update_s / step_s if self.seen else None
+            timing = Timing(wall_s=steps_s + self.beside_s, steps_s=steps_s, update_share=share)
+            outcome = replace(outcome, timing=timing)
         return Record(id=len(self.trials), trial=trial, outcome=outcome, seconds=steps_s + self.beside_s)
 
     def answer(self, trial: Trial) -> Outcome:
-        size = trial.knobs.micro_batch
-        step_s = self.step_s(size)
-        ran = fit(peak_bytes=GIB + size * 2**20, limit_bytes=64 * GIB, step_s=step_s, samples_per_second=size / step_s)
+        size, many = trial.knobs.micro_batch, trial.knobs.accumulation
+        step_s = self.step_s(size, many)
+        speed = size * many / step_s
+        ran = fit(peak_bytes=GIB + size * 2**20, limit_bytes=64 * GIB, step_s=step_s, samples_per_second=speed)
         if trial.examined_from_s is None or step_s < trial.examined_from_s:
             return ran
         return self.after(trial) or replace(ran, examined=DID)
 
-    def step_s(self, size: int) -> float:
-        return self.fixed_s + self.sample_s * size
+    def step_s(self, size: int, many: int = 1) -> float:
+        return many * (self.fixed_s + self.sample_s * size) + self.update_s
 
-    def climb(self, *, limits: GrowLimits = LIMITS, examines: bool = True, global_batch: int | None = None) -> Climb:
+    def climb(
+        self,
+        *,
+        limits: GrowLimits = LIMITS,
+        examines: bool = True,
+        global_batch: int | None = None,
+        accumulate: AccumulateLimits | None = None,
+    ) -> Climb:
         rules = Rules(
             run=self.run,
             limits=limits,
@@ -59,11 +74,17 @@ class Machine:
             world_size=1,
             global_batch=global_batch,
             examines=examines,
+            accumulate=accumulate,
         )
         first = Trial(rung="ddp", knobs=Knobs(), purpose="walk")
         climb = Climb(rules=rules, first=first, walked=self.run(first))
         climb.ends()
         return climb
+
+    @property
+    def batches(self) -> list[tuple[int, int]]:
+        """Micro batch and how many a step, of what was grown."""
+        return [(trial.knobs.micro_batch, trial.knobs.accumulation) for trial in self.trials[1:]]
 
     @property
     def sizes(self) -> list[int]:
@@ -116,6 +137,35 @@ def test_the_last_trial_has_its_exam_and_no_trial_before_it() -> None:
     examined = [isinstance(one.outcome, Fit) and one.outcome.examined is not None for one in climb.records]
     assert len(examined) > 1
     assert examined == [False] * (len(examined) - 1) + [True]
+
+
+def test_an_optimizer_that_takes_its_share_of_a_step_is_shared_in_the_first_look_already() -> None:
+    machine = Machine(fixed_s=0.04, sample_s=0.03, update_s=0.02)
+    climb = machine.climb(accumulate=UP_TO_4)
+    assert machine.batches == [(8, 4)]
+    assert climb.stop is not None
+    assert "no larger one can be more than" in climb.stop.reason
+    outcome = climb.records[-1].outcome
+    assert isinstance(outcome, Fit)
+    assert outcome.examined == DID
+
+
+@pytest.mark.parametrize(("update_s", "seen"), [(0.002, True), (0.02, False)])
+def test_an_optimizer_that_takes_little_or_was_not_seen_is_no_reason_for_longer_steps(
+    update_s: float, seen: bool
+) -> None:
+    machine = Machine(fixed_s=0.04, sample_s=0.03, update_s=update_s, seen=seen)
+    machine.climb(accumulate=UP_TO_4)
+    assert {many for _, many in machine.batches} == {1}
+
+
+def test_a_larger_micro_batch_takes_fewer_of_them_a_step_where_a_step_would_take_too_long() -> None:
+    machine = Machine(fixed_s=0.06, sample_s=0.012, update_s=0.02)
+    machine.climb(accumulate=replace(UP_TO_4, gain=1.01))
+    assert machine.batches[0] == (8, 4)
+    assert machine.batches[1][0] > 8
+    assert machine.batches[1][1] == 2
+    assert all(many * machine.step_s(size) <= 2 * TIMED.budget_s for size, many in machine.batches if many > 1)
 
 
 def test_whether_it_was_examined_is_no_part_of_the_config_that_is_passed_on() -> None:
