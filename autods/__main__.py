@@ -1,8 +1,16 @@
-"""`python -m autods` is `autods`."""
+"""Where the command `autods`, and `python -m autods`, begin."""
 
 import sys
 
-from .cli import main
+
+def start() -> int:
+    """The command line. A Ctrl-C while its imports last has nothing to save and says nothing."""
+    try:
+        from .cli import main
+    except KeyboardInterrupt:
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

@@ -99,27 +99,20 @@ def act(
     said = traffic.said()
     acted = replace(acted, steps_s=acted.steps_s + (said["step_s"] or 0.0))
     if longest and (last_from_s is None or ranks.agree(max(acted.step_s, default=0.0) >= last_from_s)):
-        times: list[float] = []
         if acted.step_s and short and accumulation > 1:
             short[count] = 1  # it only has to move the weights away from the checkpoint
-
-        def examined_step(index: int) -> None:
-            seconds = seconds_of(step, index, synchronize)
-            if index not in short:
-                times.append(seconds)
-
+        times: dict[int, float] = {}
         hands = exams.Hands(
-            step=examined_step,
+            step=lambda index: times.update({index: seconds_of(step, index, synchronize)}),
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
         )
         folder = scratch / "checkpoint"
         examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
-        more = tuple(times) if last_from_s is not None else ()
-        if not acted.step_s:  # nor was a whole step counted
-            said = traffic.said()
-        acted = replace(acted, examined=examined, step_s=(*acted.step_s, *more), steps_s=acted.steps_s + sum(more))
+        whole = [seconds for index, seconds in times.items() if index not in short and last_from_s is not None]
+        said = said if acted.step_s else traffic.said()  # else no whole step was counted before
+        acted = replace(acted, examined=examined, step_s=(*acted.step_s, *whole), steps_s=acted.steps_s + sum(whole))
     observe("done", count)
     return replace(acted, communication=said)
 

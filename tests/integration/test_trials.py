@@ -79,18 +79,20 @@ def test_a_trial_leaves_no_rank_and_no_scratch_folder(runners):
     assert ranks_of(runner) == []
 
 
-def ranks_of(runner) -> list[int]:
-    """Pids of what the runner's zygotes forked."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = open(f"/proc/{pid}/cmdline").read()
-            children = open(f"/proc/{pid}/task/{pid}/children").read().split()
-        except OSError:
-            continue
-        if "autods.cluster.zygote" in command and runner.settings.source.path in command:
-            found += children
-    return found
+def ranks_of(runner) -> list[str]:
+    """Pids of what the runner's zygotes forked; those of other tests may hold the same workload meanwhile."""
+    zygotes = [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if is_zygote_of(runner, pid)]
+    assert zygotes
+    return [child for pid in zygotes for child in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+
+
+def is_zygote_of(runner, pid) -> bool:
+    try:
+        words = open(f"/proc/{pid}/cmdline").read().split("\0")
+    except OSError:
+        return False
+    is_ours = {"autods.cluster.zygote", str(os.getpid())} <= set(words)  # it is told its driver's pid
+    return is_ours and any(runner.settings.source.path in word for word in words)
 
 
 def test_a_ray_of_our_own_can_be_reached_from_this_machine_alone(ray):

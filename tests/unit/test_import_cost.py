@@ -44,3 +44,20 @@ def test_every_public_name_can_be_had_and_others_cannot() -> None:
         assert name in dir(autods)
     with pytest.raises(AttributeError, match="nonsense"):
         autods.nonsense  # noqa: B018
+
+
+def test_a_ctrl_c_while_the_command_is_imported_ends_it_without_a_word() -> None:
+    interrupted = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from autods.__main__ import start
+sys.exit(start())
+"""
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
