@@ -10,20 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..outcomes import Phase
 from ..values import Exam, Steps
 from ..workload import Workload, WorkloadError
 from . import exam as exams
 from . import parity, pipeline
 from .batch import check_batch, place
 from .checkpointing import checkpoint
+from .examined import Moves, Observe, examined
 from .longest import longest_batch, same_as_longest
 from .rendezvous import Ranks
-from .repeat import PROVING_STEPS, SHORT, Acted, has_time_for_one_more, repeat, seconds_of
+from .repeat import PROVING_STEPS, SHORT, Acted, has_time_for_one_more, repeat
 from .seeds import seed_all
 from .traffic import Traffic, backend
-
-Observe = Callable[[Phase, int], None]
 
 
 def act(
@@ -92,29 +90,36 @@ def act(
         parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
         proven = _eased(eases, loss_of, observe, evaluates=last_from_s is not None) if eases else None
-        acted = repeat(step, _last, steps, synchronize, ranks, proven=proven, last_from_s=last_from_s)
-    count = len(acted.losses)
-    if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
-        step(count, alone=True)
-    said = traffic.said()
-    acted = replace(acted, steps_s=acted.steps_s + (said["step_s"] or 0.0))
-    if longest and (last_from_s is None or ranks.agree(max(acted.step_s, default=0.0) >= last_from_s)):
-        if acted.step_s and short and accumulation > 1:
-            short[count] = 1  # it only has to move the weights away from the checkpoint
-        times: dict[int, float] = {}
-        hands = exams.Hands(
-            step=lambda index: times.update({index: seconds_of(step, index, synchronize)}),
+        shown_of = min(1.0, SHORT[PROVING_STEPS - 1] / accumulation) if short and accumulation > 1 else None
+        acted = repeat(
+            step, _last, steps, synchronize, ranks, proven=proven, last_from_s=last_from_s, shown_of=shown_of
+        )
+    following = len(acted.losses)
+    if longest and (last_from_s is None or not acted.step_s or ranks.agree(max(acted.step_s) >= last_from_s)):
+        moves = Moves(
+            engine=engine,
+            step=step,
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
+            short=short,
         )
-        folder = scratch / "checkpoint"
-        examined = exams.examine(engine, hands, ranks, longest=longest, folder=folder, index=count)
-        whole = [seconds for index, seconds in times.items() if index not in short and last_from_s is not None]
-        said = said if acted.step_s else traffic.said()  # else no whole step was counted before
-        acted = replace(acted, examined=examined, step_s=(*acted.step_s, *whole), steps_s=acted.steps_s + sum(whole))
-    observe("done", count)
-    return replace(acted, communication=said)
+        acted, following = examined(
+            acted,
+            moves,
+            ranks,
+            longest=longest,
+            folder=scratch / "checkpoint",
+            times=last_from_s is not None,
+            shortens=bool(short) and accumulation > 1,
+            ease=eases if following == PROVING_STEPS else None,  # else it was called before the steps that were timed
+        )
+    if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
+        step(following, alone=True)
+    said = traffic.said()
+    acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
+    observe("done", len(acted.losses))
+    return acted
 
 
 def _eased(

@@ -19,6 +19,7 @@ PROVING_STEPS = 2
 # Index of a step → micro batches that it has at most: of these, and of the one behind them that warms up. Of three one
 # begins the gradients, one adds to them, one ends the step: each more would do what the middle one does.
 SHORT = {0: 1, 1: 3, 2: 1}
+_COUNTED = 2  # times as long a step takes at most while its memory is counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,27 +45,34 @@ def repeat(
     *,
     proven: Callable[[], None] | None = None,
     last_from_s: float | None = None,
+    shown_of: float | None = None,
 ) -> Acted:
     """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
 
     proven: called after the steps that show all that training needs; one more warms up before others are timed.
     last_from_s: a timed step that takes so long is enough, 0: none is needed, since others follow that will be timed;
-    None: there are no more to come.
+    None: there are no more to come. shown_of: of whole steps the last one that proves is so large a part; where it
+    tells already that the others follow, they are as good as these, and none is timed here. None: it is not asked.
     """
     warmup = steps.warmup if proven is None else max(steps.warmup, PROVING_STEPS + 1)
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
+    took_s = 0.0
     while True:
         index = len(losses)
         if proven is not None and index == PROVING_STEPS:
+            from_s = None if last_from_s is None or shown_of is None else _COUNTED * shown_of * last_from_s
+            if from_s is not None and ranks.agree(took_s >= from_s):
+                break
             proven()
         synchronize()
         start = time.perf_counter()
         found = step(index)
         synchronize()
+        took_s = time.perf_counter() - start
         if index >= warmup:
-            times.append(time.perf_counter() - start)
+            times.append(took_s)
         losses.append(join([finite(loss, index) for loss in found]))
         if last_from_s == 0 and len(losses) >= warmup:
             break
