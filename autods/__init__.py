@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from .api import find_best_config as find_best_config
     from .api import plan as plan
     from .api import probe as probe
+    from .diagnosis import Diagnosis as Diagnosis
+    from .diagnosis import diagnose as diagnose
     from .errors import AutodsError as AutodsError
     from .errors import EnvironmentBroken as EnvironmentBroken
     from .errors import InputError as InputError
     from .errors import Interrupted as Interrupted
-    from .failures import Diagnosis as Diagnosis
-    from .failures import diagnose as diagnose
     from .report import Report as Report
     from .workload import Workload as Workload
 
 _HOMES = {
-    "Diagnosis": "failures",
-    "diagnose": "failures",
+    "Diagnosis": "diagnosis",
+    "diagnose": "diagnosis",
     "find_best_config": "api",
     "plan": "api",
     "probe": "api",

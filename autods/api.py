@@ -6,21 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .api_types import typed, whole
 from .events import Listener
-from .machine_checks import check_nodes
-from .report import Report
-from .settings import Settings, resolve
-from .values import WorkloadSource
+from .report.results import Report
+from .requests import Settings, check_nodes, resolve, typed, whole
+from .types import WorkloadSource
 
 if TYPE_CHECKING:
-    from .forecast.events import ForecastListener
-    from .hardware import Hardware
-    from .probing.question import Question as ProbeQuestion
-    from .question import Question
-    from .report.plan_result import Forecast
-    from .report.probe_result import ProbeReport
-    from .workload import Workload
+    from .forecast.values import ForecastListener
+    from .probe.request import Question as ProbeQuestion
+    from .report.results import Forecast, ProbeReport
+    from .requests import Question
+    from .system.host import Hardware
+    from .workload.protocol import Workload
 
 
 def find_best_config(
@@ -88,11 +85,11 @@ def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
 
 def _hardware(asked: Mapping[str, Any]) -> Hardware:
     """This machine's, or that of the weakest node of a cluster that may be used."""
-    from .hardware import look
+    from .system.host import look
 
     if asked.get("address") is None:
         return look()
-    from .cluster.survey import weakest_of
+    from .runner.placement import weakest_of
 
     check_nodes(asked.get("nodes"), asked["address"])
     return weakest_of(asked["address"], gpus=asked.get("gpus"), nodes=asked.get("nodes") or 1, device=asked["device"])
@@ -132,7 +129,7 @@ def plan(
     arguments are `script_args`, with placeholders such as '{ds_config}'; kind: as for `find_best_config`.
     on: machines of the catalogue, 'a100-80gb,h100-80gb' or 'all'; else `gpu_memory`, `host_memory` and `nvme`, in
     bytes or as '80GiB', else this machine's cards.
-    on_event: called with each `forecast.events` value while it works, from any thread.
+    on_event: called with each `forecast.values` value while it works, from any thread.
 
     Raises InputError for wrong input, EnvironmentBroken when nothing can be simulated here, Interrupted on Ctrl-C.
     """
@@ -144,8 +141,8 @@ def plan(
 
 def ask(workload: str | Path | Workload, **asked: Any) -> Question:
     """Check the workload and what was asked (by `plan`'s names). Raises InputError."""
-    from .hardware import look
-    from .question import pose
+    from .requests import pose
+    from .system.host import look
 
     asked = _one_world(typed(asked))
     recompute = False if asked.get("checkpointing") == "off" else None
@@ -155,7 +152,7 @@ def ask(workload: str | Path | Workload, **asked: Any) -> Question:
 
 def run_plan(question: Question, listen: ForecastListener) -> Forecast:
     """Run the plan."""
-    from .planning import plan
+    from .planner.plan import plan
 
     return plan(question, listen=listen)
 
@@ -218,8 +215,8 @@ def probe(
 
 def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     """Check the workload and what was asked (by `probe`'s names) against this machine. Raises InputError."""
-    from .probing.settle import most_ranks
-    from .probing.settle import settle as settle_probe
+    from .probe.request import most_ranks
+    from .probe.request import settle as settle_probe
 
     asked = typed(asked)
     source = _source_to_try(workload, asked)
@@ -229,7 +226,7 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
 
 def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeReport:
     """Run the probe; imported late, because it brings Ray."""
-    from .probing.probe import probe
+    from .probe.run import probe
 
     return probe(question, listen=listen, fresh=fresh)
 
@@ -254,7 +251,7 @@ def _source(
     zero_init: bool = False,
 ) -> WorkloadSource:
     """The workload, with those of `asked` that are about it; they are taken out. zero_init: a plan has its own."""
-    from .workload import source_of
+    from .workload.load import source_of
 
     own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len", "kind")}
     argv = tuple(asked.pop("script_args", ()))
@@ -271,7 +268,7 @@ def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:
 
 def run_fit(settings: Settings, listen: Listener, fresh: bool) -> Report:
     """Run the fit; imported late, because it brings Ray."""
-    from .fit import fit
+    from .tuner.fit import fit
 
     return fit(settings, listen=listen, fresh=fresh)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .outcomes import Phase
-from .values import Record, Skipped, Trial
+from .types import Phase, Record, Skipped, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,5 +41,4 @@ class TrialFinished:
 
 
 Event = Note | TrialStarted | TrialMoved | TrialFinished | Skipped
-
 Listener = Callable[[Event], None]

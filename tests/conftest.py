@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.hardware import visible_cards
+from autods.system.host import visible_cards
 
 # Started in the background of a script, we ignore Ctrl-C and would hand that on to the fits that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

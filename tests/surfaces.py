@@ -17,17 +17,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from autods.cluster.scripted import fit, out_of_memory
-from autods.ds_config import start_settings
+from autods.config.deepspeed import start_settings
+from autods.config.profiles import Budget, Profile, read_profile
+from autods.config.strategies import Dimension, Rung, all_rungs
 from autods.forecast.values import Predicted, RungForecast
-from autods.journal import Journal, key_of
-from autods.ladder import Dimension, Rung, all_rungs
-from autods.outcomes import Examined, Fit, Outcome
-from autods.resume import Memory
-from autods.search.foresight import BLIND, Foresight
-from autods.searching import Search
-from autods.settings import Budget, Profile, Settings, read_profile
-from autods.values import Knobs, ModelFacts, Record, Steps, Trial, WorkloadSource
+from autods.journal import Journal, Memory, key_of
+from autods.requests import Settings
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.fit import Search
+from autods.tuner.forecasts import BLIND, Foresight
+from autods.types import Examined, Fit, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 
 GIB = 2**30
 RUNGS = all_rungs()
@@ -208,7 +207,7 @@ def _measured(step_s: float, steps: Steps, noise: random.Random) -> tuple[float,
 
 
 def _spread(times: Sequence[float]) -> float:
-    """As `trial.repeat.spread_of`."""
+    """As `trial.steps.spread_of`."""
     if len(times) < 2:
         return 0.0
     return 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)

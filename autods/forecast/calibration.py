@@ -1,10 +1,4 @@
-"""What real trials teach the forecast: predicted against measured, on one machine, with few samples.
-
-The rule: the logarithm of measured over predicted is normal about a centre that the machine shares, and that each rung
-shifts a little. Before any trial the centre is 0 with the spread that the constants state. Samples pull the machine's
-centre away from 0 as if one sample had said 0, a rung's away from the machine's likewise, and the spread away from the
-stated one as if that were four samples. So one odd trial moves little, and a steady error is learned within a few.
-"""
+"""Correct forecasts by what trials measured, shrunk towards no correction."""
 
 from __future__ import annotations
 
@@ -12,7 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .interval import Ratios
+from ..types import Fit, Outcome, OutOfMemory
+from .allocator import replay
+from .memory_model import need_of
+from .overheads import Constants, read_constants
+from .values import Ask, Ratios, Simulated
 
 _WEIGHT_OF_ZERO = 1.0  # samples that say: the simulation is right
 _WEIGHT_OF_POOL = 1.0  # samples of each rung that say: it errs as the others do
@@ -93,3 +91,42 @@ def _fitted(errors: Sequence[tuple[str, float]], spread: float, least: float) ->
     squares = sum((error - located._centre(rung)) ** 2 for rung, error in errors)
     variance = (_WEIGHT_OF_SPREAD * spread**2 + squares) / (_WEIGHT_OF_SPREAD + len(errors))
     return Calibration(spread=math.sqrt(variance), least=least, samples=len(errors), mean=mean, rungs=centres)
+
+
+def pair_of(
+    ask: Ask,
+    simulated: Simulated,
+    outcome: Outcome,
+    *,
+    constants: Constants | None = None,
+    expandable: bool = False,
+) -> Pair | None:
+    """The device's pair, or None where the trial says nothing of it: it failed, or another tier ran out.
+
+    `ask` and `simulated` are of the config that the trial ran: one with torch's optimizer in place of DeepSpeed's is
+    another. On CUDA a trial measures what was reserved within its limit, which is more than it needed.
+    """
+    need = need_of(ask, simulated, constants or read_constants(), expandable=expandable)
+    predicted = need.device.peak_bytes
+    match outcome:
+        case Fit():
+            use = outcome.memory["device"]
+            trace = simulated.traces.get("device")
+            if ask.device == "cuda" and trace is not None:
+                limit = use.limit_bytes or ask.device_bytes - need.beside.peak_bytes
+                beside_tensors = predicted - need.tensors_bytes
+                tried = replay(trace, expandable=expandable, limit_bytes=limit - beside_tensors)
+                if tried.ran_out is None:
+                    predicted = max(tried.peak_reserved_bytes, need.live_bytes) + beside_tensors
+            return Pair(rung=ask.rung, predicted_bytes=predicted, measured_bytes=use.peak_bytes)
+        case OutOfMemory(tier="device") if outcome.limit_bytes is not None:
+            return Pair(rung=ask.rung, predicted_bytes=predicted, measured_bytes=outcome.limit_bytes, at_least=True)
+        case _:
+            return None
+
+
+def learned(ask: Ask, pairs: Iterable[Pair], constants: Constants | None = None, *, exact: bool = True) -> Calibration:
+    """The calibration of a machine with this kind of device after its trials."""
+    rows = constants or read_constants()
+    kind = ask.device if exact else "estimate"
+    return calibrated(pairs, spread=rows.spread[kind], least=rows.least[kind])

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ..ds_config import get
-from ..outcomes import Tier
-from ..values import ModelFacts
-from .caching import phases
-from .constants import Constants
-from .interval import Interval, Ratios
-from .need import Need, need_of
-from .values import Ask, ForecastPhase, Simulated, Trace
+from ..config.deepspeed import get
+from ..types import ModelFacts, Tier
+from .allocator import phases
+from .memory_model import Need, need_of
+from .overheads import Constants
+from .values import Ask, ForecastPhase, Interval, Ratios, Simulated, Trace
 
 _Key = TypeVar("_Key")
 _APART = 2  # layers between the two depths

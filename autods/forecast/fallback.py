@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..ds_config import half_precision
-from ..values import Device, ModelFacts
-from .caching import phases
+from ..config.deepspeed import half_precision
+from ..types import Device, ModelFacts
+from .allocator import phases
 from .formulas import estimated
-from .protocol import Engine, Simulator
-from .simulator import SimulationFailed
-from .values import Ask, Simulated, Trace
+from .simulator.client import SimulationFailed
+from .values import Ask, Engine, Simulated, Simulator, Trace
 
 _NO_DEVICE = ("no_compiler", "build_failed")
 

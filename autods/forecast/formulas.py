@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ds_config import get, half_precision
-from ..outcomes import Tier
-from ..values import ModelFacts
-from .constants import overlaps
+from ..config.deepspeed import get, half_precision
+from ..types import ModelFacts, Tier
+from .overheads import overlaps
 from .values import Ask, ForecastPhase, Simulated
 
 ASSUMED = "the formulas' estimate: the engine was not simulated"
-
 # fp32 values that an optimizer keeps of each parameter; Adam and whatever is not known: two moments.
 _MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "adagrad": 1, "muon": 1}
 _MOMENTUM = "optimizer.params.momentum"  # with which SGD keeps one
@@ -107,7 +105,6 @@ def _read(ask: Ask, facts: ModelFacts) -> _Engine:
 
 
 _TIERS: Mapping[str, Tier] = {"cpu": "host", "nvme": "nvme"}
-
 _Found = tuple[dict[ForecastPhase, int], dict[str, int]]
 
 

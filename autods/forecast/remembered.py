@@ -17,12 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..folders import cache_folder
-from ..hardware import versions
-from ..values import Device, ModelFacts, WorkloadSource
-from .protocol import Engine, Simulator
-from .simulator import library
-from .values import Ask, Simulated, Trace
+from ..system.host import cache_folder, versions
+from ..types import Device, ModelFacts, WorkloadSource
+from .simulator import gpu_library
+from .values import Ask, Engine, Simulated, Simulator, Trace
 
 _MOST = 2000  # files; each has some 50 KB
 SAID = "what was simulated before is taken from the cache (AUTODS_FORECAST_CACHE=off simulates again)"
@@ -43,7 +41,7 @@ class Remembered(Simulator):
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Of the workload's model."""
         key = {"facts": device, **({"ranks": ranks} if ranks > 1 else {})}
-        usable = device == "cpu" or library.library_path().exists()  # else the simulator says why it cannot
+        usable = device == "cpu" or gpu_library.library_path().exists()  # else the simulator says why it cannot
         if usable and (known := self._read(key)) is not None:
             with contextlib.suppress(TypeError):
                 return ModelFacts(**known)

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..outcomes import Tier
-from ..values import Device, ModelFacts
-from .protocol import Engine, Simulator
-from .simulator import SimulationFailed
-from .values import Ask, ForecastPhase, Simulated
+from ..types import Device, ModelFacts, Tier
+from .simulator.client import SimulationFailed
+from .values import Ask, Engine, ForecastPhase, Simulated, Simulator
 
 # Engine and micro batch → what it allocates; raises SimulationFailed.
 Script = Callable[[Ask, int], Simulated]

@@ -1,16 +1,74 @@
-"""What a forecast is made of: what is asked, what the simulated engine allocated, and what is said of a rung."""
+"""The values of a forecast: intervals, what is simulated, what a rung needs, and progress events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from ..outcomes import Tier
-from ..values import Device
+from ..events import Note
+from ..types import Device, ModelFacts, Tier, WorkloadSource
+from ..units import show_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """What a forecast is multiplied by; low ≤ middle ≤ high."""
+
+    low: float = 1.0
+    middle: float = 1.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """low_bytes ≤ peak_bytes ≤ high_bytes."""
+
+    low_bytes: int = 0
+    peak_bytes: int = 0
+    high_bytes: int = 0
+
+    def __add__(self, other: Interval) -> Interval:
+        """Both at once, bound to bound. Independent parts would be surer than that: it errs to the wide side."""
+        return Interval(
+            low_bytes=self.low_bytes + other.low_bytes,
+            peak_bytes=self.peak_bytes + other.peak_bytes,
+            high_bytes=self.high_bytes + other.high_bytes,
+        )
+
+    def times(self, ratios: Ratios | int) -> Interval:
+        """Each bound by its ratio, or all by a count."""
+        if isinstance(ratios, int):
+            ratios = Ratios(low=ratios, middle=ratios, high=ratios)
+        return Interval(
+            low_bytes=int(self.low_bytes * ratios.low),
+            peak_bytes=round(self.peak_bytes * ratios.middle),
+            high_bytes=int(-(-self.high_bytes * ratios.high // 1)),
+        )
+
+    def __str__(self) -> str:
+        """'28.3 GiB (27.1 to 30.0)'."""
+        peak, low, high = (show_bytes(size) for size in (self.peak_bytes, self.low_bytes, self.high_bytes))
+        if low == peak == high:
+            return peak
+        units = {text.rpartition(" ")[2] for text in (peak, low, high)}
+        if len(units) == 1:
+            low, high = (text.rpartition(" ")[0] for text in (low, high))
+        return f"{peak} ({low} to {high})"
+
+
+def exactly(size: int) -> Interval:
+    """No doubt about it."""
+    return Interval(low_bytes=size, peak_bytes=size, high_bytes=size)
+
+
+def total(parts: Iterable[Interval]) -> Interval:
+    """The sum."""
+    return sum(parts, Interval())
+
 
 Verdict = Literal["fits", "tight", "cannot_fit", "not_applicable"]
-
 # The phases of a forecast, in order. `init` includes building the model.
 ForecastPhase = Literal["init", "forward", "backward", "step"]
 PHASES: tuple[ForecastPhase, ...] = ("init", "forward", "backward", "step")
@@ -127,3 +185,47 @@ class RungForecast:
         if not self.by_phase:
             return None
         return max(self.by_phase, key=lambda phase: self.by_phase[phase])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulating:
+    """A micro batch of a rung is being simulated."""
+
+    rung: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasted:
+    """A rung is done on a machine; `done` of `total` rungs are."""
+
+    machine: str
+    forecast: RungForecast
+    done: int
+    total: int
+
+
+ForecastEvent = Note | Simulating | Forecasted
+ForecastListener = Callable[[ForecastEvent], None]
+
+
+class Engine(Protocol):
+    """A simulated engine that is initialised and stays so."""
+
+    def measure(self, micro_batch: int) -> Simulated: ...
+
+
+class Simulator(Protocol):
+    """Calls raise SimulationFailed, with what went wrong in the user's terms. It may be called from two threads."""
+
+    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts: ...
+
+    def engine(self, ask: Ask) -> AbstractContextManager[Engine]: ...
+
+    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+        """Each micro batch in turn on one engine."""
+        with self.engine(ask) as engine:
+            return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
+
+
+Start = Callable[[WorkloadSource], AbstractContextManager[Simulator]]

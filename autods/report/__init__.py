@@ -1,6 +1,8 @@
 """What a fit found: as a value, as JSON, on the terminal. From values alone: nothing here runs a trial."""
 
-from .files import from_dict, read, to_dict, write, write_so_far
-from .result import Report, Throughput
+from __future__ import annotations
+
+from .results import Report, Throughput
+from .serialize import from_dict, read, to_dict, write, write_so_far
 
 __all__ = ["Report", "Throughput", "from_dict", "read", "to_dict", "write", "write_so_far"]

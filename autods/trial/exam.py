@@ -1,8 +1,4 @@
-"""What a certified trial does after its training steps: evaluate, save a checkpoint, load it, and train on.
-
-An evaluation and a save leave memory behind, so a whole optimizer step follows each. A part that DeepSpeed cannot do
-here is left out with its reason; what goes wrong otherwise is passed on, and the observer knows the phase.
-"""
+"""The exam of a winner: the longest batch, evaluation, a checkpoint saved and loaded."""
 
 from __future__ import annotations
 
@@ -11,25 +7,24 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..ds_config import get, merge
-from ..outcomes import Examined, Phase
+from ..config.deepspeed import get, merge
+from ..types import Examined, Phase
 from ..units import show_bytes
-from .longest import Longest
-from .rendezvous import Ranks
+from .batch import Longest
+from .distributed import Ranks
+from .steps import Acted, seconds_of
 
 _TAG = "certificate"
 _WEIGHTS = "weights.bin"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _MARGIN = 1.1
-
 # The same forward on the same weights: what is left is the order of sums inside the device's kernels.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 _BF16_STEP = 2**-7  # of a number with bfloat16's 8 bits, at most: what a loss that is computed in it can differ by
-
 
 # Fields of `Examined`, and what was left out.
 _Part = tuple[dict[str, Any], tuple[str, ...]]
@@ -187,3 +182,62 @@ def _dtype(engine: Any) -> Any:
 def folder_bytes(folder: Path) -> int:
     """Of all files below it."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+Observe = Callable[[Phase, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What an act can do with its engine.
+
+    step: one optimizer step of that index → the losses of its batches. evaluate: the loss without a gradient. short:
+    index of a step → micro batches that it has at most.
+    """
+
+    engine: Any
+    step: Callable[[int], list[Any]]
+    evaluate: Callable[[], float | None]
+    observe: Observe
+    synchronize: Callable[[], None]
+    short: dict[int, int]
+
+
+def examined(
+    acted: Acted,
+    moves: Moves,
+    ranks: Ranks,
+    *,
+    longest: Longest,
+    folder: Path,
+    times: bool,
+    shortens: bool,
+    ease: Callable[[], None] | None,
+) -> tuple[Acted, int]:
+    """The act with its exam, and the index of the step that would follow.
+
+    times: its whole steps count as timed ones. shortens: the first step, which only has to move the weights away from
+    the checkpoint, has one micro batch. ease: called once an evaluation has been seen, where memory is still counted.
+    """
+    first = following = len(acted.losses)
+    if shortens:
+        moves.short[first] = 1
+    seconds: dict[int, float] = {}
+
+    def step(index: int) -> None:
+        seconds[index] = seconds_of(moves.step, index, moves.synchronize)
+
+    def observe(phase: Phase, index: int) -> None:
+        moves.observe(phase, index)
+        if phase == "save" and ease is not None:
+            ease()
+
+    hands = Hands(step=step, evaluate=moves.evaluate, observe=observe, synchronize=moves.synchronize)
+    found = examine(moves.engine, hands, ranks, longest=longest, folder=folder, index=first)
+    following += len(seconds)
+    if shortens and len(seconds) == 1:  # nothing was loaded, so that no whole step followed
+        step(following)
+        following += 1
+    whole = tuple(took_s for index, took_s in seconds.items() if times and index not in moves.short)
+    done = replace(acted, examined=found, step_s=(*acted.step_s, *whole), steps_s=acted.steps_s + sum(whole))
+    return done, following

@@ -13,10 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..folders import cache_folder
+from ..system.host import cache_folder
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
-
 # Seconds on two cores with a cold cache, for the note that announces the wait.
 USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..outcomes import Phase
-from ..workload import WorkloadError
-from .rendezvous import Ranks
+from ..types import Phase
+from ..workload.protocol import WorkloadError
+from .distributed import Ranks
 
 
 def is_pipeline(model: Any) -> bool:

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from . import lean
-from .heartbeat import Heartbeats
+from .job import RankJob
 from .preload import preload
-from .rank import run_rank
-from .spec import RankJob
+from .progress import Heartbeats
+from .worker import run_rank
 
 
 def main(argv: list[str]) -> None:

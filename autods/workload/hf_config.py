@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import InputError
-from ..values import Task, WorkloadSource
-from .workload import Batch, Workload, WorkloadError
+from ..types import Task, WorkloadSource
+from .protocol import Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
-
 LONGEST = 2048  # tokens: a sequence that nobody asked for is no longer than this
-
 _AUTO: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "masked-lm": "AutoModelForMaskedLM",
     "image-classification": "AutoModelForImageClassification",
 }
-
 # How the names of a task's classes end; in this order, the first that an architecture has.
 _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForCausalLM", "causal-lm"),
@@ -34,7 +31,6 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForPreTraining", "masked-lm"),
     ("ForImageClassification", "image-classification"),
 )
-
 
 _PREFIX = "hf:"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..errors import InputError
-from .workload import Workload, WorkloadError
+from .protocol import Workload, WorkloadError
 
 NEEDED = ("build_model", "build_batch")
 _CONFIG = "DEEPSPEED_CONFIG"

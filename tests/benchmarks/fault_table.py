@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from conftest import ignore, question
 from watching import PHASES, Scene, Seen, end_fit, kill_during, meet
 
-from autods.cluster.runner import RayRunner
-from autods.outcomes import Failed, OutOfMemory
+from autods.runner.runner import RayRunner
+from autods.types import Failed, OutOfMemory
 
 FAULTS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGSTOP", "os._exit(0)", "exception", "strays", "out of memory", "hang")
 

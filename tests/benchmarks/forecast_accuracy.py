@@ -48,7 +48,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from autods.ladder import all_rungs
+from autods.config.strategies import all_rungs
 
 RESULTS = Path(__file__).parent / "results"
 INSTALL = "pip install --group bench -c constraints.txt"

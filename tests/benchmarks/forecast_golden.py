@@ -37,9 +37,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import golden_cases as golden
 
+from autods.config.strategies import all_rungs
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, Ask
-from autods.ladder import all_rungs
 from autods.trial.preload import preload, settle
 from autods.workload import source_of
 

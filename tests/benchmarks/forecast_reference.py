@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autods.api import ask as pose
-from autods.asks import Sizing, ask_for
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import Ask
+from autods.planner.simulate import Sizing, ask_for
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
 GIB = 2**30

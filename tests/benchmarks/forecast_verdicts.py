@@ -30,17 +30,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from autods.ds_config import compose, start_settings
+from autods.config.deepspeed import compose, start_settings
+from autods.config.strategies import all_rungs
 from autods.errors import AutodsError
-from autods.forecast.calibration import Pair
-from autods.forecast.judge import judged, tier_verdict
-from autods.forecast.learn import learned
+from autods.forecast.calibration import Pair, learned
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import Ask, Predicted, Simulated
-from autods.ladder import all_rungs
-from autods.outcomes import Fit
+from autods.forecast.verdict import judged, tier_verdict
+from autods.types import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.units import parse_bytes
-from autods.values import Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.workload import source_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,9 +170,9 @@ def train(
 @contextlib.contextmanager
 def runner_of(workload: str, world_size: int, scratch: Path, nvme: Path | None) -> Iterator[Any]:
     """The runner of a fit, surveyed."""
-    from autods.cluster.runner import RayRunner
-    from autods.hardware import look
-    from autods.settings import resolve
+    from autods.requests import resolve
+    from autods.runner.runner import RayRunner
+    from autods.system.host import look
 
     settings = resolve(
         source(workload, scratch), hardware=look(), gpus=world_size, device="cpu", gpu_memory="4GiB", base_config=BASE,

@@ -23,9 +23,9 @@ from rich.table import Table
 os.environ["AUTODS_FORECAST_CACHE"] = "off"
 
 import autods
-from autods.hardware import versions
-from autods.outcomes import TIERS
-from autods.report.plan_result import Forecast
+from autods.report.results import Forecast
+from autods.system.host import versions
+from autods.types import TIERS
 from autods.units import show_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

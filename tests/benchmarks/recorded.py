@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autods.cluster.runner import RayRunner
-from autods.outcomes import Failed, Fit, Outcome, OutOfMemory, TierUse, Timing
-from autods.search.ask import accumulation_for, micro_batches
-from autods.search.candidates import Candidate, candidates
-from autods.settings import Settings
-from autods.trial.repeat import enough, spread_of
-from autods.values import Knobs, ModelFacts, Record, Steps, Trial
+from autods.requests import Settings
+from autods.runner.runner import RayRunner
+from autods.trial.steps import enough, spread_of
+from autods.tuner.candidates import Candidate, candidates
+from autods.tuner.trials import accumulation_for, micro_batches
+from autods.types import Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
 
 _BESIDE, _ROUNDS = 6, 10  # neighbours on either side; rounds until the parts settle
 

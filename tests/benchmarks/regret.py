@@ -21,10 +21,9 @@ from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autods.outcomes import Fit, OutOfMemory
-from autods.searching import Nothing
-from autods.settings import read_profile
-from autods.values import Record
+from autods.config.profiles import read_profile
+from autods.tuner.conclude import Nothing
+from autods.types import Fit, OutOfMemory, Record
 from tests.surfaces import Surface, searching
 
 _GOOD = 0.97

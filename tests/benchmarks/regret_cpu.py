@@ -58,19 +58,17 @@ from recorded import (
     without_drift,
 )
 
+from autods.config.profiles import Budget
 from autods.errors import AutodsError
-from autods.fit import fit
-from autods.forecast.protocol import Engine, Simulator
-from autods.forecast.values import Ask, Simulated
-from autods.foreseeing import foreseeing
-from autods.hardware import look, versions
-from autods.journal import Journal
-from autods.outcomes import Fit, OutOfMemory
-from autods.resume import Memory
-from autods.searching import Found, Search
-from autods.settings import Budget, Settings, resolve
+from autods.forecast.values import Ask, Engine, Simulated, Simulator
+from autods.journal import Journal, Memory
+from autods.requests import Settings, resolve
+from autods.system.host import look, versions
+from autods.tuner.conclude import Found
+from autods.tuner.fit import Search, fit
+from autods.tuner.foreseeing import foreseeing
+from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import show_bytes
-from autods.values import Device, ModelFacts, Record, Steps, Trial
 from autods.workload import source_of
 
 HERE = Path(__file__).parent
@@ -187,7 +185,7 @@ def digest_of(settings: Settings) -> str:
 
 def record(workload: Workload, options: argparse.Namespace) -> int:
     """Run what is not recorded yet."""
-    from autods.cluster.runner import RayRunner
+    from autods.runner.runner import RayRunner
 
     ends, path = time.monotonic() + options.seconds, grid_path(workload)
     if options.fresh:
@@ -502,7 +500,7 @@ def real(workload: Workload, options: argparse.Namespace) -> int:
 
 def duel(settings: Settings, trials: Sequence[Trial], turns: int) -> list[list[float]]:
     """Samples a second of each, measured in turn: A B A B …; 0 where it did not fit."""
-    from autods.cluster.runner import RayRunner
+    from autods.runner.runner import RayRunner
 
     rates: list[list[float]] = [[] for _ in trials]
     with RayRunner(replace(settings, out=settings.out / "duel"), lambda event: None) as runner:

@@ -122,7 +122,7 @@ def of_a_fit(workload: Path) -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if "autods.cluster.zygote" in words and any(str(workload) in word for word in words):
+        if "autods.runner.zygote" in words and any(str(workload) in word for word in words):
             found.append(process.pid)
     return found
 

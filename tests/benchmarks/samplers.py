@@ -2,7 +2,7 @@
 
 python tests/benchmarks/samplers.py [--surfaces 12] [--trials 24] [--noise 0.02 0.05] [--samplers gp tpe …]
 
-Searches made-up rungs of 4, 5 and 7 dimensions (tuning_surfaces.py) with `autods.search.tune` itself: the same
+Searches made-up rungs of 4, 5 and 7 dimensions (tuning_surfaces.py) with `autods.tuner.optuna_search` itself: the same
 surfaces and seeds for each sampler, no forecast. The first table: the true speed of what the search would take after
 so many trials, as a share of the best that leaves the headroom; the same when it was measured again in turn, on
 average and at worst; the share of trials that ran out; the processor seconds that deciding took. The second: where a
@@ -28,13 +28,10 @@ from optuna.terminator import BaseImprovementEvaluator, EMMREvaluator, RegretBou
 from optuna.trial import FrozenTrial
 from tuning_surfaces import HEADROOM, LIMIT, Surface, surface
 
-from autods.outcomes import OutOfMemory
-from autods.search.ask import fits_within, samples_per_second
-from autods.search.enough import STARTUP, enough
-from autods.search.study import gp
-from autods.search.tune import tune
-from autods.settings import TuneLimits
-from autods.values import Record, Steps
+from autods.config.profiles import TuneLimits
+from autods.tuner.optuna_search import STARTUP, enough, gp, tune
+from autods.tuner.trials import fits_within, samples_per_second
+from autods.types import OutOfMemory, Record, Steps
 
 SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
     "gp": gp,

@@ -38,7 +38,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autods.hardware import versions
+from autods.system.host import versions
 from autods.units import show_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +105,8 @@ class Cluster:
         return dict(self.surface.final_config(trial))
 
     def run(self, trial: Any, *, id: int) -> Any:
-        from autods.cluster.result import outcome_from
-        from autods.outcomes import Fit
-        from autods.values import Record
+        from autods.runner.outcome import outcome_from
+        from autods.types import Fit, Record
 
         began = time.process_time()
         outcome = self.surface.answer(trial)
@@ -124,7 +123,7 @@ class Cluster:
 
 
 def job_of(settings: Any, trial: Any) -> Any:
-    from autods.trial.spec import RankJob
+    from autods.trial.job import RankJob
 
     return RankJob(
         job="train", source=settings.source, device="cuda", folder="/tmp/none", scratch="/tmp/none/scratch",
@@ -178,7 +177,7 @@ def nodes(job: Any) -> Iterator[range]:
 
 
 def end(rank: int, record: dict[str, Any], *, exit: int = 0, at_s: float = 1000.0) -> dict[str, Any]:
-    """As `cluster.rank_watch` notes it."""
+    """As `runner.monitor` notes it."""
     where = {"phase": "forward" if exit else "done", "step": 1, "at_s": at_s}
     said = {"rank": rank, "killed_by_us": False, "exit": exit, "record": {**record, **where}, **where}
     return {**said, "log_tail": ""}
@@ -203,8 +202,8 @@ def node(ends: list[dict[str, Any]]) -> dict[str, Any]:
 
 def search(world: int, seeds: int) -> dict[str, Any]:
     """Whole fits of the same made-up models on this many ranks."""
-    from autods.fit import fit
-    from autods.settings import read_profile
+    from autods.config.profiles import read_profile
+    from autods.tuner.fit import fit
     from tests.surfaces import ScriptedForesight, Surface, searching
 
     rows: list[dict[str, float]] = []
@@ -251,10 +250,9 @@ def search(world: int, seeds: int) -> dict[str, Any]:
 
 def failures(world: int, seeds: int) -> dict[str, Any]:
     """The first cause among as many ends as there are ranks."""
-    from autods.cluster.result import failure_from
     from autods.journal import Journal
-    from autods.outcomes import OutOfMemory
-    from autods.values import Knobs, Record, Trial
+    from autods.runner.outcome import failure_from
+    from autods.types import Knobs, OutOfMemory, Record, Trial
     from tests.surfaces import Surface, searching
 
     with searching(Surface(0, world_size=world)) as made:

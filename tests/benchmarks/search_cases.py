@@ -26,8 +26,8 @@ from typing import Any
 
 import autods
 from autods.events import Event, TrialFinished, TrialStarted
-from autods.outcomes import Fit, OutOfMemory
 from autods.report import Report
+from autods.types import Fit, OutOfMemory
 
 HERE = Path(__file__).parent
 CASES = HERE / "cases"

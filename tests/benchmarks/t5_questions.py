@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autods
-from autods.outcomes import TIERS
-from autods.report.plan_result import Forecast
+from autods.report.results import Forecast
+from autods.types import TIERS
 from autods.units import show_bytes
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
@@ -43,7 +43,7 @@ def main() -> int:
     sizes = {size: autods.plan(GEOMETRIES / f"t5-{size}", **said) for size in asked.sizes.split(",") if size}
     limits = {pair: limited(*pair) for pair in LIMITS} if asked.limits else {}
     if asked.json:
-        from autods.report.plan_result import to_dict
+        from autods.report.serialize import plan_to_dict as to_dict
 
         told = {f"max_live {live:g}, max_reuse {reuse:g}": to_dict(said) for (live, reuse), said in limits.items()}
         print(json.dumps({**{f"t5-{size}": to_dict(said) for size, said in sizes.items()}, **told}, indent=2))

@@ -11,12 +11,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from autods.cluster.runner import RayRunner
-from autods.ds_config import start_settings
-from autods.hardware import look
-from autods.outcomes import Fit
-from autods.settings import resolve
-from autods.values import Knobs, Steps, Trial
+from autods.config.deepspeed import start_settings
+from autods.requests import resolve
+from autods.runner.runner import RayRunner
+from autods.system.host import look
+from autods.types import Fit, Knobs, Steps, Trial
 from autods.workload import source_of
 
 RUNGS = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param")

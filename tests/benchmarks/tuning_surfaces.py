@@ -7,12 +7,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autods.cluster.scripted import fit, out_of_memory
+from autods.config.strategies import Rung, all_rungs
 from autods.journal import key_of
-from autods.ladder import Rung, all_rungs
-from autods.outcomes import Outcome
-from autods.search.space import Choice, Space, space_of
-from autods.values import Knobs, Record, Scalar, Trial
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.optuna_search import Choice, Space, space_of
+from autods.types import Knobs, Outcome, Record, Scalar, Trial
 
 LIMIT = 16 * 2**30
 HEADROOM = 0.05

@@ -41,7 +41,7 @@ from conftest import ignore, question
 from namespaces import HEAD, Lab, inside_own, why_impossible
 from watching import Scene, a_trial, command_of, pids_of, wait_for, wait_gone
 
-from autods.cluster.runner import RayRunner
+from autods.runner.runner import RayRunner
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "two_nodes.json"
@@ -208,7 +208,7 @@ def beside() -> Iterator[Row]:
         with folder() as out:
             probe = begin_capacity(address, out, 2)
             wait_for(lambda: len(journaled(out, "started")) > 1 + len(journaled(out, "finished")), LONG_S)
-            family = {pid for pid in pids_of("autods.cluster.zygote") if str(BATCHES) in command_of(pid)}
+            family = {pid for pid in pids_of("autods.runner.zygote") if str(BATCHES) in command_of(pid)}
             probe.send_signal(signal.SIGINT)
             began = time.monotonic()
             yield {

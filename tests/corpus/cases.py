@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from autods.outcomes import Action, Tier
+from autods.types import Action, Tier
 
 CORPUS = Path(__file__).parent
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from gpu_ranks import Ranks
 
-from autods.ds_config import compose, ops_of, start_settings
-from autods.ladder import Rung, all_rungs
-from autods.outcomes import Fit
-from autods.values import Device, Knobs, ModelFacts, Steps, WorkloadSource
+from autods.config.deepspeed import compose, ops_of, start_settings
+from autods.config.strategies import Rung, all_rungs
+from autods.types import Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import source_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_results as results
 
-from autods.folders import data_folder
-from autods.forecast.constants import read_constants
+from autods.forecast.overheads import read_constants
+from autods.system.host import data_folder
 
 MIB = 2**20
 LEAST_CELLS = 10  # fewer trials say nothing of an interval

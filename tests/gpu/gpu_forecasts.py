@@ -10,17 +10,16 @@ from typing import Any
 
 from gpu_cells import source
 
-from autods.forecast.caching import replay
-from autods.forecast.constants import read_constants
-from autods.forecast.judge import judged
-from autods.forecast.learn import pair_of
-from autods.forecast.need import need_of
+from autods.forecast.allocator import replay
+from autods.forecast.calibration import pair_of
+from autods.forecast.memory_model import need_of
+from autods.forecast.overheads import read_constants
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import Ask, Simulated
-from autods.outcomes import Fit
-from autods.typed import read_as
+from autods.forecast.verdict import judged
+from autods.schema import read_as
+from autods.types import Device, Fit, ModelFacts
 from autods.units import show_bytes
-from autods.values import Device, ModelFacts
 
 Row = dict[str, Any]
 _SAME = ("model", "precision", "rung", "world_size", "card_bytes", "checkpointing")

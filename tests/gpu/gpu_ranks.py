@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autods.cluster.launch import Zygote, launch
-from autods.cluster.result import failure_from, outcome_from
-from autods.outcomes import Outcome
-from autods.trial.spec import RankJob
-from autods.values import Device, ModelFacts, WorkloadSource
+from autods.runner.agent import Zygote, launch
+from autods.runner.outcome import failure_from, outcome_from
+from autods.trial.job import RankJob
+from autods.types import Device, ModelFacts, Outcome, WorkloadSource
 
 
 class NoRanks(Exception):

@@ -65,8 +65,8 @@ import gpu_results as results
 from gpu_cells import PARTS, Cell, Site, cells, rungs_for, source, too_large, tried
 from gpu_ranks import NoRanks, Ranks
 
-from autods.cards import said_of
-from autods.hardware import Hardware, look, versions
+from autods.system.gpus import said_of
+from autods.system.host import Hardware, look, versions
 from autods.units import parse_bytes, show_bytes
 
 HERE = Path(__file__).resolve().parent

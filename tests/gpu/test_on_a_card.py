@@ -18,10 +18,9 @@ import measure
 from gpu_cells import Cell, Site, config_of, source
 from gpu_ranks import Ranks
 
-from autods.cards import used_bytes
-from autods.hardware import look
-from autods.outcomes import Fit, OutOfMemory
-from autods.values import Steps
+from autods.system.gpus import used_bytes
+from autods.system.host import look
+from autods.types import Fit, OutOfMemory, Steps
 
 GIB = 2**30
 STEPS = Steps(warmup=1, timed=2)

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from watching import wait_for
 
-from autods.folders import data_folder
+from autods.system.host import data_folder
 
 QUIET = {
     "RAY_AUTH_MODE": "token",
@@ -112,7 +112,7 @@ def _hold(folder: Path, cpus: Sequence[int]) -> None:
     from ray._private import services
     from ray.cluster_utils import Cluster
 
-    from autods.cluster.ray_lean import without_monitors
+    from autods.runner.ray_connect import without_monitors
 
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": 80 * 2**20}
     services.get_node = _patient(services.get_node)

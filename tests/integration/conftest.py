@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from autods.cluster.ray_session import session
-from autods.cluster.runner import RayRunner
 from autods.events import Event
-from autods.hardware import look
-from autods.settings import Settings, resolve
+from autods.requests import Settings, resolve
+from autods.runner.ray_connect import session
+from autods.runner.runner import RayRunner
+from autods.system.host import look
 from autods.trial.ops import clear_killed_builds, ops_folder
 from autods.workload import Workload, source_of
 

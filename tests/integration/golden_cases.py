@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autods.ds_config import compose
-from autods.ladder import all_rungs
-from autods.values import Knobs, Scalar
+from autods.config.deepspeed import compose
+from autods.config.strategies import all_rungs
+from autods.types import Knobs, Scalar
 
 WORLD = 8
 ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
@@ -240,21 +240,21 @@ def _run(
 
     import torch
 
-    from autods.forecast.simulator import collectives, kernels
+    from autods.forecast.simulator import deepspeed_patches, dispatch
     from autods.forecast.simulator.engine import in_scratch
     from autods.forecast.simulator.ledger import Ledger
-    from autods.trial.act import build, initialize, optimizer_step
     from autods.trial.batch import place
+    from autods.trial.training import build, initialize, optimizer_step
 
     with tempfile.TemporaryDirectory() as scratch, _counted() as (phase, peaks):
         os.chdir(scratch)
         config = in_scratch(config, scratch)
         torch.compiler.set_stance("force_eager")  # Muon's update
-        kernels.install(Ledger(one_memory=True))  # swap files and Adam: nothing of them allocates
+        deepspeed_patches.install_kernels(Ledger(one_memory=True))  # swap files and Adam: nothing of them allocates
         if plain:
             _compute_as_on_cuda()
-        collectives.agree_with_everybody()
-        collectives.join(WORLD, WORLD)
+        dispatch.agree_with_everybody()
+        dispatch.join(WORLD, WORLD)
         phase("init")
         built = build(workload, checkpointing=checkpointing)
         made = workload.build_batch(micro_batch)

@@ -111,8 +111,8 @@ class Lab:
         """Until all nodes are in, as the head has noted."""
         count = (
             "import time\n"
-            "from autods.cluster.placing import RayPlaces\n"
-            "from autods.cluster.ray_session import session\n"
+            "from autods.runner.placement import RayPlaces\n"
+            "from autods.runner.ray_connect import session\n"
             f"with session(cpus=1, address='{self.address}') as ray:\n"
             f"    while len(RayPlaces(ray).nodes()) < {len(self.nodes)}: time.sleep(0.1)\n"
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autods.values import Knobs, Steps, Trial
+from autods.types import Knobs, Steps, Trial
 
 STEPS = Steps(warmup=1, timed=3, most_timed=3)
 

@@ -15,9 +15,10 @@ from conftest import ignore, question
 from wrong import is_one_message
 
 from autods.api import settle
-from autods.cli import UseCases, main
-from autods.cluster.runner import RayRunner
-from autods.fit import fit
+from autods.cli.ending import UseCases
+from autods.cli.main import main
+from autods.runner.runner import RayRunner
+from autods.tuner.fit import fit
 
 BUDGET = ("--gpu-memory", "1GiB")
 CPU = ("--device", "cpu", "--config", "quick", "--quiet")

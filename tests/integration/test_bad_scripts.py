@@ -12,12 +12,13 @@ from script_trials import a_trial
 from wrong import is_one_message
 
 from autods.api import settle
-from autods.cli import UseCases, main
-from autods.cluster.runner import RayRunner
-from autods.fit import fit
-from autods.hardware import look
-from autods.outcomes import Fit
-from autods.settings import resolve
+from autods.cli.ending import UseCases
+from autods.cli.main import main
+from autods.requests import resolve
+from autods.runner.runner import RayRunner
+from autods.system.host import look
+from autods.tuner.fit import fit
+from autods.types import Fit
 from autods.workload import source_of
 
 ARGS = ("--", "{micro_batch_size}")

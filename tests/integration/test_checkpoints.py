@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import HERE, question
 
-from autods.ds_config import compose, start_settings
-from autods.ladder import all_rungs
-from autods.values import Knobs, ModelFacts
+from autods.config.deepspeed import compose, start_settings
+from autods.config.strategies import all_rungs
+from autods.types import Knobs, ModelFacts
 
 FACTS = ModelFacts(
     parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from autods.cluster.runner import RayRunner
-from autods.outcomes import Examined, Fit, Outcome, OutOfMemory
-from autods.trial.repeat import PROVING_STEPS
-from autods.values import Exam, Knobs, Scalar, Steps, Trial
+from autods.runner.runner import RayRunner
+from autods.trial.steps import PROVING_STEPS
+from autods.types import Exam, Examined, Fit, Knobs, Outcome, OutOfMemory, Scalar, Steps, Trial
 
 TOLERANCE = 1e-5  # relative, fp32: measured up to 3e-7 between configs that cut and shard the same training
 # A loss in bf16 has 8 bits: what is honest could not be told from what is not. Small buckets: 1 GiB is the budget.

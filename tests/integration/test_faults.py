@@ -17,9 +17,9 @@ import pytest
 from conftest import ignore, question
 from watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
 
-from autods.cluster.runner import RayRunner
 from autods.errors import EnvironmentBroken
-from autods.outcomes import Failed, Fit, OutOfMemory
+from autods.runner.runner import RayRunner
+from autods.types import Failed, Fit, OutOfMemory
 
 # Fault: what is reported of it, and words of the evidence.
 REPORTED = {
@@ -130,7 +130,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the
     code, seen = end_fit(scene, "backward", signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert seen.left == []
-    start = "from autods.cluster.ray_session import session\nwith session(cpus=1): pass"
+    start = "from autods.runner.ray_connect import session\nwith session(cpus=1): pass"
     subprocess.run([sys.executable, "-c", start], check=True, timeout=120)
     assert list(Path("/tmp").glob(f"autods-ray-{scene.driver}-*")) == []
 

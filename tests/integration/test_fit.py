@@ -13,10 +13,10 @@ import torch
 from conftest import ignore, question
 
 import autods
-from autods.cluster.runner import RayRunner
 from autods.events import Note
-from autods.fit import fit
-from autods.report.files import to_dict
+from autods.report.serialize import to_dict
+from autods.runner.runner import RayRunner
+from autods.tuner.fit import fit
 
 # Nothing but pytest's own path finds this module or `sibling`: the ranks have to get them from here.
 WIDTH = 16

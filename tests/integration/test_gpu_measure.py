@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.values import Steps
+from autods.types import Steps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 

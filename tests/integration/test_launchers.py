@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import HERE, free_port
 
-from autods.ds_config import compose, start_settings
-from autods.ladder import all_rungs
+from autods.config.deepspeed import compose, start_settings
+from autods.config.strategies import all_rungs
 from autods.report import Report, to_dict, write
-from autods.values import Knobs, ModelFacts
+from autods.types import Knobs, ModelFacts
 
 SCRIPTS = HERE / "scripts_hf"
 EXAMPLES = HERE.parents[1] / "examples"

@@ -8,17 +8,16 @@ from collections.abc import Mapping
 import pytest
 from conftest import HERE, question
 
-from autods.cluster.runner import RayRunner
 from autods.events import Note
-from autods.fit import fit
-from autods.forecast.judge import judged
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import Ask
-from autods.hardware import look
-from autods.outcomes import Communication, Examined, Fit
-from autods.settings import resolve
-from autods.trial.repeat import PROVING_STEPS
-from autods.values import Exam, Knobs, Scalar, Steps, Trial
+from autods.forecast.verdict import judged
+from autods.requests import resolve
+from autods.runner.runner import RayRunner
+from autods.system.host import look
+from autods.trial.steps import PROVING_STEPS
+from autods.tuner.fit import fit
+from autods.types import Communication, Exam, Examined, Fit, Knobs, Scalar, Steps, Trial
 from autods.workload import source_of
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each

@@ -13,9 +13,9 @@ import pytest
 from conftest import HERE, question
 from launchers import deepspeeds_own, torchrun
 
-from autods.ds_config import compose, start_settings
-from autods.ladder import all_rungs
-from autods.values import Knobs, ModelFacts
+from autods.config.deepspeed import compose, start_settings
+from autods.config.strategies import all_rungs
+from autods.types import Knobs, ModelFacts
 
 TRAIN = HERE.parents[1] / "examples" / "train.py"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from watching import lives, wait_for
 
-from autods.cli import main
+from autods.cli.main import main
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,

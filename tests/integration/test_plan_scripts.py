@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from autods import api
-from autods.ds_config import compose
+from autods.config.deepspeed import compose
+from autods.config.strategies import all_rungs, choose
 from autods.errors import InputError
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import Ask
-from autods.ladder import all_rungs, choose
-from autods.values import Knobs
+from autods.types import Knobs
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -16,8 +16,9 @@ from held import Held
 
 import autods
 from autods import InputError
-from autods.outcomes import Fit
-from autods.report.probe_result import ProbeReport, to_dict
+from autods.report.results import ProbeReport
+from autods.report.serialize import probe_to_dict as to_dict
+from autods.types import Fit
 
 VARIED, TINY, WIDE, BATCHES = (HERE / "workloads" / f"{name}.py" for name in ("varied", "tiny", "wide", "batches"))
 

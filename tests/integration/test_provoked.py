@@ -13,12 +13,11 @@ import pytest
 from conftest import ignore, question
 from watching import Scene, wait_for
 
-from autods.cgroup import memory_groups
-from autods.cluster.runner import RayRunner
-from autods.outcomes import Failed, Fit, Outcome, OutOfMemory
-from autods.search.candidates import candidates
-from autods.search.walk import Walked, walk
-from autods.values import Record, Steps, Trial
+from autods.runner.runner import RayRunner
+from autods.system.host import memory_groups
+from autods.tuner.candidates import candidates
+from autods.tuner.ladder_walk import Walked, walk
+from autods.types import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
 
 pytestmark = pytest.mark.usefixtures("ray")
 

@@ -9,7 +9,7 @@ import sys
 def test_a_program_that_imported_ray_before_starts_it_all_the_same():
     code = (
         "import ray\n"
-        "from autods.cluster.ray_session import session\n"
+        "from autods.runner.ray_connect import session\n"
         "with session(cpus=1) as started:\n"
         "    print(started is ray, ray.is_initialized())\n"
     )

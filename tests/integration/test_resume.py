@@ -55,7 +55,7 @@ class Fit:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "autods.cluster.zygote" in words and any(str(self.model) in word for word in words):
+            if "autods.runner.zygote" in words and any(str(self.model) in word for word in words):
                 found.append(process.pid)
         return found
 

@@ -11,13 +11,13 @@ import pytest
 from conftest import ignore
 from script_trials import a_trial, untouched
 
-from autods.cluster.runner import RayRunner
 from autods.errors import InputError
-from autods.fit import fit
-from autods.hardware import look
-from autods.outcomes import Failed, Fit, OutOfMemory
 from autods.report import to_dict
-from autods.settings import resolve
+from autods.requests import resolve
+from autods.runner.runner import RayRunner
+from autods.system.host import look
+from autods.tuner.fit import fit
+from autods.types import Failed, Fit, OutOfMemory
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"

@@ -11,13 +11,13 @@ import pytest
 from conftest import ignore
 from script_trials import a_trial, untouched
 
-from autods.cluster.runner import RayRunner
 from autods.events import Note
-from autods.fit import fit
-from autods.hardware import look
-from autods.outcomes import Fit, OutOfMemory
-from autods.search.parity import apart_from_the_start, difference
-from autods.settings import resolve
+from autods.requests import resolve
+from autods.runner.runner import RayRunner
+from autods.system.host import look
+from autods.tuner.fit import fit
+from autods.tuner.loss_parity import apart_from_the_start, difference
+from autods.types import Fit, OutOfMemory
 from autods.workload import source_of
 
 SCRIPTS = Path(__file__).parent / "scripts"

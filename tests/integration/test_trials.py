@@ -8,11 +8,10 @@ import psutil
 import pytest
 from conftest import question
 
-from autods.cluster.runner import RayRunner
 from autods.events import Note
-from autods.outcomes import Fit
-from autods.trial.repeat import PROVING_STEPS
-from autods.values import Knobs, Steps, Trial
+from autods.runner.runner import RayRunner
+from autods.trial.steps import PROVING_STEPS
+from autods.types import Fit, Knobs, Steps, Trial
 
 SMALL_BUCKETS = {f"zero_optimization.{name}_bucket_size": 1_000_000 for name in ("reduce", "allgather")}
 
@@ -91,7 +90,7 @@ def is_zygote_of(runner, pid) -> bool:
         words = open(f"/proc/{pid}/cmdline").read().split("\0")
     except OSError:
         return False
-    is_ours = {"autods.cluster.zygote", str(os.getpid())} <= set(words)  # it is told its driver's pid
+    is_ours = {"autods.runner.zygote", str(os.getpid())} <= set(words)  # it is told its driver's pid
     return is_ours and any(runner.settings.source.path in word for word in words)
 
 

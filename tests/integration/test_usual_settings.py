@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autods.ds_config import get
-from autods.ladder import Rung, all_rungs
+from autods.config.deepspeed import get
+from autods.config.strategies import Rung, all_rungs
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autods
-from autods.outcomes import Fit
+from autods.types import Fit
 from autods.workload import Workload, partitioned
 
 VOCABULARY = 2048

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import psutil
 
-from autods.cluster.runner import RayRunner
-from autods.outcomes import Outcome
-from autods.values import Knobs, Trial
+from autods.runner.runner import RayRunner
+from autods.types import Knobs, Outcome, Trial
 
 FAULTY = Path(__file__).parent / "workloads" / "faulty.py"
 PHASES = ("build", "init", "forward", "backward", "step")
@@ -65,7 +64,7 @@ class Scene:
 
     def family(self) -> set[int]:
         """The zygote and all that it and its ranks forked: they share its command line."""
-        return {pid for pid in pids_of("autods.cluster.zygote") if f'"{self.path}"' in command_of(pid)}
+        return {pid for pid in pids_of("autods.runner.zygote") if f'"{self.path}"' in command_of(pid)}
 
     def simulators(self) -> set[int]:
         """The prepared process of the forecast and its engines."""

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from autods.outcomes import Failed, Fit, Outcome, OutOfMemory, Phase, Tier, TierUse, Timing
 from autods.report import Report, Throughput
-from autods.values import Knobs, Purpose, Record, Skipped, Trial
+from autods.types import (
+    Failed,
+    Fit,
+    Knobs,
+    Outcome,
+    OutOfMemory,
+    Phase,
+    Purpose,
+    Record,
+    Skipped,
+    Tier,
+    TierUse,
+    Timing,
+    Trial,
+)
 
 MIB = 2**20
 LIMIT = 416 * MIB

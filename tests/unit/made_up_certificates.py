@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autods.cluster.scripted import ScriptedRunner
-from autods.cluster.scripted import fit as scripted_fit
-from autods.outcomes import Examined, Fit, Outcome
-from autods.search.certify import Certified, certify
-from autods.values import Knobs, Record, Scalar, Steps, Trial
+from autods.runner.testing import ScriptedRunner
+from autods.runner.testing import fit as scripted_fit
+from autods.tuner.certify import Certified, certify
+from autods.types import Examined, Fit, Knobs, Outcome, Record, Scalar, Steps, Trial
 
 MIB = 2**20
 LIMIT = 1000 * MIB

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autods.catalogue import machines_named
+from autods.config.catalogue import machines_named
 from autods.forecast.values import Predicted, RungForecast, Verdict
-from autods.hardware import Hardware
-from autods.outcomes import Tier
-from autods.question import Site, pose
-from autods.report.plan_result import Forecast, SiteForecast
-from autods.values import ModelFacts, WorkloadSource
+from autods.report.results import Forecast, SiteForecast
+from autods.requests import Site, pose
+from autods.system.host import Hardware
+from autods.types import ModelFacts, Tier, WorkloadSource
 
 GIB = 2**30
 LIMIT = 80 * GIB

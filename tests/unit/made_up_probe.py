@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from autods.cluster.scripted import Answer, ScriptedRunner
 from autods.events import Listener
-from autods.hardware import Card, Hardware
-from autods.probing.probe import probe
-from autods.probing.question import Question
-from autods.probing.settle import settle
-from autods.report.probe_result import ProbeReport
-from autods.settings import Settings
-from autods.values import ModelFacts, Record, Scalar, Trial, WorkloadSource
+from autods.probe.request import Question, settle
+from autods.probe.run import probe
+from autods.report.results import ProbeReport
+from autods.requests import Settings
+from autods.runner.testing import Answer, ScriptedRunner
+from autods.system.gpus import Card
+from autods.system.host import Hardware
+from autods.types import ModelFacts, Record, Scalar, Trial, WorkloadSource
 
 MIB = 2**20
 LIMIT = 416 * MIB

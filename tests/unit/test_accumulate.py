@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from autods.cluster.scripted import fit, out_of_memory
-from autods.outcomes import Examined, Fit, Outcome, Timing
-from autods.profile import AccumulateLimits
-from autods.search.accumulate import Accumulated, accumulate
-from autods.search.ask import samples_per_second
-from autods.search.foresight import BLIND
-from autods.values import Knobs, Record, Steps, Trial
+from autods.config.profiles import AccumulateLimits
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.accumulate import Accumulated, accumulate
+from autods.tuner.forecasts import BLIND
+from autods.tuner.trials import samples_per_second
+from autods.types import Examined, Fit, Knobs, Outcome, Record, Steps, Timing, Trial
 
 GIB = 2**30
 STEPS = Steps(warmup=1, timed=2, most_timed=2, budget_s=1.2)

@@ -10,10 +10,9 @@ from test_planning import Planned, question
 from test_walk import FACTS, SETTINGS
 
 from autods.errors import InputError
-from autods.report.plan_advice import sentences
-from autods.search.applies import check_ranks, idle, tunable, unforeseeable
-from autods.search.candidates import Candidate, candidates
-from autods.values import ModelFacts
+from autods.report.plan_view import sentences
+from autods.tuner.candidates import Candidate, candidates, check_ranks, idle, tunable, unforeseeable
+from autods.types import ModelFacts
 
 PIPELINE = replace(FACTS, pipeline_stages=2, replica_ranks=2)
 EXPERTS = replace(FACTS, experts=8)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 from made_up_certificates import LIMIT, MIB, certifying, passes, trial
 
-from autods.cluster.scripted import fit, out_of_memory
-from autods.outcomes import Outcome
-from autods.search.backoff import Backoff, usual_peaks
-from autods.search.certify import Certified
-from autods.values import Knobs, Record, Trial
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.certify import Certified
+from autods.tuner.exams import Backoff, usual_peaks
+from autods.types import Knobs, Outcome, Record, Trial
 
 USABLE = 950 * MIB
 

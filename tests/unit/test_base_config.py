@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autods.base_config import check_base_config, misspelt, read_base_config
+from autods.config.base_config import check_base_config, misspelt, read_base_config
 from autods.errors import InputError
 
 ON = {"enabled": True}

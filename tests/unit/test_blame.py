@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autods.failures import Evidence, input_error, outcome_of
-from autods.outcomes import Failed, OutOfMemory, Phase
+from autods.diagnosis import Evidence, input_error, outcome_of
+from autods.types import Failed, OutOfMemory, Phase
 
 LOG = Path("/out/logs/rank0.log")
 

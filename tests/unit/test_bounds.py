@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from autods.cluster.scripted import fit, out_of_memory
-from autods.outcomes import Outcome
-from autods.search.bounds import least_sample_s, micro_step_seconds, promise
-from autods.values import Knobs, Record, Trial
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.batch_size import least_sample_s, micro_step_seconds, promise
+from autods.types import Knobs, Outcome, Record, Trial
 
 CLOSE = 1.05  # sizes closer than twofold are not told apart; what lies between them may be this much faster
 SURE = 0.85  # what is taken of a slope: another rung, or another measurement, may show less

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from autods.cluster.card_watch import CardWatch
+from autods.runner.monitor import CardWatch
 
 GIB = 2**30
 

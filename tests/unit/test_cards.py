@@ -1,7 +1,7 @@
 import pytest
 from scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError, four
 
-from autods.cards import by_index, said_of, said_of_names, see, used_bytes
+from autods.system.gpus import by_index, said_of, said_of_names, see, used_bytes
 
 
 def slices() -> FakeNvml:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autods.catalogue import catalogue, machines_named
+from autods.config.catalogue import catalogue, machines_named
 from autods.errors import InputError
-from autods.folders import data_folder
+from autods.system.host import data_folder
 
 GIB = 2**30
 

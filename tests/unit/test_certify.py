@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from made_up_certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
 
-from autods.cluster.scripted import failed, out_of_memory, surface
-from autods.cluster.scripted import fit as scripted_fit
-from autods.outcomes import Examined, Fit, Outcome, Phase, Tier, TierUse
-from autods.search.certificate import as_json
-from autods.values import Knobs, Record, Steps, Trial
+from autods.runner.testing import failed, out_of_memory, surface
+from autods.runner.testing import fit as scripted_fit
+from autods.tuner.certificate import as_json
+from autods.types import Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
 
 
 def longest(

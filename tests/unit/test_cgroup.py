@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.cgroup import MemoryGroup, machine_oom_kills, memory_groups
+from autods.system.host import MemoryGroup, machine_oom_kills, memory_groups
 
 GIB = 2**30
 

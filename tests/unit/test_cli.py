@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from made_up import fit, fitting_report, hopeless_report, record
 
-from autods.cli import UseCases, main
-from autods.commands import fit as fit_command
+from autods.cli import ending
+from autods.cli import fit as fit_command
+from autods.cli.ending import UseCases
+from autods.cli.main import main
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
-from autods.hardware import Hardware
-from autods.report import Report, endings
-from autods.settings import Settings, resolve
-from autods.values import WorkloadSource
+from autods.report import Report
+from autods.requests import Settings, resolve
+from autods.system.host import Hardware
+from autods.types import WorkloadSource
 
 MACHINE = Hardware(cpu="EPYC", cores=2, host_bytes=2**36, host_free_bytes=2**35, cards=())
 
@@ -180,17 +182,17 @@ def test_an_interrupt_exits_130_and_prints_the_command_that_goes_on(
 
 def test_an_interrupt_before_any_trial_claims_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text('{"kind": "header"}\n{"kind": "started"}\n')
-    endings.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    ending.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
     assert capsys.readouterr().err.startswith("interrupted: every rank is gone, no trial had finished yet\n")
 
 
 def test_an_interrupt_names_the_best_config_that_was_found_so_far(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    endings.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    ending.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
     assert "so far" not in capsys.readouterr().err
     (tmp_path / "ds_config_so_far.json").write_text("{}")
-    endings.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    ending.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
     assert f"the best config so far, not certified: {tmp_path}/ds_config_so_far.json\n" in capsys.readouterr().err
 
 
@@ -217,7 +219,7 @@ def test_a_bug_of_ours_exits_3_and_leaves_its_traceback_in_the_logs(capsys: pyte
 
 def test_a_traceback_finds_a_place_even_where_the_folder_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    kept = endings.keep_traceback(RuntimeError("bug"), tmp_path / "file")
+    kept = ending.keep_traceback(RuntimeError("bug"), tmp_path / "file")
     assert kept.read_text() == "RuntimeError: bug\n"
     kept.unlink()
 
@@ -258,12 +260,12 @@ def test_a_scripts_own_json_is_not_ours(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_scripts_own_fresh_is_kept_in_the_command_that_goes_on() -> None:
     argv = ["autods", "fit", "train.py", "--fresh", "--", "--fresh"]
-    assert endings.resuming_command(argv) == "autods fit train.py -- --fresh"
+    assert ending.resuming_command(argv) == "autods fit train.py -- --fresh"
 
 
 def test_python_dash_m_is_resumed_as_such() -> None:
     argv = ["/site-packages/autods/__main__.py", "fit", "model.py", "--fresh"]
-    assert endings.resuming_command(argv) == "python -m autods fit model.py"
+    assert ending.resuming_command(argv) == "python -m autods fit model.py"
 
 
 def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,9 +289,7 @@ def test_help_names_every_option_with_examples(
 def test_a_reader_that_leaves_early_does_not_fail_a_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with open(tmp_path / "stdout", "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr(
-            "autods.report.endings.show", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None)
-        )
+        monkeypatch.setattr("autods.cli.ending.show", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None))
         assert Fake(lambda: replace(fitting_report(), seconds=1.0))(*CPU) == 0
 
 
@@ -299,7 +299,7 @@ def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
     with pytest.MonkeyPatch.context() as patch, open(full, "w") as stdout:
         patch.setattr("sys.stdout", stdout)
         patch.setattr(
-            "autods.report.endings.show",
+            "autods.cli.ending.show",
             lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")).send(None),
         )
         assert Fake(fitting_report)(*CPU) == 2

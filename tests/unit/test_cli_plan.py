@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from made_up_plan import LAPTOP, SOURCE, comparison, forecast, hopeless
 
-from autods.cli import UseCases, main
+from autods.cli.ending import UseCases
+from autods.cli.main import main
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
-from autods.forecast.events import ForecastListener
-from autods.question import Question, pose
-from autods.report.plan_result import Forecast
+from autods.forecast.values import ForecastListener
+from autods.report.results import Forecast
+from autods.requests import Question, pose
 
 ASKED = ("plan", "llama/config.json", "--gpus", "8", "--gpu-memory", "80GiB", "--host-memory", "1TiB")
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from made_up_probe import LIMIT, MIB, Bench, ask, probed
 
-from autods.cli import UseCases, main
-from autods.cluster.scripted import surface
+from autods.cli.ending import UseCases
+from autods.cli.main import main
 from autods.errors import Interrupted
 from autods.events import Listener
-from autods.probing.question import Question
-from autods.report.probe_result import ProbeReport
+from autods.probe.request import Question
+from autods.report.results import ProbeReport
+from autods.runner.testing import surface
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from autods.trial.meter import CpuMeter, status_bytes
+from autods.trial.memory_cpu import CpuMeter, status_bytes
 
 MIB = 2**20
 

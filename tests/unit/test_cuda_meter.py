@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError
 
-from autods.trial.cuda_meter import CudaMeter
+from autods.trial.memory_cuda import CudaMeter
 
 MIB = 2**20
 
@@ -160,7 +160,7 @@ def test_clocks_wait_for_the_card() -> None:
 
 
 def test_a_sandbox_whose_proc_tells_little_still_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.trial.cuda_meter.status_bytes", lambda *names: {"VmRSS": 300 * MIB})
+    monkeypatch.setattr("autods.trial.memory_cuda.status_bytes", lambda *names: {"VmRSS": 300 * MIB})
     meter, _, _ = meter_on(FakeCard())
     meter.start()
     assert meter.peaks()["host"] >= 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import autods
-from autods.cli import main
+from autods.cli.main import main
 from autods.errors import InputError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))

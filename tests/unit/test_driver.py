@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from scripted_nvml import four
 
-from autods.cluster import launch
-from autods.trial import driver
+from autods.runner import agent
+from autods.trial import preload
+from autods.trial.job import RankJob
 from autods.trial.preload import unfit_to_fork
-from autods.trial.rank import environment
-from autods.trial.spec import RankJob
-from autods.values import Device, WorkloadSource
+from autods.trial.worker import environment
+from autods.types import Device, WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 
@@ -42,19 +42,19 @@ def having(**libraries: Any) -> Callable[[str], Any]:
 
 def test_nvml_is_shut_as_often_as_imports_opened_it() -> None:
     nvml = Nvml(open=3)
-    driver.let_go_of_nvml(having(nvidia_ml=nvml))
+    preload.let_go_of_nvml(having(nvidia_ml=nvml))
     assert nvml.open == 0
-    driver.let_go_of_nvml(having())  # not even loaded
+    preload.let_go_of_nvml(having())  # not even loaded
 
 
 @pytest.mark.parametrize(("answer", "began"), [(3, False), (0, True), (100, True)])
 def test_a_driver_that_somebody_began_is_seen_though_torch_knows_nothing_of_it(answer: int, began: bool) -> None:
-    assert driver.began(having(cuda=Cuda(answer))) is began
+    assert preload.began(having(cuda=Cuda(answer))) is began
 
 
 def test_a_driver_that_is_not_loaded_has_not_begun() -> None:
-    assert not driver.began(having())
-    assert driver.loaded("libno-such-library.so.1") is None
+    assert not preload.began(having())
+    assert preload.loaded("libno-such-library.so.1") is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_driver_that_is_not_loaded_has_not_begun() -> None:
     [(["/dev/nvidia-uvm", "pipe:[1]"], True), (["/dev/nvidiactl", "/dev/nvidia0"], False), ([], False)],
 )  # fmt: skip
 def test_cudas_own_device_says_that_it_began_and_nvmls_do_not(links: list[str], held: bool) -> None:
-    assert driver.holds_device(lambda: links) is held
+    assert preload.holds_device(lambda: links) is held
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_a_process_in_which_cuda_began_by_whomever_is_not_forked(
     torch = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: torch_began))
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
     monkeypatch.delenv("AUTODS_SPAWN", raising=False)
-    monkeypatch.setattr(driver, "began", lambda: driver_began)
-    monkeypatch.setattr(driver, "holds_device", lambda: device_held)
-    monkeypatch.setattr(driver, "let_go_of_nvml", lambda: shut.append(True))
+    monkeypatch.setattr(preload, "began", lambda: driver_began)
+    monkeypatch.setattr(preload, "holds_device", lambda: device_held)
+    monkeypatch.setattr(preload, "let_go_of_nvml", lambda: shut.append(True))
     assert unfit_to_fork() == "CUDA was initialised while importing"
     assert shut == [True]
 
@@ -91,7 +91,7 @@ def job(device: Device, ranks: int = 2) -> RankJob:
 
 
 def test_a_rank_takes_its_share_of_the_cores_unless_the_user_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.trial.rank.share", lambda ranks: max(1, 16 // ranks))
+    monkeypatch.setattr("autods.trial.worker.share", lambda ranks: max(1, 16 // ranks))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
     assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
     assert environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
@@ -108,8 +108,8 @@ def started(device: Device, monkeypatch: pytest.MonkeyPatch, **users: str) -> di
         def __init__(self, argv: Any, *, env: dict[str, str], **rest: Any) -> None:
             seen.update(env)
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Process)
-    zygote, _ = launch.launch(SOURCE, device, 0, "/dev/null", users)
+    monkeypatch.setattr(agent.subprocess, "Popen", Process)
+    zygote, _ = agent.launch(SOURCE, device, 0, "/dev/null", users)
     zygote.close()
     return seen
 

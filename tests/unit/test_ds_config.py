@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from autods.base_config import check_base_config
-from autods.ds_config import compose, get, half_precision, merge, ops_of, start_settings, without_monitors
-from autods.ladder import all_rungs
-from autods.values import Knobs, ModelFacts
+from autods.config.base_config import check_base_config
+from autods.config.deepspeed import compose, get, half_precision, merge, ops_of, start_settings, without_monitors
+from autods.config.strategies import all_rungs
+from autods.types import Knobs, ModelFacts
 
 RUNGS = all_rungs()
 FACTS = ModelFacts(

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
+from autods.config.profiles import AccumulateLimits, GrowLimits
 from autods.journal import key_of
-from autods.outcomes import Examined, Fit, Outcome, Phase, Timing
-from autods.profile import AccumulateLimits
-from autods.search.climb import Climb, Rules
-from autods.search.early import last_from_s, most_to_gain
-from autods.settings import GrowLimits
-from autods.values import Knobs, Record, Steps, Trial
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.batch_size import Climb, Rules, last_from_s, most_to_gain
+from autods.types import Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Timing, Trial
 
 GIB = 2**30
 TIMED = Steps(warmup=1, timed=2, most_timed=2, budget_s=1.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autods.search.enough import STARTUP, WAIT, enough
+from autods.tuner.optuna_search import STARTUP, WAIT, enough
 
 
 def test_a_search_goes_on_while_it_gains() -> None:

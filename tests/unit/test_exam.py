@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from autods.trial.batch import Longest
+from autods.trial.distributed import Ranks
 from autods.trial.exam import Hands, examine, gathering
-from autods.trial.longest import Longest
-from autods.trial.rendezvous import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
 LONGEST = Longest(batch=(), shape=(4, 128), draws=16)

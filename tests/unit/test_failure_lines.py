@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import autods
-from autods.failures.clock import clock_of
-from autods.failures.lines import Reader
-from autods.failures.records import record_of
+from autods.diagnosis.reader import Reader, clock_of, record_of
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU {gpu} has a total capacity of 79 GiB"
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in <module>\n    loss.backward()\n'

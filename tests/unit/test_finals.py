@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
-from autods.journal import Journal, key_of
-from autods.outcomes import Fit, Outcome
-from autods.resume import Memory
-from autods.search.ask import samples_per_second
-from autods.search.finals import Finals, finals
-from autods.values import Knobs, Record, Trial
+from autods.journal import Journal, Memory, key_of
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.comparison import Finals, finals
+from autods.tuner.trials import samples_per_second
+from autods.types import Fit, Knobs, Outcome, Record, Trial
 
 USABLE = 1000.0
 

@@ -1,6 +1,6 @@
 import pytest
 
-from autods.forecast.alloc_conf import AllocConf, alloc_conf
+from autods.forecast.allocator import AllocConf, alloc_conf
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

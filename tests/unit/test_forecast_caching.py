@@ -8,9 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from autods.forecast.caching import replay, squeezed
-from autods.forecast.expandable import ExpandableHeap
-from autods.forecast.heap import Heap
+from autods.forecast.allocator import ExpandableHeap, Heap, replay, squeezed
 from autods.forecast.values import ForecastPhase, Trace
 
 KIB, MIB = 2**10, 2**20

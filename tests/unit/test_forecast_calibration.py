@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from autods.forecast.calibration import Calibration, Pair, calibrated
-from autods.typed import read_as
+from autods.schema import read_as
 
 
 def pair(ratio: float, rung: str = "zero2", *, at_least: bool = False) -> Pair:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.forecast.constants import read_constants
-from autods.forecast.interval import Interval
-from autods.forecast.values import Ask
+from autods.forecast.overheads import read_constants
+from autods.forecast.values import Ask, Interval
 
 HEAD = """
 [spread]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autods.forecast.judge import judged
 from autods.forecast.values import Ask, RungForecast, Simulated, Trace
+from autods.forecast.verdict import judged
 
 MIB = 2**20
 BUCKET = 16_106_126  # elements, as a fit with 6 GiB a rank sizes it

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from autods.forecast.constants import read_constants
 from autods.forecast.depth import deepened, depths_for, has_room_to_flatten, need_of_deepened
-from autods.forecast.need import need_of
+from autods.forecast.memory_model import need_of
+from autods.forecast.overheads import read_constants
 from autods.forecast.values import Ask, Simulated, Trace
-from autods.values import ModelFacts
+from autods.types import ModelFacts
 
 MIB = 2**20
 FACTS = ModelFacts(

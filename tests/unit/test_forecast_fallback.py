@@ -6,11 +6,11 @@ import pytest
 
 from autods.forecast.fallback import WithFormulas, activation_bytes, unsharded
 from autods.forecast.formulas import ASSUMED
-from autods.forecast.judge import judged
 from autods.forecast.scripted import Scripted, allocates
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import Ask, Simulated, Trace
-from autods.values import Device, ModelFacts
+from autods.forecast.verdict import judged
+from autods.types import Device, ModelFacts
 
 MIB = 2**20
 FACTS = ModelFacts(

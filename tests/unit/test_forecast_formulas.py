@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from autods.ds_config import compose
+from autods.config.deepspeed import compose
+from autods.config.strategies import all_rungs
 from autods.forecast.formulas import ASSUMED, estimated
-from autods.forecast.judge import judged
 from autods.forecast.values import PHASES, Ask, Simulated
-from autods.ladder import all_rungs
-from autods.values import Knobs, ModelFacts
+from autods.forecast.verdict import judged
+from autods.types import Knobs, ModelFacts
 
 GIB = 2**30
 # Stage 3 under zero.Init.

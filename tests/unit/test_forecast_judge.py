@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from autods.forecast.calibration import Pair, calibrated
-from autods.forecast.constants import Constants, read_constants
-from autods.forecast.judge import judged
+from autods.forecast.overheads import Constants, read_constants
 from autods.forecast.values import Ask, ForecastPhase, Predicted, RungForecast, Simulated, Trace
-from autods.outcomes import Tier
+from autods.forecast.verdict import judged
+from autods.types import Tier
 
 MIB, GIB = 2**20, 2**30
 NOTHING_BESIDE = Constants(

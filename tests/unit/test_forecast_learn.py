@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autods.forecast.constants import read_constants
-from autods.forecast.learn import learned, pair_of
+from autods.forecast.calibration import learned, pair_of
+from autods.forecast.overheads import read_constants
 from autods.forecast.values import Ask, Simulated, Trace
-from autods.outcomes import Failed, Fit, OutOfMemory, TierUse, Timing
+from autods.types import Failed, Fit, OutOfMemory, TierUse, Timing
 
 MIB = 2**20
 ASK = Ask(

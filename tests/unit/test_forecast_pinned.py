@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.forecast.pinned import replay_pinned, rounded
+from autods.forecast.host_allocators import replay_pinned, rounded
 from autods.forecast.values import Trace
 
 MIB = 2**20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autods.forecast.process_heap import replay_process
+from autods.forecast.host_allocators import replay_process
 from autods.forecast.values import Trace
 
 KIB, MIB = 2**10, 2**20

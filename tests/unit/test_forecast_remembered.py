@@ -8,9 +8,9 @@ import pytest
 
 from autods.forecast.remembered import SAID, Remembered, remembered
 from autods.forecast.scripted import Scripted, allocates
-from autods.forecast.simulator import library
+from autods.forecast.simulator import gpu_library
 from autods.forecast.values import Ask, Simulated, Trace
-from autods.values import ModelFacts, WorkloadSource
+from autods.types import ModelFacts, WorkloadSource
 
 SOURCE = WorkloadSource(kind="hf_config", path="/llama/config.json", name="llama", digest="abc", task="causal-lm")
 FACTS = ModelFacts(
@@ -74,7 +74,7 @@ def test_facts_are_kept_while_there_is_a_simulated_gpu(monkeypatch: pytest.Monke
     Remembered(Scripted(FACTS, traced), SOURCE).facts()
     other = Scripted(replace(FACTS, layers=5), traced)
     assert Remembered(other, SOURCE).facts().layers == 5
-    monkeypatch.setattr(library, "library_path", lambda: tmp_path)
+    monkeypatch.setattr(gpu_library, "library_path", lambda: tmp_path)
     assert Remembered(Scripted(FACTS, traced), SOURCE).facts().layers == 5
 
 

@@ -10,15 +10,14 @@ import pytest
 from test_forecast_judge import grown
 from test_walk import FACTS, SETTINGS
 
-from autods.cluster.scripted import fit, out_of_memory
-from autods.ds_config import compose
-from autods.forecast.foreseer import Foreseer
+from autods.config.deepspeed import compose
+from autods.forecast.forecaster import Foreseer
 from autods.forecast.scripted import Script, Scripted, allocates, failing
 from autods.forecast.values import Ask, Simulated, Trace
 from autods.journal import key_of
-from autods.outcomes import Outcome
-from autods.search.candidates import candidates
-from autods.values import Trial
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.candidates import candidates
+from autods.types import Outcome, Trial
 
 GIB = 2**30
 MIB = 2**20

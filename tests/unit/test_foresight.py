@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
-from autods.cluster.scripted import ScriptedRunner, surface
+from autods.config.profiles import GrowLimits, TuneLimits
 from autods.forecast.values import Predicted, RungForecast, Verdict
-from autods.outcomes import Outcome
-from autods.search.candidates import candidates
-from autods.search.climb import Rules
-from autods.search.grow import Grown, grow
-from autods.search.tune import Tuned, tune
-from autods.search.walk import Walked, walk
-from autods.settings import GrowLimits, TuneLimits
-from autods.values import Trial
+from autods.runner.testing import ScriptedRunner, surface
+from autods.tuner.batch_size import Grown, Rules, grow
+from autods.tuner.candidates import candidates
+from autods.tuner.ladder_walk import Walked, walk
+from autods.tuner.optuna_search import Tuned, tune
+from autods.types import Outcome, Trial
 
 GIB = 2**30
 

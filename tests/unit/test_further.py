@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autods.cluster.scripted import ScriptedRunner, surface
-from autods.outcomes import Outcome
-from autods.search.climb import Climb, Rules
-from autods.search.further import Further
-from autods.settings import GrowLimits
-from autods.values import Knobs, Record, Steps, Trial
+from autods.config.profiles import GrowLimits
+from autods.runner.testing import ScriptedRunner, surface
+from autods.tuner.batch_size import Climb, Rules
+from autods.tuner.race import Further
+from autods.types import Knobs, Outcome, Record, Steps, Trial
 
 MIB = 2**20
 LIMIT = int(1000 * MIB / 0.95)  # 90 samples beside the states

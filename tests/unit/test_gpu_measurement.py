@@ -18,12 +18,12 @@ import gpu_results as results
 import measure
 from gpu_cells import Cell, Site, cells, config_of, rungs_for
 
-from autods.cluster.scripted import fit
-from autods.forecast.constants import read_constants
+from autods.forecast.overheads import read_constants
 from autods.forecast.scripted import allocates
 from autods.forecast.values import Simulated, Trace
-from autods.hardware import Hardware
-from autods.values import ModelFacts
+from autods.runner.testing import fit
+from autods.system.host import Hardware
+from autods.types import ModelFacts
 
 MIB, GIB = 2**20, 2**30
 FACTS = ModelFacts(

@@ -8,12 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from autods.cluster.scripted import ScriptedRunner, failed, surface
-from autods.outcomes import Outcome, OutOfMemory
-from autods.search.climb import Rules
-from autods.search.grow import Grown, grow
-from autods.settings import GrowLimits
-from autods.values import Knobs, Steps, Trial
+from autods.config.profiles import GrowLimits
+from autods.runner.testing import ScriptedRunner, failed, surface
+from autods.tuner.batch_size import Grown, Rules, grow
+from autods.types import Knobs, Outcome, OutOfMemory, Steps, Trial
 
 MIB = 2**20
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=1e9)

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 from scripted_nvml import FakeCard, FakeNvml, NVMLError
 
-from autods.cgroup import MemoryGroup
-from autods.hardware import Hardware, TorchBuild, host_memory, look, torch_build, versions
+from autods.system.host import Hardware, MemoryGroup, TorchBuild, host_memory, look, torch_build, versions
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_of_a_torch_that_cannot_be_read_or_is_for_rocm_nothing_is_said(tmp_path:
 def looked(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, build: TorchBuild) -> Hardware:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("autods.hardware.torch_build", lambda: build)
+    monkeypatch.setattr("autods.system.host.torch_build", lambda: build)
     return look()
 
 

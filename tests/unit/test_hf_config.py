@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.values import WorkloadSource
+from autods.types import WorkloadSource
 from autods.workload import Workload, source_of
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}

@@ -15,14 +15,14 @@ REPORT = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules
     [
         "import autods",
         "from autods import InputError, Report, find_best_config, plan",
-        "from autods.cli import main; main(['--help'])",
-        "from autods.cli import main; main(['fit', '--help'])",
-        "from autods.cli import main; main(['plan', '--help'])",
-        "from autods.cli import main; main(['probe', '--help'])",
-        "from autods.cli import main; main(['probe', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
-        "from autods.cli import main; main(['fit', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
-        "from autods.cli import main; main(['plan', 'no-such/config.json', '--gpus', '8', '--gpu-memory', '80GiB'])",
-        "from autods.catalogue import catalogue; catalogue()",
+        "from autods.cli.main import main; main(['--help'])",
+        "from autods.cli.main import main; main(['fit', '--help'])",
+        "from autods.cli.main import main; main(['plan', '--help'])",
+        "from autods.cli.main import main; main(['probe', '--help'])",
+        "from autods.cli.main import main; main(['probe', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
+        "from autods.cli.main import main; main(['fit', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
+        "from autods.cli.main import main; main(['plan', 'no-such/c.json', '--gpus', '8', '--gpu-memory', '80GiB'])",
+        "from autods.config.catalogue import catalogue; catalogue()",
     ],
 )
 def test_nothing_heavy_is_imported_before_a_fit_runs(code: str) -> None:

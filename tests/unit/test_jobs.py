@@ -8,11 +8,11 @@ from typing import Any
 
 from test_walk import FACTS, SETTINGS
 
-from autods.cluster.jobs import Jobs
-from autods.ds_config import get
-from autods.settings import Settings
+from autods.config.deepspeed import get
+from autods.requests import Settings
+from autods.runner.runner import Jobs
 from autods.trial.ops import BUILDERS
-from autods.values import Knobs, Trial
+from autods.types import Knobs, Trial
 
 SWAP = "zero_optimization.offload_optimizer.nvme_path"
 

@@ -13,8 +13,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.journal import Journal, key_of
-from autods.outcomes import Action, Failed, Fit, Outcome, OutOfMemory, Tier, TierUse, Timing
-from autods.values import Knobs, Record, Steps, Trial
+from autods.types import Action, Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Tier, TierUse, Timing, Trial
 
 TRIAL = Trial(
     rung="zero3",

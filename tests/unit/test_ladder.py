@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from autods.config.strategies import Rung, all_rungs, choose, parse_rung
 from autods.errors import InputError
-from autods.folders import data_folder
-from autods.ladder import Rung, all_rungs, choose, parse_rung
-from autods.toml_files import read_toml
-from autods.values import ModelFacts
+from autods.schema import read_toml
+from autods.system.host import data_folder
+from autods.types import ModelFacts
 
 SHIPPED = ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme"]
 FACTS = ModelFacts(

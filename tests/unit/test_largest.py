@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autods.forecast.largest import MOST_MEASUREMENTS, largest
+from autods.forecast.batch_search import MOST_MEASUREMENTS, largest
 
 SIZES = range(1, 4097)
 

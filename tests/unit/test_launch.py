@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autods.cluster import zygote as zygotes
-from autods.cluster.launch import Offer, Zygote, take
+from autods.runner import zygote as zygotes
+from autods.runner.agent import Offer, Zygote, take
 
 # As the keeper and the zygote in one: greets, ends when the other end hangs up, and says its exit code.
 WAITS = """

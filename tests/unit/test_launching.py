@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 from made_up import fitting_report, hopeless_report
 
-from autods.ds_config import DEFAULT_OPTIMIZER, get
+from autods.config.deepspeed import DEFAULT_OPTIMIZER, for_trainer, get
 from autods.report import Report, to_dict, write
-from autods.report.ecosystems import accelerate_yaml, trainer_arguments
-from autods.report.launching import commands, filled, lines
-from autods.trainer_config import for_trainer
+from autods.report.launch import accelerate_yaml, commands, filled, lines, trainer_arguments
 from autods.workload import source_of
-from autods.workload.script import launched
+from autods.workload.script_source import launched
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 CONFIG = {

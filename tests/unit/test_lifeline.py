@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autods.cluster import lifeline
-from autods.cluster.lifeline import Lifelines, hold
+from autods.runner import lifeline
+from autods.runner.lifeline import Lifelines, hold
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autods.trial.longest import DRAWS, longest_batch, same_as_longest
-from autods.trial.rendezvous import Ranks
-from autods.trial.survey import survey
+from autods.trial.batch import DRAWS, longest_batch, same_as_longest
+from autods.trial.distributed import Ranks
+from autods.trial.model_facts import survey
 from autods.workload import Workload, WorkloadError
 
 

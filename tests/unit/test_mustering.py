@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from autods.cluster import launch, mustering
-from autods.cluster.mustering import check_alike, differences, muster, need_of
-from autods.cluster.node import Node, digest_of
-from autods.cluster.placing import NodeState, Spot
-from autods.cluster.survey import weakest
 from autods.errors import EnvironmentBroken
 from autods.events import Note
-from autods.hardware import Card, Hardware
-from autods.settings import Settings, resolve
-from autods.values import WorkloadSource
+from autods.requests import Settings, resolve
+from autods.runner import agent, nodes
+from autods.runner.agent import Node, digest_of
+from autods.runner.nodes import check_alike, differences, muster, need_of
+from autods.runner.placement import NodeState, Spot, weakest
+from autods.system.gpus import Card
+from autods.system.host import Hardware
+from autods.types import WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="1")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23"}
@@ -123,8 +123,8 @@ class Lines:
 
 @pytest.fixture(autouse=True)
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mustering, "Lifelines", Lines)
-    monkeypatch.setattr(mustering.Head, "gone", lambda head: None)
+    monkeypatch.setattr(nodes, "Lifelines", Lines)
+    monkeypatch.setattr(nodes.Head, "gone", lambda head: None)
 
 
 @pytest.fixture(autouse=True)
@@ -212,20 +212,20 @@ def test_cpu_ranks_need_a_processor_each_where_the_cluster_is_shared(
 
 def test_the_cards_that_ray_gave_the_actor_are_the_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert launch._environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
-    assert launch._environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
+    assert agent._environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert agent._environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_waiting_threads_of_a_rank_leave_the_processor_to_others_unless_the_user_said_how_they_wait() -> None:
-    assert launch._environment("cpu", {})["GOMP_SPINCOUNT"] == "2000"
-    assert launch._environment("cpu", {"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
-    assert "GOMP_SPINCOUNT" not in launch._environment("cuda", {"OMP_WAIT_POLICY": "ACTIVE"})
+    assert agent._environment("cpu", {})["GOMP_SPINCOUNT"] == "2000"
+    assert agent._environment("cpu", {"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in agent._environment("cuda", {"OMP_WAIT_POLICY": "ACTIVE"})
 
 
 def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
     brought = Path("/ray/runtime_resources/py_modules_files/_ray_pkg_1")
-    monkeypatch.setattr(launch, "__file__", str(brought / "autods/cluster/launch.py"))
-    assert launch._environment("cpu", {"PYTHONPATH": "/own"})["PYTHONPATH"] == f"{brought}:/own"
+    monkeypatch.setattr(agent, "__file__", str(brought / "autods/cluster/launch.py"))
+    assert agent._environment("cpu", {"PYTHONPATH": "/own"})["PYTHONPATH"] == f"{brought}:/own"
 
 
 def test_the_weakest_of_the_nodes_that_can_hold_the_ranks_decides() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.cluster.result import failure_from
-from autods.outcomes import Failed, OutOfMemory
-from autods.trial.spec import RankJob
-from autods.values import WorkloadSource
+from autods.runner.outcome import failure_from
+from autods.trial.job import RankJob
+from autods.types import Failed, OutOfMemory, WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 JOB = RankJob(job="train", source=SOURCE, device="cuda", folder="/f", scratch="/s", world_size=2, local_ranks=(0, 1))

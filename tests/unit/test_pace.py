@@ -6,13 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from autods.cluster.scripted import ScriptedRunner, fit
-from autods.outcomes import Outcome
-from autods.search.ask import paced
-from autods.search.climb import Climb, Rules
-from autods.search.stopping import predicted_s
-from autods.settings import GrowLimits
-from autods.values import Knobs, Record, Steps, Trial
+from autods.config.profiles import GrowLimits
+from autods.runner.testing import ScriptedRunner, fit
+from autods.tuner.batch_size import Climb, Rules, predicted_s
+from autods.tuner.trials import paced
+from autods.types import Knobs, Outcome, Record, Steps, Trial
 
 GIB = 2**30
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=8.0)

@@ -12,9 +12,9 @@ SHOW = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import autods
-from autods.catalogue import catalogue
-from autods.ladder import all_rungs
-from autods.settings import read_profile
+from autods.config.catalogue import catalogue
+from autods.config.strategies import all_rungs
+from autods.requests import read_profile
 assert autods.__file__.startswith(sys.argv[1]), autods.__file__
 print(*all_rungs())
 print(*(read_profile(name).name for name in ("default", "quick", "thorough")))

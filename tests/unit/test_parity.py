@@ -13,8 +13,16 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from autods.trial.batch import tensors_of
-from autods.trial.parity import Incomparable, Listening, check_steady, forget_steps, mean_of, share_of, without_dropout
-from autods.trial.rendezvous import Ranks
+from autods.trial.distributed import Ranks
+from autods.trial.loss_parity import (
+    Incomparable,
+    Listening,
+    check_steady,
+    forget_steps,
+    mean_of,
+    share_of,
+    without_dropout,
+)
 from autods.workload import Workload
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)

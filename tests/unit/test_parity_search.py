@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 from made_up_certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
-from autods.cluster.scripted import failed, out_of_memory
-from autods.outcomes import Outcome, Trained
-from autods.search.parity import cut_alike, difference, differing, set_back
-from autods.values import Knobs, Record, Scalar, Trial
+from autods.runner.testing import failed, out_of_memory
+from autods.tuner.loss_parity import cut_alike, difference, differing, set_back
+from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
 
 OVERLAP, BUCKET, TYPE = (
     "zero_optimization.overlap_comm",

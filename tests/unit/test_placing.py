@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autods.cluster import placing
-from autods.cluster.placing import Need, NodeState, reserve
 from autods.errors import EnvironmentBroken
+from autods.runner import placement
+from autods.runner.placement import Need, NodeState, reserve
 
 CPUS = Need(nodes=2, cpus=2, gpus=0)
 
@@ -75,7 +75,7 @@ def test_the_drivers_node_comes_first_and_the_others_by_their_address() -> None:
 
 
 def test_who_waits_for_others_to_finish_is_told_what_is_free_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "_SILENT_S", 0.0)
+    monkeypatch.setattr(placement, "_SILENT_S", 0.0)
     said: list[str] = []
     cluster = Scripted([a_node(1, cpus=2, free=0), a_node(2, cpus=4)], on=["id1", "id2"], ready_at=3)
     reserve(cluster, CPUS, say=said.append)

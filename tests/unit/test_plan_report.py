@@ -9,11 +9,11 @@ from made_up_plan import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left
 from rich.console import Console
 
 from autods.events import Note
-from autods.forecast.events import Forecasted, Simulating
-from autods.report.breakdown import bar, shares
-from autods.report.plan_progress import PlanProgress
-from autods.report.plan_result import Forecast, to_dict
-from autods.report.plan_table import of_predicted, show
+from autods.forecast.values import Forecasted, Simulating
+from autods.report.live import PlanProgress
+from autods.report.plan_view import bar, of_predicted, shares, show
+from autods.report.results import Forecast
+from autods.report.serialize import plan_to_dict as to_dict
 
 
 def printed(said: Forecast, width: int = 160) -> str:

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from autods.asks import Sizing, ask_for, groups_of
 from autods.errors import EnvironmentBroken, InputError, Interrupted
-from autods.forecast.events import Forecasted, ForecastEvent
 from autods.forecast.scripted import Script, Scripted, allocates, failing
 from autods.forecast.simulator import SimulationFailed
-from autods.forecast.values import Ask, ForecastPhase, Simulated, Trace
-from autods.hardware import Hardware
-from autods.outcomes import Tier
-from autods.planning import plan
-from autods.question import Question, pose
-from autods.report.plan_result import Forecast
-from autods.values import ModelFacts, WorkloadSource
+from autods.forecast.values import Ask, Forecasted, ForecastEvent, ForecastPhase, Simulated, Trace
+from autods.planner.plan import plan
+from autods.planner.simulate import Sizing, ask_for, groups_of
+from autods.report.results import Forecast
+from autods.requests import Question, pose
+from autods.system.host import Hardware
+from autods.types import ModelFacts, Tier, WorkloadSource
 
 GIB = 2**30
 LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())

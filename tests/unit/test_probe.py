@@ -12,14 +12,15 @@ import pytest
 from made_up_probe import FACTS, LIMIT, MIB, Bench, ask, probed
 from rich.console import Console
 
-from autods.cluster.scripted import failed, fit, out_of_memory, surface
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
-from autods.outcomes import Fit, Outcome
-from autods.probing.labels import label_of
-from autods.report.probe_result import CellResult, ProbeReport, Ratio, to_csv, to_dict
-from autods.report.probe_table import show
-from autods.values import Trial
+from autods.probe.grid import label_of
+from autods.report.probe_view import show
+from autods.report.results import CellResult, ProbeReport, Ratio
+from autods.report.serialize import probe_to_dict as to_dict
+from autods.report.serialize import to_csv
+from autods.runner.testing import failed, fit, out_of_memory, surface
+from autods.types import Fit, Outcome, Trial
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

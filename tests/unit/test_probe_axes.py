@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from made_up_probe import CARD, HERE, ask
 
+from autods.config.strategies import all_rungs
 from autods.errors import InputError
-from autods.hardware import Hardware
-from autods.ladder import all_rungs
-from autods.probing.axes import axes_of, parsed
-from autods.probing.keys import all_keys, known_keys
-from autods.probing.question import MOST_CELLS, experiment_rungs
-from autods.values import WorkloadSource
-from autods.workload.conditions import settings_under
+from autods.probe.axes import all_keys, axes_of, known_keys, parsed
+from autods.probe.request import MOST_CELLS, experiment_rungs
+from autods.system.host import Hardware
+from autods.types import WorkloadSource
+from autods.workload.arguments import settings_under
 
 RUNGS = all_rungs((experiment_rungs(),))
 BARE = "def build_model(): ...\ndef build_batch(n): ..."
@@ -170,7 +169,7 @@ def test_a_function_that_takes_anything_takes_any_argument(tmp_path: Path) -> No
 
 
 def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path) -> None:
-    from autods.probing.settle import settle
+    from autods.probe.request import settle
 
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "gpt2", "n_layer": 2}')
@@ -183,8 +182,8 @@ def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path
 
 
 def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
-    from autods.probing.settle import settle
-    from autods.workload.conditions import source_under
+    from autods.probe.request import settle
+    from autods.workload.arguments import source_under
 
     argv = ("--lr", "{lr}", "--config", "{ds_config}")
     source = WorkloadSource(kind="script", path=str(tmp_path / "train.py"), name="train", digest="1", argv=argv)

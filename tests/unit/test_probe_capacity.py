@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from made_up_probe import FACTS, LIMIT, MIB, Bench, ask, probed
 
-from autods.cluster.scripted import failed, surface
 from autods.forecast.scripted import Scripted, allocates
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import Ask, Simulated
-from autods.outcomes import Outcome
-from autods.probing.capacity import MOST_TRIALS
-from autods.probing.question import Question
-from autods.report.probe_result import CellResult
-from autods.values import Trial, WorkloadSource
+from autods.probe.capacity import MOST_TRIALS
+from autods.probe.request import Question
+from autods.report.results import CellResult
+from autods.runner.testing import failed, surface
+from autods.types import Outcome, Trial, WorkloadSource
 
 Script = Callable[[Ask, int], Simulated]
 

@@ -11,8 +11,8 @@ import pytest
 from made_up_probe import FACTS, ask
 
 from autods.errors import InputError
-from autods.probing.cells import Cell, cells_of, config_of
-from autods.values import ModelFacts, Scalar, Trial
+from autods.probe.grid import Cell, cells_of, config_of
+from autods.types import ModelFacts, Scalar, Trial
 
 ZERO = "zero_optimization"
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from made_up_probe import FACTS, LIMIT, MIB, ask
 
-from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
-from autods.outcomes import Outcome
-from autods.probing.cells import cells_of
-from autods.probing.measure import compared, in_turns, result_of, shared
-from autods.probing.noise import ratios, spread_of
-from autods.values import Trial
+from autods.probe.grid import cells_of
+from autods.probe.measure import compared, in_turns, result_of, shared
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.comparison import ratios, spread_of
+from autods.types import Outcome, Trial
 
 
 def test_turns_run_forth_and_back_and_each_repeat_is_a_trial_of_its_own(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import pytest
 
-from autods import procs
+from autods.system import processes
 
 WORKER = """
 import socket, sys, time
-from autods import procs
+from autods.system import processes as procs
 
 peer = socket.socket(fileno=int(sys.argv[1]))
 with procs.ends_with(peer):
@@ -63,9 +63,9 @@ def test_the_end_of_a_forked_child_is_seen_with_and_without_descriptors_of_proce
     monkeypatch: pytest.MonkeyPatch, pidfd: bool
 ) -> None:
     if not pidfd:
-        monkeypatch.setattr(procs, "has_pidfd", lambda: False)
+        monkeypatch.setattr(processes, "has_pidfd", lambda: False)
     waits, goes = os.pipe()
-    pid, ending, kept = procs.watched_fork()
+    pid, ending, kept = processes.watched_fork()
     if pid == 0:
         os.close(goes)
         os.read(waits, 1)  # until the parent lets go
@@ -105,20 +105,23 @@ def test_a_signal_is_being_taken_until_its_handler_has_ended() -> None:
         os.read(waits, 1)  # until the parent lets go
         os._exit(0)
     os.read(ready, 1)
-    assert not procs.is_taking(pid, signal.SIGUSR1)
+    assert not processes.is_taking(pid, signal.SIGUSR1)
     os.kill(pid, signal.SIGUSR1)
-    assert procs.is_taking(pid, signal.SIGUSR1)
+    assert processes.is_taking(pid, signal.SIGUSR1)
     os.read(reader, 2**20)
-    until(lambda: not procs.is_taking(pid, signal.SIGUSR1))
+    until(lambda: not processes.is_taking(pid, signal.SIGUSR1))
     os.close(goes)
     assert os.waitpid(pid, 0)[1] == 0
-    assert not procs.is_taking(pid, signal.SIGUSR1)
+    assert not processes.is_taking(pid, signal.SIGUSR1)
     for fd in (reader, writer, ready, tells, waits):
         os.close(fd)
 
 
 def test_a_rank_is_taken_by_the_oom_killer_before_what_watches_it() -> None:
     """Ray's workers have the worst score there is: a rank has to have it, too, for then the larger one goes."""
-    code = "from autods import procs; procs.first_to_be_killed(); print(open('/proc/self/oom_score_adj').read())"
+    code = (
+        "from autods.system.processes import first_to_be_killed; first_to_be_killed(); "
+        "print(open('/proc/self/oom_score_adj').read())"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(said) == 1000

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.hardware import Card, Hardware
-from autods.question import Question, pose, with_config_of
-from autods.values import ModelFacts, WorkloadSource
+from autods.requests import Question, pose
+from autods.requests import plan_with_workloads_config as with_config_of
+from autods.system.gpus import Card
+from autods.system.host import Hardware
+from autods.types import ModelFacts, WorkloadSource
 
 GIB = 2**30
 LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from test_walk import FACTS, SETTINGS
 
-from autods.cluster.scripted import fit, out_of_memory
-from autods.conclude import result_of
+from autods.config.profiles import Budget
 from autods.forecast.values import Predicted, RungForecast
-from autods.journal import Journal, key_of
-from autods.outcomes import Outcome, Tier
-from autods.resume import Memory
-from autods.search.foresight import BLIND, Foresight
-from autods.searching import Found, Search
-from autods.settings import Budget, Settings
-from autods.values import ModelFacts, Record, Trial
+from autods.journal import Journal, Memory, key_of
+from autods.requests import Settings
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.conclude import Found, result_of
+from autods.tuner.fit import Search
+from autods.tuner.forecasts import BLIND, Foresight
+from autods.types import ModelFacts, Outcome, Record, Tier, Trial
 
 GIB = 2**30
 LIMIT = 16 * GIB

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from autods import procs
-from autods.cluster.host_watch import HostWatch
-from autods.cluster.rank_watch import Live, RankWatch
-from autods.outcomes import Phase
-from autods.trial.heartbeat import Beat, Heartbeats
-from autods.trial.spec import RankJob
-from autods.values import WorkloadSource
+from autods.runner.monitor import HostWatch, Live, RankWatch
+from autods.system import processes
+from autods.trial.job import RankJob
+from autods.trial.progress import Beat, Heartbeats
+from autods.types import Phase, WorkloadSource
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ def test_a_stuck_rank_is_not_ended_before_it_has_said_where_it_is(
             (tmp_path / "rank0.log").write_text("its stack\n")
         return still
 
-    monkeypatch.setattr(procs, "is_taking", taking)
+    monkeypatch.setattr(processes, "is_taking", taking)
     watch = silent("forward", tmp_path, pid)
     watch.look(time.monotonic())
     assert [end["log_tail"] for end in watch.ends] == ["its stack\n"]

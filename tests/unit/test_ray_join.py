@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autods.cluster import ray_join, ray_session
-from autods.cluster.ray_join import joined
 from autods.errors import EnvironmentBroken, InputError
+from autods.runner import ray_connect
+from autods.runner.ray_connect import joined
 
 
 class FakeRay:
@@ -32,7 +32,7 @@ class FakeRay:
 @pytest.fixture(autouse=True)
 def _a_door_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing behind it answers what Ray asks."""
-    monkeypatch.setattr(ray_join, "_own_address", lambda host, port: "127.0.0.1")
+    monkeypatch.setattr(ray_connect, "_own_address", lambda host, port: "127.0.0.1")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_auto_is_the_address_of_the_environment(door: str, monkeypatch: pytest.M
 
 def test_auto_without_a_cluster_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_join, "_last_started", lambda: None)
+    monkeypatch.setattr(ray_connect, "_last_started", lambda: None)
     with pytest.raises(InputError, match="no Ray cluster runs on this machine") as refused, joined(FakeRay(), "auto"):
         pass
     assert "ray start --head" in str(refused.value)
@@ -100,21 +100,21 @@ def test_a_connection_that_looked_at_the_cluster_is_the_fits_as_well(
     door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = FakeRay()
-    monkeypatch.setattr(ray_session, "_import_ray", lambda joins=False: ray)
-    with ray_session.kept_session(door):
+    monkeypatch.setattr(ray_connect, "_import_ray", lambda joins=False: ray)
+    with ray_connect.kept_session(door):
         pass
     assert ray.shutdowns == 0
     ray.said = {}
-    with ray_session.session(cpus=1, address=door):
+    with ray_connect.session(cpus=1, address=door):
         assert ray.said == {}
     assert ray.shutdowns == 1
 
 
 def test_a_connection_that_another_place_wants_is_given_up(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
-    monkeypatch.setattr(ray_session, "_import_ray", lambda joins=False: ray)
-    with ray_session.kept_session(door):
+    monkeypatch.setattr(ray_connect, "_import_ray", lambda joins=False: ray)
+    with ray_connect.kept_session(door):
         pass
-    with pytest.raises(InputError, match="HOST:PORT"), ray_session.session(cpus=1, address="elsewhere"):
+    with pytest.raises(InputError, match="HOST:PORT"), ray_connect.session(cpus=1, address="elsewhere"):
         pass
     assert ray.shutdowns == 1

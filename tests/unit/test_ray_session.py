@@ -6,15 +6,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from autods.cluster import ray_session
-from autods.cluster.ray_lean import without_monitors
 from autods.errors import EnvironmentBroken
+from autods.runner import ray_connect
+from autods.runner.ray_connect import without_monitors
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_as_a_fit_does() -> None:
     """What Ray reads of the environment at import holds for the whole process, and so for tests that come after."""
-    ray_session._import_ray()
+    ray_connect._import_ray()
 
 
 class FakeRay:
@@ -34,14 +34,14 @@ class FakeRay:
 
 def test_a_ray_that_misses_its_time_once_is_started_again(tmp_path: Path) -> None:
     ray = FakeRay(1)
-    ray_session._begin(ray, 2, tmp_path)
+    ray_connect._begin(ray, 2, tmp_path)
     assert (ray.inits, ray.shutdowns) == (2, 1)
 
 
 def test_a_ray_that_does_not_start_twice_is_the_machines_fault_in_two_lines(tmp_path: Path) -> None:
     ray = FakeRay(2)
     with pytest.raises(EnvironmentBroken) as broken:
-        ray_session._begin(ray, 2, tmp_path)
+        ray_connect._begin(ray, 2, tmp_path)
     first, second = str(broken.value).splitlines()
     assert "timed out during startup" in first
     assert "/dev/shm" in second

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from autods.trial.rendezvous import Ranks
-from autods.trial.repeat import PROVING_STEPS, Acted, repeat
-from autods.values import Steps
+from autods.trial.distributed import Ranks
+from autods.trial.steps import PROVING_STEPS, Acted, repeat
+from autods.types import Steps
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
 

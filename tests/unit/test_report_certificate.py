@@ -13,8 +13,8 @@ from made_up import fitting_report
 from rich.console import Console
 
 from autods.report import from_dict, to_dict
-from autods.report.certificate import headline, lines_of
-from autods.report.terminal import show
+from autods.report.fit_view import certificate_lines as lines_of
+from autods.report.fit_view import headline, show
 
 GIB = 2**30
 CERTIFICATE: dict[str, Any] = {

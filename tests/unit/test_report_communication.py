@@ -13,9 +13,9 @@ from test_result import end, outcome
 from test_terminal import shown
 
 from autods.journal import read_record
-from autods.outcomes import Collective, Communication, Fit
-from autods.report.communication import lines_of
-from autods.report.files import from_dict, to_dict
+from autods.report.fit_view import communication_lines as lines_of
+from autods.report.serialize import from_dict, to_dict
+from autods.types import Collective, Communication, Fit
 
 MIB = 2**20
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.cluster.result import outcome_from
-from autods.outcomes import Examined, Failed, Fit
-from autods.trial.describe import describe
-from autods.trial.parity import Incomparable
-from autods.trial.spec import RankJob
-from autods.values import WorkloadSource
+from autods.runner.outcome import outcome_from
+from autods.trial.job import RankJob, describe
+from autods.trial.loss_parity import Incomparable
+from autods.types import Examined, Failed, Fit, WorkloadSource
 
 JOB = RankJob(
     job="train",

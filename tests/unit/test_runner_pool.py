@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from made_up_probe import FACTS, ask
 
-from autods.cluster import pool as pools
-from autods.cluster.pool import RunnerPool
-from autods.cluster.scripted import ScriptedRunner, fit
-from autods.settings import Settings
-from autods.values import Knobs, ModelFacts, Record, Trial
+from autods.requests import Settings
+from autods.runner import pool as pools
+from autods.runner.pool import RunnerPool
+from autods.runner.testing import ScriptedRunner, fit
+from autods.types import Knobs, ModelFacts, Record, Trial
 
 
 class Made:

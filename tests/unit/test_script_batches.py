@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from autods.trial.script.batches import Batches, Loader
-from autods.trial.script.users import Place
+from autods.trial.script.callsite import Place
+from autods.trial.script.data import Batches, Loader
 from autods.workload import WorkloadError
 
 PLACE = Place("train.py", 31, "loader = DataLoader(data, batch_size=8)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.trial.script.clock import Clock
+from autods.trial.script.session import Clock
 
 
 def test_a_step_includes_the_wait_for_its_data():

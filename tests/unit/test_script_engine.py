@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.trial.script.engine import watch
+from autods.trial.job import RankJob
+from autods.trial.script.engine_hooks import watch
 from autods.trial.script.session import Session
-from autods.trial.spec import RankJob
-from autods.values import WorkloadSource
+from autods.types import WorkloadSource
 from autods.workload import WorkloadError
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from made_up import fitting_report
 
-from autods.commands import fit, plan, probe
+from autods.cli import fit, plan, probe
 from autods.errors import InputError
-from autods.report.launching import commands
+from autods.report.launch import commands
 from autods.trial.script.run import _as_main
 from autods.workload import source_of
-from autods.workload.script import launched
+from autods.workload.script_source import launched
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
 

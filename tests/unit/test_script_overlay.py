@@ -14,7 +14,7 @@ import pytest
 FRAME = """
 import os, shutil, pathlib, tempfile, json
 from pathlib import Path
-from autods.trial.script.overlay import Overlay
+from autods.trial.script.sandbox import Overlay
 overlay = Overlay(Path({root!r}), ({free!r},))
 overlay.install()
 os.chdir({folder!r})
@@ -152,7 +152,7 @@ def test_what_another_rank_wrote_is_there_as_well(play):
 def test_a_database_is_the_scripts_own_copy(play):
     play("""
     import functools, sqlite3
-    from autods.trial.script.guard import _database, _opening
+    from autods.trial.script.sandbox import _database, _opening
     _opening("connect", functools.partial(_database, overlay), sqlite3)
     new = sqlite3.connect("runs.db")
     new.execute("create table t (x)"), new.execute("insert into t values (7)"), new.commit(), new.close()

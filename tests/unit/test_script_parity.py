@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autods.trial.parity import Incomparable
-from autods.trial.rendezvous import Ranks
-from autods.trial.script.parity import Parity
+from autods.trial.distributed import Ranks
+from autods.trial.loss_parity import Incomparable
+from autods.trial.script.exam import Parity
 
 ALONE = Ranks(rank=0, world_size=1, agree=bool, mean=float, wait=lambda: None)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autods.trial.script import hooks
+from autods.trial.job import RankJob
+from autods.trial.script import engine_hooks
 from autods.trial.script.session import Session
-from autods.trial.spec import RankJob
-from autods.values import WorkloadSource
+from autods.types import WorkloadSource
 
 TRIALS = {
     "train_batch_size": 16,
@@ -93,7 +93,7 @@ def ended(monkeypatch):
     def ended(steps: int, *group: object) -> list[object]:
         one = session(exam="worst_case")
         one.engine, one.clock.times = object(), [0.1] * steps
-        hooks._ended(one, seen.append, *group)
+        engine_hooks._ended(one, seen.append, *group)
         return seen
 
     monkeypatch.setattr(Session, "ended", lambda self: seen.append("examined"))

@@ -8,9 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from autods.errors import InputError
-from autods.values import WorkloadSource
+from autods.types import WorkloadSource
 from autods.workload import source_of
-from autods.workload.script import filled, launched
+from autods.workload.script_source import filled, launched
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
 MODEL = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.trial.script.guard import _disabled
-from autods.trial.script.huggingface import _way_out
-from autods.trial.script.imported import when_imported
-from autods.trial.script.lightning import _on_cpu_ranks
-from autods.trial.script.machine import _NEEDS_CUDA, _choose_no_card
-from autods.trial.script.users import installed_in
+from autods.trial.script.callsite import installed_in
+from autods.trial.script.cpu_ranks import _NEEDS_CUDA, _choose_no_card
+from autods.trial.script.integrations.config import when_imported
+from autods.trial.script.integrations.hf_trainer import _way_out
+from autods.trial.script.integrations.lightning import _on_cpu_ranks
+from autods.trial.script.sandbox import _disabled
 
 
 def no_cuda(*args, **kwargs):

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.trial.script.machine import told_of_cuda
-from autods.trial.script.users import Place
-from autods.trial.script.words import _last_words, _of_import, _waits_for_input, before_it_left
+from autods.trial.script.callsite import Place
+from autods.trial.script.cpu_ranks import told_of_cuda
+from autods.trial.script.run import _last_words, _of_import, _waits_for_input, before_it_left
 
 
 def raised(text: str) -> ImportError:

@@ -17,12 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from surfaces import Surface, searching
 
-from autods.journal import key_of
-from autods.outcomes import Fit
-from autods.resume import Memory
-from autods.searching import Found, Search
-from autods.settings import Budget
-from autods.values import Record, Trial
+from autods.config.profiles import Budget
+from autods.journal import Memory, key_of
+from autods.tuner.conclude import Found
+from autods.tuner.fit import Search
+from autods.types import Fit, Record, Trial
 
 SEEDS = (0, 3, 6, 16)  # 16: two variants of one rung lie so close that both are tuned, 3 and 16: several rungs climb
 

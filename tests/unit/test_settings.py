@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from autods.config.profiles import read_profile
 from autods.errors import EnvironmentBroken, InputError
-from autods.folders import data_folder
-from autods.hardware import Card, Hardware
-from autods.settings import Settings, read_profile, resolve, with_config_of
-from autods.values import ModelFacts, WorkloadSource
+from autods.requests import Settings, resolve
+from autods.requests import with_workloads_config as with_config_of
+from autods.system.gpus import Card
+from autods.system.host import Hardware, data_folder
+from autods.types import ModelFacts, WorkloadSource
 
 GIB = 2**30
 EIGHT_CARDS = Hardware(

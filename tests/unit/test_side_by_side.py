@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 from made_up_probe import FACTS, LIMIT, MIB, Bench, ask, probed
 
-from autods.cluster.placing import NoRoom
-from autods.cluster.pool import RunnerPool, check_memory
-from autods.cluster.scripted import failed, fit, out_of_memory, surface
-from autods.cluster.turns import Turns, may_be_theirs
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import Journal
-from autods.outcomes import Outcome
-from autods.probing.question import Question
-from autods.report.probe_result import ProbeReport
-from autods.settings import Settings
-from autods.values import Knobs, Record, Trial
+from autods.probe.request import Question
+from autods.report.results import ProbeReport
+from autods.requests import Settings
+from autods.runner.placement import NoRoom
+from autods.runner.pool import RunnerPool, Turns, check_memory, may_be_theirs
+from autods.runner.testing import failed, fit, out_of_memory, surface
+from autods.types import Knobs, Outcome, Record, Trial
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=20 * MIB)
 TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")

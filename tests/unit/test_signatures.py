@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autods.failures.patterns import exception_type
-from autods.failures.sieve import WORDS
-from autods.failures.signatures import ERROR_LINE, Signature, first_match, rows
+from autods.diagnosis.messages import exception_type
+from autods.diagnosis.reader import WORDS
+from autods.diagnosis.rules import ERROR_LINE, Signature, first_match, rows
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")

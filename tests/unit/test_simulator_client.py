@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.forecast.simulator import SimulationFailed, library
+from autods.forecast.simulator import SimulationFailed, gpu_library
 
 
 def test_asking_imports_no_torch() -> None:
@@ -23,8 +23,8 @@ def test_a_failure_says_where_what_and_how_to_mend() -> None:
 
 def test_without_a_compiler_the_command_that_mends_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(library.NoLibrary) as failed:
-        library._build(tmp_path / "library.so")
+    with pytest.raises(gpu_library.NoLibrary) as failed:
+        gpu_library._build(tmp_path / "library.so")
     assert failed.value.kind == "no_compiler"
     assert "no-such-compiler is not installed" in failed.value.what
     assert "apt-get install g++" in failed.value.mend
@@ -32,25 +32,25 @@ def test_without_a_compiler_the_command_that_mends_it_is_said(monkeypatch: pytes
 
 def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(library.NoLibrary) as failed:
-        library._build(tmp_path / "library.so")
+    with pytest.raises(gpu_library.NoLibrary) as failed:
+        gpu_library._build(tmp_path / "library.so")
     assert failed.value.kind == "build_failed"
     assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
 
 
 def test_the_cache_is_keyed_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
-    one = library.library_path()
-    monkeypatch.setattr(library.metadata, "version", lambda name: "99.0")
-    assert one.parent == library.library_path().parent == tmp_path / "simulated_device"
-    assert "torch99.0" in library.library_path().name != one.name
+    one = gpu_library.library_path()
+    monkeypatch.setattr(gpu_library.metadata, "version", lambda name: "99.0")
+    assert one.parent == gpu_library.library_path().parent == tmp_path / "simulated_device"
+    assert "torch99.0" in gpu_library.library_path().name != one.name
 
 
 def test_with_the_library_before_torch_and_its_guard_after_it_autograd_runs_on_the_simulated_gpu() -> None:
-    if library.compiler() is None:
+    if gpu_library.compiler() is None:
         pytest.skip("no C++ compiler")
     code = (
-        "from autods.forecast.simulator import library\n"
+        "from autods.forecast.simulator import gpu_library as library\n"
         "ours = library.load()\n"
         "import torch\n"
         "ours.autods_register_guard()\n"
@@ -66,6 +66,6 @@ def test_with_the_library_before_torch_and_its_guard_after_it_autograd_runs_on_t
 
 
 def test_the_library_is_refused_after_torch() -> None:
-    code = "import torch; from autods.forecast.simulator import library; library.load()"
+    code = "import torch; from autods.forecast.simulator import gpu_library as library; library.load()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "must be loaded before torch" in done.stderr

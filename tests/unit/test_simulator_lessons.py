@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autods.forecast.simulator.lessons import Lessons
+from autods.forecast.simulator.shape_cache import Lessons
 
 
 @dataclass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autods.forecast.simulator import refusals
+from autods.forecast.simulator import protocol
 
 CONFIG = {"optimizer": {"type": "sgd"}}
 
 
-def said_of(error: Exception, config: dict[str, object]) -> refusals.Refused:
-    with pytest.raises(refusals.Refused) as refused, refusals.of_the_optimizer(config):
+def said_of(error: Exception, config: dict[str, object]) -> protocol.Refused:
+    with pytest.raises(protocol.Refused) as refused, protocol.of_the_optimizer(config):
         raise error
     return refused.value
 
@@ -35,5 +35,5 @@ def test_a_name_that_torch_does_not_have_is_said() -> None:
 
 
 def test_other_errors_pass_through() -> None:
-    with pytest.raises(ZeroDivisionError), refusals.of_the_optimizer(CONFIG):
+    with pytest.raises(ZeroDivisionError), protocol.of_the_optimizer(CONFIG):
         raise ZeroDivisionError

@@ -8,12 +8,11 @@ import pytest
 from test_foresight import Scripted, said
 from test_walk import FACTS, FITS, OOM, SETTINGS, STEPS
 
-from autods.cluster.scripted import ScriptedRunner, failed, fit
-from autods.outcomes import Outcome
-from autods.search.candidates import candidates
-from autods.search.spared import Spared
-from autods.search.walk import walk
-from autods.values import Knobs, Record, Trial
+from autods.runner.testing import ScriptedRunner, failed, fit
+from autods.tuner.candidates import candidates
+from autods.tuner.ladder_walk import walk
+from autods.tuner.spared import Spared
+from autods.types import Knobs, Outcome, Record, Trial
 
 GIB = 2**30
 SIZES = range(1, 1000)

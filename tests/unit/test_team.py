@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 
-from autods.cluster import head as heads
-from autods.cluster import team as teams
-from autods.cluster.node import Node
-from autods.cluster.nodes import Nodes
-from autods.cluster.parts import parts_of, repeated
-from autods.cluster.placing import NodeState
-from autods.cluster.result import failure_from
-from autods.cluster.team import Member, Team
-from autods.outcomes import Failed, OutOfMemory, is_machines_fault
-from autods.trial.rank import environment
-from autods.trial.spec import RankJob
-from autods.values import WorkloadSource
+from autods.runner import lifeline as heads
+from autods.runner import worker_group as teams
+from autods.runner.agent import Node
+from autods.runner.nodes import Nodes
+from autods.runner.outcome import failure_from
+from autods.runner.placement import NodeState
+from autods.runner.worker_group import Member, Team, parts_of, repeated
+from autods.trial.job import RankJob
+from autods.trial.worker import environment
+from autods.types import Failed, OutOfMemory, WorkloadSource, is_machines_fault
 
 JOB = RankJob(
     job="train",

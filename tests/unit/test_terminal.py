@@ -9,13 +9,10 @@ from made_up import fit, fitting_report, hopeless_report, memory, oom, record
 from rich.console import Console
 
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
-from autods.outcomes import Examined, TierUse
-from autods.report import Report, words
-from autods.report.advice import remedies, shortage
-from autods.report.ladder_table import rows_of
-from autods.report.progress import Progress
-from autods.report.terminal import show
-from autods.values import Knobs, Record, Skipped
+from autods.report import Report, text
+from autods.report.fit_view import remedies, rows_of, shortage, show
+from autods.report.live import Progress
+from autods.types import Examined, Knobs, Record, Skipped, TierUse
 
 EVENTS: tuple[Event, ...] = (
     Note(text="starting Ray"),
@@ -47,24 +44,24 @@ def heard(*, terminal: bool) -> str:
 
 
 def test_an_out_of_memory_says_tier_rank_phase_wanted_and_free() -> None:
-    assert words.of_outcome(oom()) == (
+    assert text.of_outcome(oom()) == (
         "out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB"
     )
 
 
 def test_a_trial_that_was_examined_says_so() -> None:
     did = Examined(batch_shape=(4, 128), draws=16, evaluated=True)
-    assert words.of_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
-    assert words.of_outcome(fit()).endswith("samples/s")
+    assert text.of_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
+    assert text.of_outcome(fit()).endswith("samples/s")
 
 
 def test_an_out_of_memory_without_numbers_shows_its_evidence() -> None:
     bare = replace(oom(wanted=None), free_bytes=None, limit_bytes=None, step=3, phase="step")
-    assert words.of_outcome(bare).startswith("out of memory on device, rank 1, step, step 3: DefaultCPUAllocator")
+    assert text.of_outcome(bare).startswith("out of memory on device, rank 1, step, step 3: DefaultCPUAllocator")
 
 
 def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
-    said = words.of_outcome(failure())
+    said = text.of_outcome(failure())
     assert said == "failed (toolchain), node, init: Unable to JIT load the async_io op: libaio headers are missing"
 
 
@@ -78,14 +75,14 @@ def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
     ],
 )
 def test_peak_and_limit_share_a_unit_where_that_can_be_read(peak: int, limit: int | None, said: str) -> None:
-    assert words.of_use(TierUse(peak_bytes=peak, limit_bytes=limit)) == said
+    assert text.of_use(TierUse(peak_bytes=peak, limit_bytes=limit)) == said
 
 
 @pytest.mark.parametrize(
     ("rate", "said"), [(0.000012, "1.2e-05"), (0.0412, "0.0412"), (12.34, "12.3"), (1234.5, "1,234")]
 )
 def test_a_rate_has_three_digits_that_mean_something(rate: float, said: str) -> None:
-    assert words.of_rate(rate) == said
+    assert text.of_rate(rate) == said
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from autods.threads import asked, share
+from autods.system.host import asked, share
 
 
 @pytest.fixture(autouse=True)

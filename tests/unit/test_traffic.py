@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autods.trial.traffic import Traffic
+from autods.trial.collectives import Traffic
 
 
 @dataclass(frozen=True)

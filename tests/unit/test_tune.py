@@ -14,19 +14,16 @@ import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 
-from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
+from autods.config.profiles import TuneLimits
+from autods.config.strategies import all_rungs
 from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import key_of
-from autods.ladder import all_rungs
-from autods.outcomes import Fit, Outcome, OutOfMemory
-from autods.search.confirm import confirm
-from autods.search.enough import STARTUP, WAIT
-from autods.search.foresight import Blind
-from autods.search.space import Choice, Range, space_of
-from autods.search.tune import Tuned, tune
-from autods.settings import TuneLimits
-from autods.values import Knobs, Record, Scalar, Steps, Trial
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.comparison import confirm
+from autods.tuner.forecasts import Blind
+from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, Tuned, space_of, tune
+from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
 
 RUNG = all_rungs()["zero2"]
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -424,6 +421,8 @@ def test_the_space_starts_where_the_config_stands() -> None:
 
 
 def test_reading_the_search_loads_neither_optuna_nor_torch() -> None:
-    code = "import sys, autods.search.tune, autods.search.walk, autods.search.grow; print(*sys.modules)"
+    code = (
+        "import sys, autods.tuner.optuna_search, autods.tuner.ladder_walk, autods.tuner.batch_size; print(*sys.modules)"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"optuna", "torch", "ray", "deepspeed"} & set(loaded)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_result import JOB, end
 
-from autods.cluster.unusable import check_ready, check_survey, may_want_ranks
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
-from autods.outcomes import Failed, OutOfMemory
-from autods.trial.describe import describe
+from autods.runner.runner import check_ready, check_survey, may_want_ranks
+from autods.trial.job import describe
+from autods.types import Failed, OutOfMemory
 
 LOG = Path("/logs/zygote.log")
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from autods.failures import Evidence, HostMemory, outcome_of, wants_larger_batch
-from autods.outcomes import Failed, OutOfMemory
+from autods.diagnosis import Evidence, HostMemory, outcome_of, wants_larger_batch
+from autods.types import Failed, OutOfMemory
 
 
 def evidence(rank: int, at_s: float, **said: object) -> Evidence:

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from autods.cluster.scripted import ScriptedRunner, failed, fit, out_of_memory
-from autods.ladder import all_rungs
-from autods.outcomes import Action, Outcome, Tier
-from autods.search.ask import accumulation_for
-from autods.search.candidates import Candidate, candidates
-from autods.search.shortfall import Closest, shortfall
-from autods.search.walk import Walked, walk
-from autods.settings import Settings, read_profile
-from autods.values import ModelFacts, Skipped, Steps, Trial, WorkloadSource
+from autods.config.profiles import read_profile
+from autods.config.strategies import all_rungs
+from autods.requests import Settings
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.candidates import Candidate, candidates
+from autods.tuner.ladder_walk import Closest, Walked, shortfall, walk
+from autods.tuner.trials import accumulation_for
+from autods.types import Action, ModelFacts, Outcome, Skipped, Steps, Tier, Trial, WorkloadSource
 
 FACTS = ModelFacts(
     parameters=32_000_000, largest_parameter=1_000_000, checkpointing=True, tokens_per_sample=64, has_optimizer=False

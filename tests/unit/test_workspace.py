@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.resume import JOURNAL, workspace
+from autods.journal import JOURNAL, workspace
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -3,6 +3,8 @@
 Only `client` may be imported by the rest of autods: it needs no torch. The other modules run inside the worker.
 """
 
+from __future__ import annotations
+
 from .client import SimulatedEngine, SimulationFailed, Simulator
 
 __all__ = ["SimulatedEngine", "SimulationFailed", "Simulator"]

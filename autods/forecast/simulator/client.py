@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from ...errors import AutodsError
-from ...values import Device, ModelFacts, WorkloadSource
+from ...types import Device, ModelFacts, WorkloadSource
 from ..values import Ask, Simulated, Trace
 
 _GONE_S = 5.0  # killed engines are gone at once, but on a machine that is very busy

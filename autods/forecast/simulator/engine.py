@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...outcomes import Phase
-from ...trial.act import build, initialize, optimizer_step
 from ...trial.batch import check_batch, place
+from ...trial.model_facts import facts_of
 from ...trial.pipeline import whole
-from ...trial.survey import facts_of
-from ...workload import Workload
+from ...trial.training import build, initialize, optimizer_step
+from ...types import Phase
+from ...workload.protocol import Workload
 from ..values import Ask, ForecastPhase
-from . import collectives, large_worlds, layered, masks, refusals, states
+from . import attribution, deepspeed_patches, dispatch, layered, padding, protocol
 from .ledger import DEVICE, PINNED, Ledger
 
 if TYPE_CHECKING:
-    from .recipes import Recipes
+    from .shape_cache import Recipes
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
 
@@ -33,17 +33,17 @@ class Stage:
     def __init__(self, *, cpu: bool) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from . import attention, fake_tensors, kernels, shortcuts, torch_cuda
+        from . import deepspeed_patches, fake_gpu, torch_patches
         from .dispatch import Recorder
 
         self.ledger = Ledger(one_memory=cpu)
         if not cpu:
-            torch_cuda.install(self.ledger)
-        attention.install(cpu=cpu)
-        fake_tensors.install(self.ledger)
-        kernels.install(self.ledger)
-        collectives.agree_with_everybody()
-        shortcuts.install()
+            fake_gpu.install(self.ledger)
+        torch_patches.install_attention(cpu=cpu)
+        torch_patches.install_fake_tensors(self.ledger)
+        deepspeed_patches.install_kernels(self.ledger)
+        dispatch.agree_with_everybody()
+        torch_patches.install_shortcuts()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
         self._recorder = Recorder(self.ledger, self._fake)
@@ -55,7 +55,7 @@ class Stage:
 
     def look_at_masks(self, workload: Workload, batch: Any) -> None:
         """What the model is told when it asks whether there is padding."""
-        self._recorder.masks = masks.look(workload.build_batch, batch)
+        self._recorder.masks = padding.look(workload.build_batch, batch)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -103,11 +103,11 @@ class Engine:
                 batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
             self._stage.look_at_masks(self._workload, batch)
             batch = place(batch, self._engine)
-            with refusals.of_the_optimizer(self._config):
+            with protocol.of_the_optimizer(self._config):
                 for index in range(_FIRST_STEPS if first else 1):
                     optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._observe)
-            states.label(ledger, self._engine)
-            elements = states.optimizer_elements(self._engine)
+            attribution.label(ledger, self._engine)
+            elements = attribution.optimizer_elements(self._engine)
             del batch
         return self._report(micro_batch, elements, first, time.perf_counter() - began)
 
@@ -124,8 +124,8 @@ class Engine:
             gc.collect()
             self._stage.ledger.restart()  # as if no more had been built
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
-        states.watch_gradients(self._stage.ledger, rank.model)
-        with refusals.of_the_optimizer(self._config):
+        attribution.watch_gradients(self._stage.ledger, rank.model)
+        with protocol.of_the_optimizer(self._config):
             self._engine = initialize(workload, rank.model, self._config)
         if "Muon" in type(self._engine.basic_optimizer).__name__:
             self._stage.ledger.assume(
@@ -161,9 +161,9 @@ class Engine:
 def stand(ledger: Ledger, ask: Ask) -> None:
     """This process becomes the rank that is asked about, and its books are opened."""
     ledger.device_bytes = ask.device_bytes
-    collectives.join(ask.world_size, ask.ranks_per_node)
-    large_worlds.install(ask.world_size)
-    ledger.kind_of_new = states.KindOfNew(ledger)
+    dispatch.join(ask.world_size, ask.ranks_per_node)
+    deepspeed_patches.install_large_worlds(ask.world_size)
+    ledger.kind_of_new = attribution.KindOfNew(ledger)
     ledger.begin("init")
 
 
@@ -176,8 +176,8 @@ def report_of(ledger: Ledger, micro_batch: int, elements: int, seconds: float) -
         "summed_peak_bytes": ledger.summed_peaks(),
         "nvme_bytes": sum(ledger.nvme.values()),
         "optimizer_elements": elements,
-        "expert_groups": states.expert_groups(),
-        "breakdown": states.named(ledger.at_the_peak()),
+        "expert_groups": attribution.expert_groups(),
+        "breakdown": attribution.named(ledger.at_the_peak()),
         "assumed": list(ledger.assumed),
         "seconds": seconds,
     }

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from ...outcomes import Tier
+from ...types import Tier
 from ..values import ForecastPhase
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3

@@ -23,10 +23,10 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from ... import procs
-from ...values import WorkloadSource
+from ...system import processes
+from ...types import WorkloadSource
 from ..values import Ask
-from .speech import answer, say, told
+from .protocol import answer, say, told
 
 # What DeepSpeed asks of the processor; the ops that would be compiled for it are no-ops here, see `kernels`.
 _PROCESSOR = {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "brand_raw": "", "flags": []}
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     source, scratch = WorkloadSource(**json.loads(argv[2])), argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it closes the socket
     try:
-        with procs.ends_with(client):
+        with processes.ends_with(client):
             stage, workload = _prepare(device, source)
     except BaseException as error:
         say(client, {"failed": told(error, source.path)})
@@ -65,7 +65,7 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
 
     Engines that start alike come from a child that has built their model, which this one starts and passes the line on.
     """
-    from .lessons import Lessons
+    from .shape_cache import Lessons
 
     parent = os.getpid()
     lessons = stand.lessons = Lessons(stand.stage.recipes)
@@ -92,7 +92,7 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
         lessons.hear()
         pid = os.fork()
         if pid == 0:
-            procs.die_with_parent(parent)
+            processes.die_with_parent(parent)
             for other in (client, ours, *passed.values()):
                 other.close()
             if alike is None:
@@ -153,7 +153,7 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
     gc.disable()  # nearly all that imports make stays
     os.environ.update(DS_ACCELERATOR=device, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     if device == "cuda":
-        from .library import load as load_library
+        from .gpu_library import load as load_library
 
         library = load_library()
         import torch  # noqa: F401  # a CUDA build puts in its own guard
@@ -162,11 +162,11 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
     from ...trial import lean, preload
 
     lean.install()
-    from .torch_cuda import hidden
+    from .fake_gpu import hidden
 
     with hidden() if device == "cuda" else contextlib.nullcontext():
         preload.preload(processor=_PROCESSOR)
-    from ...workload import load
+    from ...workload.load import load
     from .engine import Stage
 
     stage = Stage(cpu=device == "cpu")
@@ -189,9 +189,9 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
         try:
             os.chdir(scratch)
             if stand.source.kind == "script":
-                from . import scripts
+                from . import script_engine
 
-                scripts.live(own, job, stand.stage, stand.source, scratch, stand.lessons.tell)
+                script_engine.live(own, job, stand.stage, stand.source, scratch, stand.lessons.tell)
             elif "facts" in job:
                 answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
             else:

@@ -1,4 +1,4 @@
-"""What a trial wants of a script, and what it has seen of it."""
+"""One script under trial: its steps, its clock, when it has shown enough."""
 
 from __future__ import annotations
 
@@ -9,27 +9,73 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from ...ds_config import BATCH_KEYS, merge, rungless, without_monitors
-from ...outcomes import Phase
-from ...workload.script import has_placeholder
-from .. import exam as exams
-from ..rendezvous import Ranks, ranks_of
-from ..repeat import enough, finite
-from ..spec import RankJob
-from ..traffic import Traffic, backend
-from .batches import Batches
-from .clock import Clock
-from .parity import Parity
-from .proof import Proof
-from .users import refusal
+from ...config.deepspeed import BATCH_KEYS, merge, rungless, without_monitors
+from ...types import Phase
+from ...workload.script_source import has_placeholder
+from .. import exam
+from ..collectives import Traffic, backend
+from ..distributed import Ranks, ranks_of
+from ..job import RankJob
+from ..steps import enough, finite
+from .callsite import refusal
+from .data import Batches
+from .exam import Parity, Proof
+
+
+@dataclass(slots=True)
+class Clock:
+    """Told of each call of the engine, in seconds of a monotonic clock.
+
+    A step lasts from the end of the one before to its own end: the data that it waits for is a part of it. Between a
+    step and the next training forward a script may evaluate, save and log as well; a stretch in which it was seen to
+    evaluate or save is left out as a whole.
+    """
+
+    times: list[float] = field(default_factory=list)  # of each optimizer step
+    _ended_s: float | None = None  # the last optimizer step; before the first one, the first forward
+    _paused_s: float | None = None  # the last call of the engine's step, when no training forward came since
+    _forward_s: float | None = None
+    _other: bool = False  # the stretch is not only waiting for data
+    _aside_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Of all steps."""
+        return sum(self.times)
+
+    def forward(self, now: float) -> None:
+        """A training forward begins."""
+        if self._forward_s is None:
+            self._forward_s = now
+        if self._ended_s is None:
+            self._ended_s = now
+
+    def other(self) -> None:
+        """The script evaluates, or saves: what it trains on comes after."""
+        self._other, self._forward_s = True, None
+
+    def step(self, now: float, *, boundary: bool, counts: bool = True) -> None:
+        """A call of the engine's step has ended; boundary: with it an optimizer step; counts: a whole one."""
+        if self._other and self._paused_s is not None and self._forward_s is not None:
+            self._aside_s += self._forward_s - self._paused_s
+        if boundary:
+            if counts:
+                self.times.append(now - (now if self._ended_s is None else self._ended_s) - self._aside_s)
+            self._aside_s = 0.0
+        self.resume(now, boundary=boundary)
+
+    def resume(self, now: float, *, boundary: bool = True) -> None:
+        """The next stretch begins; what the trial itself did since the last step is left out as well."""
+        if boundary:
+            self._ended_s = now
+        self._paused_s, self._forward_s, self._other = now, None, False
+
 
 _SWALLOWED = 3  # times that the script was told to end and went on
 _MOST_BACKWARDS = 256  # without a step, by the accumulation: a script may accumulate by itself
 _GRACE_S = 10.0  # for what it does on its way out
-
 _ZERO = "zero_optimization"
 _NOT_GIVEN = object()
-
 _Done = TypeVar("_Done")
 
 
@@ -96,7 +142,7 @@ class Session:
     def merged(self, users: Mapping[str, Any]) -> dict[str, Any]:
         """The trial's config over the script's own: its keys stay, those of the rung and the batch are ours."""
         config = merge(rungless(users), self.config)
-        return exams.gathering(config) if self.job.exam == "worst_case" else config
+        return exam.gathering(config) if self.job.exam == "worst_case" else config
 
     def final(self, users: Mapping[str, Any], *, own_optimizer: bool) -> dict[str, Any]:
         """The config that the engine gets."""

@@ -2,6 +2,6 @@
 
 from wide import build_batch, build_model  # noqa: F401  what a workload is
 
-from autods.trial import repeat
+from autods.trial import steps
 
-repeat.SHORT.clear()
+steps.SHORT.clear()

@@ -1,0 +1,309 @@
+"""Read and check the user's base DeepSpeed config, and settle precision and batch with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InputError
+from ..types import WorkloadSource
+from ..units import parse_bytes
+from .deepspeed import BATCH_KEYS, get, half_precision, merge
+
+_AUTO_PLACES = ("optimizer.params", "scheduler.params", "bf16", "fp16")
+# Sections that decide by themselves what a trial decides: key → what they do, what to do instead.
+_DECIDE_THEMSELVES = {
+    "zero_optimization.zenflow": (
+        "ZenFlow sets the accumulation itself (update_interval) and needs an offloaded optimizer, so rungs with and "
+        "without it do not train the same",
+        "leave it out here, and add it to the config that is found",
+    ),
+    "elasticity.enabled": (
+        "elastic training solves for the batch itself, against the one that a trial asks for",
+        "leave it out here, and give --global-batch",
+    ),
+    "autotuning.enabled": (
+        "DeepSpeed Autotuning is a search of its own: its engines end after their measurement",
+        "leave it out",
+    ),
+}
+
+# The keys at the top of a config that people write (deepspeed/runtime/constants.py and config.py of 0.19).
+_KEYS = (
+    *BATCH_KEYS, "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",
+    "comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
+    "data_efficiency", "data_types", "dataloader_drop_last", "disable_allgather", "dump_state", "elasticity",
+    "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor",
+    "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "progressive_layer_drop", "scheduler",
+    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "wall_clock_breakdown",
+    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+)  # fmt: skip
+# A string, which is left alone, or a comment, or a comma before a closing bracket. DeepSpeed reads its files as Hjson.
+_NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+
+
+def read_base_config(path: Path) -> dict[str, Any]:
+    """A DeepSpeed JSON file as a dict; comments and trailing commas are passed over, as DeepSpeed does. Raises
+    InputError naming file, line and column."""
+    try:
+        config = json.loads(
+            _strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once, parse_constant=_no_number
+        )
+    except OSError as error:
+        raise InputError(
+            f"cannot be read: {error.strerror}", where=str(path), mend="give --base-config a DeepSpeed JSON file"
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError("is not text", where=str(path), mend="give --base-config a DeepSpeed JSON file") from None
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise InputError(
+            f"is not JSON: {error.msg}", where=where, mend="give --base-config a DeepSpeed JSON file"
+        ) from None
+    except _Refused as error:
+        what, mend = error.args
+        raise InputError(what, where=str(path), mend=mend) from None
+    if not isinstance(config, dict):
+        raise InputError("is JSON but not an object", where=str(path), mend='a DeepSpeed config starts with "{"')
+    return config
+
+
+class _Refused(Exception):
+    """JSON by its form, and no config: what it says, how to mend it."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        said = ", ".join(f'"{key}"' for key in twice)
+        raise _Refused(f"says {said} twice in one section", "DeepSpeed refuses that: keep one of them")
+    return dict(pairs)
+
+
+def _no_number(word: str) -> Any:
+    raise _Refused(f"says {word}, which is no JSON", "give a number, or leave the key out")
+
+
+def _strict(text: str) -> str:
+    """The same JSON at the same lines and columns, with blanks in place of comments and trailing commas."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+    return _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, text))
+
+
+def check_base_config(
+    config: Mapping[str, Any], *, world_size: int, where: str = "base config", filled_in: bool = False
+) -> None:
+    """Raises InputError for settings that exclude each other, with the reason. filled_in: by a library, which takes
+    "auto" for what its own arguments say."""
+    for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
+        absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))
+        if not absent and not isinstance(config[key], Mapping):
+            raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
+    for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
+        if (said := get(config, f"{key}.enabled")) not in (None, True, False, "auto"):
+            raise InputError(f'"{key}.enabled" is {said!r}; it must be true or false', where=where)
+    on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
+    stage = get(config, "zero_optimization.stage")
+    if "amp" in on and (stage or "zero_optimization" in config):
+        raise InputError(
+            "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards",
+            where=where,
+            mend='remove "amp" and use "bf16": {"enabled": true}',
+        )
+    if "amp" in on:
+        raise InputError(
+            "amp excludes ZeRO, and every rung but ddp is ZeRO",
+            where=where,
+            mend='remove "amp" and use "bf16": {"enabled": true}',
+        )
+    if len(on) > 1:
+        raise InputError(
+            f"{on[0]} and {on[1]} are both enabled; a model trains in one precision",
+            where=where,
+            mend='set "enabled": false in one of them',
+        )
+    for key, (why, mend) in _DECIDE_THEMSELVES.items():
+        if get(config, key):
+            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', where=where, mend=mend)
+    if stage is not None and stage not in (0, 1, 2, 3, "auto"):
+        raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
+    _check_batch(config, world_size, where)
+    if not filled_in:
+        _check_auto(config, where)
+
+
+def misspelt(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that DeepSpeed would pass over without a word and that are nearly one of its own, in sentences."""
+    near = {key: get_close_matches(key, _KEYS, n=1, cutoff=0.85) for key in config if key not in _KEYS}
+    return tuple(
+        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{found[0]}"?'
+        for key, found in near.items()
+        if found
+    )
+
+
+def _check_auto(config: Mapping[str, Any], where: str) -> None:
+    """DeepSpeed itself takes "auto" in some sections; elsewhere the HF Trainer fills it in, and nothing else does."""
+    inside = [f"{place}.{name}" for place in _AUTO_PLACES for name in get(config, place) or ()]
+    for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
+        if get(config, key) == "auto":
+            raise InputError(
+                f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
+                where=where,
+                mend="give the value that is to be trained with, or leave the key out",
+            )
+
+
+def _enabled(config: Mapping[str, Any], key: str) -> bool:
+    return get(config, f"{key}.enabled") is True
+
+
+def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None:
+    sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f'"{key}" is {value!r}; it must be a whole number above 0', where=where)
+    total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
+    share = (micro or 1) * (accumulation or 1) * world_size
+    contradicts = total % share if total and not (micro and accumulation) else total and total != share
+    if contradicts:
+        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
+        raise InputError(
+            f"train_batch_size {total} ≠ {product}",
+            where=where,
+            mend=_meant_for(total, micro, accumulation)
+            + "keep train_batch_size alone: autods solves for the other two",
+        )
+
+
+def _meant_for(total: int | None, micro: int | None, accumulation: int | None) -> str:
+    """'those sizes are for 4 ranks; ' when they agree with each other for another number of ranks."""
+    if not (total and micro and accumulation) or total % (micro * accumulation):
+        return ""
+    ranks = total // (micro * accumulation)
+    return f"those sizes are for {ranks} rank{'s' if ranks > 1 else ''}; "
+
+
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+Given = str | Path | Mapping[str, Any] | None
+
+
+def base_of(given: Given, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
+    """The base config, from a file or as an object, and the name that errors give it. See `check_base_config`."""
+    where = str(given) if isinstance(given, (str, Path)) else "base config"
+    base = read_base_config(Path(given)) if isinstance(given, (str, Path)) else _plain(given, where)
+    check_base_config(base, world_size=world_size, where=where, filled_in=filled_in)
+    return base, where
+
+
+def asked_base(
+    source: WorkloadSource, given: Given, precision: str, *, world_size: int, otherwise: str = "bf16"
+) -> dict[str, Any]:
+    """The workload's base config, or the one `given` in its place, with a precision. Of a script: what goes over it."""
+    users = source.base_config if given is None else given
+    base, where = base_of(users, world_size=world_size, filled_in=fills_in(source))
+    if source.kind == "script":
+        return over_script(base, precision, where)
+    return with_precision(base, precision, where, otherwise=otherwise)
+
+
+def size_of(given: str | int | None, option: str) -> int | None:
+    """Bytes of '80GiB', or of a number."""
+    if given is None:
+        return None
+    try:
+        return parse_bytes(str(given))
+    except ValueError as error:
+        raise InputError(f"{option} {error}") from None
+
+
+def check_ranks(gpus: int) -> int:
+    """At least one."""
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: at least one rank is needed", mend="give --gpus 1 or more")
+    return gpus
+
+
+def global_batch_of(given: int | None, base: Mapping[str, Any], ranks: int) -> int | None:
+    """The global batch that was asked for, else the base config's."""
+    users = base.get("train_batch_size")
+    total = given if given is not None else users if isinstance(users, int) else None
+    if total is not None and (total < 1 or total % ranks):
+        near = max(ranks, total // ranks * ranks)
+        raise InputError(
+            f"--global-batch {total} cannot be split over {ranks} ranks: "
+            "global batch = micro batch × accumulation × ranks",
+            mend=f"give a multiple of {ranks}, such as {near} or {near + ranks}",
+        )
+    return total
+
+
+def with_precision(base: Mapping[str, Any], precision: str, where: str, *, otherwise: str = "bf16") -> dict[str, Any]:
+    """The base config with a precision in it: the user's own, else the one asked for, else `otherwise`."""
+    if precision not in ("auto", "bf16", "fp16", "fp32"):
+        raise InputError(f"there is no precision {precision!r}", mend="give --precision bf16, fp16 or fp32")
+    users = half_precision(base)
+    if precision == "auto":
+        return dict(base) if users or "bf16" in base or "fp16" in base else {**base, otherwise: {"enabled": True}}
+    if users and users != precision:
+        raise InputError(
+            f"--precision {precision}, but {users} is enabled there", where=where, mend="drop one of the two"
+        )
+    return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
+
+
+def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
+    """What goes over a script's own config: its precision is its own affair unless one is asked for."""
+    if precision == "auto":
+        return dict(base)
+    asked = with_precision(base, precision, where)
+    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != half_precision(asked)}
+    return merge(asked, off)
+
+
+def base_of_script(
+    source: WorkloadSource, own: Mapping[str, Any], asked: Mapping[str, Any], *, world_size: int
+) -> dict[str, Any]:
+    """The config that a script gave to its engine, under what was asked; an "auto" there means what the script said."""
+    said = {key: value for key, value in asked.items() if get(asked, f"{key}.enabled") != "auto"}
+    base = merge(own, said)
+    where = f"the DeepSpeed config of {source.path}"
+    check_base_config(base, world_size=world_size, where=where, filled_in=fills_in(source))
+    return base
+
+
+def fills_in(source: WorkloadSource) -> bool:
+    """Whether a library stands between the config and the engine that puts values in place of "auto"."""
+    return source.script_kind in ("hf_trainer", "accelerate")
+
+
+def precisions_of(given: str) -> tuple[str, ...]:
+    """'bf16,fp32' → both; the first is what the fit starts with, the others may win the race."""
+    names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    for name in names:
+        if name not in ("bf16", "fp16", "fp32") and names != ("auto",):
+            raise InputError(f"there is no precision {name!r}", mend="give --precision bf16, fp16, fp32, or bf16,fp32")
+    return names
+
+
+def precision_of(base: Mapping[str, Any]) -> str:
+    """'bf16', 'fp16' or 'fp32', as a config says it."""
+    return half_precision(base) or "fp32"
+
+
+def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """A copy as JSON keeps it: what is tried is what `ds_config.json` will say."""
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(base or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"cannot be written as JSON: {error}", where=where) from None
+    return copy

@@ -1,0 +1,114 @@
+"""The catalogue: common GPUs and the nodes they stand in, read from `configs/hardware/*.toml`, one file a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from ..schema import checked, read_toml
+from ..system.host import data_folder
+
+ASKED, HERE = "asked", "here"  # names of machines that are not of the catalogue: of that size, and this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How data travels: the kind of link and its GB/s."""
+
+    between_gpus: str
+    between_gpus_gb_per_s: float
+    to_host: str
+    to_host_gb_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a forecast is made for: one rank's device and the node around it.
+
+    device_bytes: what the driver leaves to programs. host_bytes, nvme_bytes: of a node; None when not known or, for
+    NVMe, when there is none. gpus: of a node.
+    """
+
+    name: str
+    title: str
+    device_bytes: int
+    gpus: int | None = None
+    bf16: bool = True
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+    links: Links | None = None
+    source: str = "as asked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    bytes: int
+    bf16: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    gpus: int
+    host_bytes: int
+    nvme_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A machine as its TOML file has it."""
+
+    name: str
+    title: str
+    source: str
+    device: _Device
+    node: _Node
+    links: Links
+
+
+def catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
+    """Every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
+    paths = sorted((folder or data_folder("configs") / "hardware").glob("*.toml"))
+    machines = [_machine(path) for path in paths]
+    machines.sort(key=lambda machine: (machine.device_bytes, machine.host_bytes or 0, machine.name))
+    return {machine.name: machine for machine in machines}
+
+
+def machines_named(names: str) -> tuple[Machine, ...]:
+    """The machines of 'a100-80gb,h100-80gb' or 'all', smallest device first; the path of a .toml file is one, too."""
+    known = catalogue()
+    wanted = list(known) if names.strip() == "all" else [name.strip() for name in names.split(",")]
+    found = {machine.name: machine for machine in (_one(name, known) for name in wanted)}
+    return tuple(sorted(found.values(), key=lambda machine: machine.device_bytes))
+
+
+def _one(name: str, known: Mapping[str, Machine]) -> Machine:
+    if name.endswith(".toml"):
+        return _machine(Path(name))
+    machine = known.get(name.lower())
+    if machine is None:
+        raise InputError(f"--on {name}: the catalogue has no such machine", mend=f"give all, or of: {', '.join(known)}")
+    return machine
+
+
+def _machine(path: Path) -> Machine:
+    mend = "compare with configs/hardware/a100-80gb.toml"
+    file = checked(_File, read_toml(path), _check, name="machine", where=str(path), mend=mend)
+    return Machine(
+        name=file.name,
+        title=file.title,
+        device_bytes=file.device.bytes,
+        gpus=file.node.gpus,
+        bf16=file.device.bf16,
+        host_bytes=file.node.host_bytes,
+        nvme_bytes=file.node.nvme_bytes,
+        links=file.links,
+        source=file.source,
+    )
+
+
+def _check(file: _File) -> None:
+    """Raises ValueError."""
+    if min(file.device.bytes, file.node.gpus, file.node.host_bytes) <= 0:
+        raise ValueError("bytes and gpus must be above 0")

@@ -1,0 +1,175 @@
+"""Compose DeepSpeed configs from a rung, the user's base config and the knobs of a trial."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..types import Knobs, ModelFacts, Scalar
+from .strategies import Rung
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# The rung decides these; whatever the base config says of them is replaced.
+_RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params")
+DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
+# What logs to the user's dashboards, and what makes one step of all a slow one.
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
+_NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict: `over` wins, nested dicts are merged."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def get(config: Mapping[str, Any], dotted: str) -> Any:
+    """The value at 'zero_optimization.stage', or None."""
+    value: Any = config
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def half_precision(config: Mapping[str, Any]) -> str | None:
+    """'bf16' or 'fp16', whichever is enabled; None: fp32."""
+    return next((kind for kind in ("bf16", "fp16") if get(config, f"{kind}.enabled")), None)
+
+
+def nested(dotted: str, value: Any) -> dict[str, Any]:
+    """'a.b', 1 → {'a': {'b': 1}}."""
+    head, _, tail = dotted.partition(".")
+    return {head: nested(tail, value) if tail else value}
+
+
+def start_settings(rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts) -> dict[str, Scalar]:
+    """The first values of what the rung sizes. A smaller value of the user's wins: buckets never grow unasked."""
+    sized: dict[str, Scalar] = {}
+    for key, sizing in rung.start.items():
+        value, users = sizing.value(device_bytes=device_bytes, facts=facts), get(base, key)
+        is_number = isinstance(users, (int, float)) and not isinstance(users, bool)
+        keep_users = is_number and sizing.device_share is not None
+        sized[key] = min(value, int(users)) if keep_users else value
+    return sized
+
+
+def compose(
+    rung: Rung,
+    knobs: Knobs,
+    *,
+    base: Mapping[str, Any],
+    world_size: int,
+    own_optimizer: bool,
+    native_optimizer: bool = True,
+    nvme_path: Path | None = None,
+) -> dict[str, Any]:
+    """The whole DeepSpeed config, usable by plain `deepspeed.initialize`.
+
+    own_optimizer: the workload passes an optimizer object, so the config names none.
+    native_optimizer: False lets torch's AdamW stand in for DeepSpeed's op, which then need not be built.
+    """
+    config = merge(rungless(base), _with_path(rung.ds_config, nvme_path))
+    for key, value in knobs.settings.items():
+        config = merge(config, nested(key, value))
+    config = merge(config, _optimizer(config, rung, own_optimizer, native_optimizer))
+    if own_optimizer:
+        config.pop("optimizer", None)
+    return config | {
+        "train_batch_size": knobs.train_batch(world_size),
+        "train_micro_batch_size_per_gpu": knobs.micro_batch,
+        "gradient_accumulation_steps": knobs.accumulation,
+    }
+
+
+def rungless(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what the rung and the batch decide."""
+    zero = {key: value for key, value in dict(config.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
+    return {key: value for key, value in config.items() if key not in BATCH_KEYS} | {"zero_optimization": zero}
+
+
+def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """For a trial: nothing is logged to the user's dashboards, their packages need not be installed here, and no step
+    that is timed or forecast is profiled."""
+    return {key: value for key, value in config.items() if key not in _MONITORS}
+
+
+def ops_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The DeepSpeed ops that this config makes the engine load, and so build when they are not cached."""
+    offload = get(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    ops = []
+    name = str(get(config, "optimizer.type")).lower()
+    if name in _NATIVE_ADAM and not get(config, "optimizer.params.torch_adam"):
+        ops.append("cpu_adam" if offload else "fused_adam")
+    if "nvme" in (get(config, f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")):
+        ops.append("async_io")
+    return tuple(ops)
+
+
+def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, native_optimizer: bool) -> dict[str, Any]:
+    """What has to be said about the optimizer: a default one, torch's AdamW where DeepSpeed's op is not wanted."""
+    offloaded = rung.places["optimizer"] != "device"
+    added: dict[str, Any] = {}
+    if not own_optimizer:
+        ours = not config.get("optimizer")
+        optimizer = DEFAULT_OPTIMIZER if ours else config["optimizer"]
+        stands_in = not native_optimizer or (ours and not offloaded)
+        if stands_in and str(get(optimizer, "type")).lower() in _NATIVE_ADAM:
+            optimizer = merge(optimizer, {"params": {"torch_adam": True}})
+        added["optimizer"] = optimizer
+    if offloaded and (own_optimizer or not native_optimizer):
+        added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
+    if own_optimizer and rung.stage and "zero_allow_untested_optimizer" not in config:
+        added["zero_allow_untested_optimizer"] = True  # whose it is chose it: SGD, say, works, and is refused otherwise
+    return added
+
+
+def _with_path(value: Any, nvme_path: Path | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_path(item, nvme_path) for key, item in value.items()}
+    return str(nvme_path) if value == "{nvme_path}" else value
+
+
+# Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in
+# integrations/deepspeed.py). warmup_min_lr and total_num_steps have no argument: it computes them.
+FILLED_IN = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    "fp16.enabled",
+    "bf16.enabled",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+_ALSO_OURS = "zero_optimization."  # filled in where it says "auto", and never compared with an argument
+
+
+def for_trainer(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with "auto" exactly where the Trainer would compare, so that nothing can contradict its arguments.
+
+    train_batch_size is left out: DeepSpeed multiplies, and accelerate counts CPU ranks as one process.
+    """
+    config = {key: value for key, value in ds_config.items() if key != "train_batch_size"}
+    for key in FILLED_IN:
+        if get(config, key) is not None and not key.startswith(_ALSO_OURS):
+            config = merge(config, nested(key, "auto"))
+    return config
+
+
+def for_lightning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without accumulation steps: the strategy takes them from `accumulate_grad_batches`, and refuses the key."""
+    return {key: value for key, value in ds_config.items() if key not in BATCH_KEYS[::2]}

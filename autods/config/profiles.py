@@ -1,0 +1,188 @@
+"""How hard a fit tries: profiles read from TOML. A profile only picks combinations; a rung says what it is itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ..errors import InputError
+from ..schema import checked, read_toml
+from ..system.host import data_folder
+from ..types import Steps
+
+Stop = Literal["first-fit", "fastest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowLimits:
+    """When growing the micro batch stops.
+
+    first_look: where a trial of this micro batch is mostly steps, growing begins with it, goes on twofold where little
+    is left to gain, and ends where no larger one can be `worth` times as fast; 0: it begins as large as memory and time
+    allow, and what is left to gain is measured.
+    """
+
+    most_trials: int
+    most_micro_batch: int
+    gain: float
+    first_look: int = 0
+    worth: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulateLimits:
+    """How many micro batches a step may have where the global batch is left open, and by how much that has to win."""
+
+    most: int = 1
+    gain: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceLimits:
+    """How the rungs that fit compete.
+
+    stop: "first-fit" takes the first rung of the ladder that fits; "fastest" races the others against it. noise: share
+    by which a short timing may be wrong. most_trials: of a rival's climb. steps: of its trials;
+    finals: of the last comparison. checkpointing: race without it, too.
+    """
+
+    stop: Stop
+    noise: float
+    most_trials: int
+    finalists: int
+    turns: int  # how often the leaders are measured again, side by side
+    steps: Steps
+    finals: Steps
+    checkpointing: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertifyLimits:
+    """What the winner has to stand. most_trials: of the worst case; 0 certifies nothing. parity: None compares no
+    losses."""
+
+    most_trials: int
+    steps: Steps
+    parity: Steps | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What race and tune may spend together with all before them; 0: as much as they like."""
+
+    trials: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneLimits:
+    """How long Optuna may search, and by how much its answer has to win."""
+
+    trials: int
+    gain: float
+    turns: int  # how often leader and start are measured again, side by side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimits:
+    """Seconds before a trial counts as stuck. `init_s` holds while building and initialising."""
+
+    stall_s: float
+    init_s: float
+    wall_s: float
+    build_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How hard a fit tries, see `configs/*.toml`."""
+
+    name: str
+    ladder: tuple[str, ...]
+    headroom: float
+    walk: Steps
+    timed: Steps
+    grow: GrowLimits
+    race: RaceLimits
+    tune: TuneLimits
+    certify: CertifyLimits
+    limits: TimeLimits
+    budget: Budget = field(default_factory=Budget)
+    accumulate: AccumulateLimits = field(default_factory=AccumulateLimits)
+
+
+def read_profile(name: str) -> Profile:
+    """A shipped profile by name, or any TOML file by path."""
+    folder = data_folder("configs")
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
+        raise InputError(f"there is no config {name!r}", mend=f"give one of {known}, or the path of a .toml file")
+    mend = "compare with configs/default.toml"
+    file = checked(_File, read_toml(path), _check, name="config", where=str(path), mend=mend)
+    return Profile(
+        name=file.name,
+        ladder=file.ladder,
+        headroom=file.memory.headroom,
+        walk=file.walk,
+        timed=file.timed,
+        grow=file.grow,
+        race=file.race,
+        tune=file.tune,
+        certify=file.certify,
+        limits=file.limits,
+        budget=file.budget,
+        accumulate=file.accumulate,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    headroom: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A profile as its TOML file has it."""
+
+    name: str
+    title: str = ""
+    ladder: tuple[str, ...]
+    memory: _Memory
+    walk: Steps
+    timed: Steps
+    grow: GrowLimits
+    race: RaceLimits
+    tune: TuneLimits
+    certify: CertifyLimits
+    limits: TimeLimits
+    budget: Budget = field(default_factory=Budget)
+    accumulate: AccumulateLimits = field(default_factory=AccumulateLimits)
+
+
+def _check(file: _File) -> None:
+    """Raises ValueError for numbers that make no sense."""
+    limits, parity = file.limits, file.certify.parity or file.certify.steps
+    senses = {
+        "memory.headroom must be at least 0 and below 1": 0 <= file.memory.headroom < 1,
+        "warmup must be at least 0, timed at least 1, most_timed no less than timed": all(
+            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed
+            for steps in (file.walk, file.timed, file.race.steps, file.race.finals, file.certify.steps, parity)
+        ),
+        "grow.most_trials must be at least 0, grow.most_micro_batch at least 1": (
+            file.grow.most_trials >= 0 and file.grow.most_micro_batch >= 1
+        ),
+        "race.noise must be at least 0 and below 1, finalists at least 1, turns and most_trials at least 0": (
+            0 <= file.race.noise < 1 and file.race.finalists >= 1 and min(file.race.turns, file.race.most_trials) >= 0
+        ),
+        "grow.first_look must be at least 0, grow.worth at least 1": file.grow.first_look >= 0 and file.grow.worth >= 1,
+        "accumulate.most and accumulate.gain must be at least 1": min(file.accumulate.most, file.accumulate.gain) >= 1,
+        "tune.trials must be at least 0": file.tune.trials >= 0,
+        "certify.most_trials must be at least 0": file.certify.most_trials >= 0,
+        "budget must be at least 0": min(file.budget.trials, file.budget.seconds) >= 0,
+        "limits must be above 0 s": min(limits.stall_s, limits.init_s, limits.wall_s, limits.build_s) > 0,
+    }
+    for sense, holds in senses.items():
+        if not holds:
+            raise ValueError(sense)

@@ -1,0 +1,308 @@
+"""Group log lines to messages: tracebacks, exceptions, native crashes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from .reader import PROGRESS, Line, Prefix
+
+# raised: the end of a traceback. stated: a line that says so itself. mentioned: in passing, below level ERROR.
+# quoted: data, arguments, generated text.
+Manner = Literal["raised", "stated", "mentioned", "quoted"]
+TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
+FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
+BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
+CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
+IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
+_SUFFIX = (
+    r"(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Abort|Abandoned|Unsupported|NotFound|Mismatch|OutOfMemory"
+    r"|OutOfResources|ErrorCode|Denied|Warning)"
+)
+# "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
+EXCEPTION = re.compile(
+    r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*" + _SUFFIX
+    + r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
+)  # fmt: skip
+ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")
+NATIVE = re.compile(r"terminate called|(?:\s+)?what\(\):|Fatal Python error|\*\*\* Process received signal")
+_CODE = re.compile(
+    r"(?:>+ *\d* *)?(?:raise\b[^:]*\(|raise \w+$|except\b.*:\s*(?:#.*)?$|from [\w.]+ import |import [\w.]+(?: as \w+)?$|def \w+\(|class \w+.*:$"
+    r"|return\b.*\)$|(?:el)?if .*:$|assert .*[,=]|self\.\w+|with .*:$|for .* in .*:$|while .*:$|try:$|#|\^+$|~+\^)"
+)
+BOX = "│╭╰┌└├|❱"
+NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
+SAYS_SO = re.compile(
+    r"(?:[\w./-]+: (?=error:)|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
+    re.I,
+)
+# Data that a program prints: the name of a field near the line's beginning, or inside an object.
+_QUOTED = re.compile(
+    r"^[^:=(]{0,24}?(?<![\w-])(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
+    r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
+    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?(?: ?#?\d+)?['\"]?\s?[:=(]|^\W{0,3}[QA]\d*\s?[:=]"
+    r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
+    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w[\w-]*(?:[ =]|$)",
+    re.IGNORECASE,
+)
+# What torch adds to every CUDA error: advice that names things that did not happen.
+BOILERPLATE = re.compile(
+    r"\s*(?:Compile with `TORCH_USE|For debugging consider|CUDA kernel errors might|HIP kernel errors might|Device-side assert"
+    r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
+    r"nformation)"
+)
+RAY_PID = re.compile(r"\(pid=(\d+)")
+SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
+ANNOUNCES = re.compile(
+    r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)\W{0,3}:\s*$",
+    re.I,
+)
+OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
+# What the kernel, a scheduler or a shell says is never the rest of an exception's text.
+SYSTEM = re.compile(
+    r"(?:kernel|systemd\S*|dmesg|journalctl\S*|qmaster\S*|kubelet|containerd|dockerd|earlyoom\S*)\b ?[:\[(|]|\[ *\d+\.\d+\] |[$+] \w|"
+    r"(?:Warning|Normal) {2,}|Memory cgroup out|Out of memory: Kill|oom-kill|NVRM|=>> PBS|TERM_[A-Z]+|Exited with exit code|"
+    r"\s*(?:Reason|Status|State|Exit Code|Last State): |LAST SEEN|JobID |exit code\W{1,3}-?\d+$",
+)
+STARTS_ANEW = re.compile(
+    r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
+    r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"
+    r"node\S*:\d+:\d+ |\S+:\d+:\d+ \[\d+\] NCCL|\s*\d+%\|"
+)
+
+
+def exception_type(text: str) -> str:
+    """'OutOfMemoryError' for "torch.OutOfMemoryError: CUDA …"; empty when the text does not begin with an exception."""
+    found = EXCEPTION.match(text)
+    return found["type"].replace("::", ".").rpartition(".")[2] if found else ""
+
+
+def is_code(text: str) -> bool:
+    """Source that a traceback quotes, or a frame of it."""
+    text = text.strip()
+    return bool(_CODE.match(text)) or text[:1] in BOX or bool(NATIVE_FRAME.match(text)) or text.startswith('File "')
+
+
+def manner_of(line: Line) -> Manner:
+    """Whether a plain line says itself that something failed, or only has the words in it."""
+    if _QUOTED.search(line.text) and line.prefix.level != "error" and not SAYS_SO.match(line.text):
+        return "quoted"
+    match line.prefix.level:
+        case "error":
+            return "stated"
+        case "debug" | "info" | "warning":
+            return "mentioned"
+        case _:
+            return "stated"
+
+
+_FRAMES = 120
+_BODY_LINES = 25
+_OPEN_LINES = 600  # a traceback that has not ended after so many lines is not one
+CUT = "a traceback without its end"
+
+
+@dataclass(slots=True)
+class Message:
+    """What a process said at one place. text: the exception and its message, or the line."""
+
+    file: str
+    number: int
+    text: str
+    prefix: Prefix
+    manner: Manner
+    type: str = ""  # the exception's name without its module
+    module: str = ""
+    frames: tuple[str, ...] = ()  # outermost first: 'File "…", line 3, in forward', and the code under it
+    progress: int = 0
+    order: int = 0
+    ignored: bool = False  # Python itself says that nobody sees this exception
+    pid: int | None = None  # of the Ray worker whose exception this is
+
+    @property
+    def stack(self) -> str:
+        """The frames as one text."""
+        return "\n".join(self.frames)
+
+
+@dataclass(slots=True)
+class _Open:
+    """What one stream is in the middle of."""
+
+    frames: list[str] = field(default_factory=list)
+    lines: int = 0
+    message: Message | None = None
+    body: list[str] = field(default_factory=list)
+    ignored: bool = False
+    indent: int = 0  # of the first frame
+    rank: int | None = None  # that the line before named
+    cut: Line | None = None  # where it began: all that is left when its end is missing
+
+
+class Assembler:
+    """Takes lines, gives messages. Streams are kept apart, so that interleaved ranks do not mix."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], _Open] = {}
+        self._order = 0
+        self._spawned: dict[tuple[str, str], int] = {}
+        self._ignore: set[tuple[str, str]] = set()
+        self._raised_in: dict[tuple[str, str], int] = {}  # process id, by Ray's words
+
+    @property
+    def waiting(self) -> bool:
+        """Some stream is in the middle of something."""
+        return bool(self._open)
+
+    def feed(self, line: Line) -> Iterator[Message]:
+        """The messages that this line completes."""
+        key = (line.file, line.prefix.stream)
+        text = line.text
+        if TRACEBACK.search(text):
+            yield from self._close(key)
+            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None), cut=line)
+            self._ignore.discard(key)
+            return
+        if found := SPAWNED.search(text):
+            self._spawned[key] = int(found[1])
+        if IGNORED.search(text):
+            self._ignore.add(key)
+        if CHAINED.search(text):
+            yield from self._close(key)
+            return
+        opened = self._open.get(key)
+        if opened is not None and opened.message is not None and (inner := self._wrapped(opened, text)):
+            opened.message.type = inner["type"].replace("::", ".").rpartition(".")[2]
+            opened.body.append(text.rstrip())
+            return
+        if opened is not None and opened.message is None:
+            yield from self._in_frames(key, opened, line)
+        elif opened is None and (
+            FRAME.match(text) or BOXED_FRAME.match(text)
+        ):  # the beginning of the traceback was not pasted
+            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text), cut=line)
+        elif opened is not None and self._goes_on(opened, line):
+            if NATIVE_FRAME.match(text):
+                assert opened.message is not None
+                opened.message.frames += (text.strip(),)
+            elif not is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback inside the message
+                opened.body.append(text.rstrip())
+        else:
+            yield from self._close(key)
+            yield from self._fresh(key, line)
+
+    def finish(self) -> Iterator[Message]:
+        """What is still open at the end."""
+        for key in list(self._open):
+            opened = self._open[key]
+            if opened.message is None and opened.frames and opened.cut is not None:
+                opened.message = self._message(opened.cut, "stated", None, tuple(opened.frames))
+                opened.body = [f"{CUT}: {opened.frames[-1]}"]
+            yield from self._close(key)
+
+    def _in_frames(self, key: tuple[str, str], opened: _Open, line: Line) -> Iterator[Message]:
+        text = line.text.rstrip()
+        opened.lines += 1
+        if opened.lines > _OPEN_LINES:
+            del self._open[key]
+        elif opened.frames and _indent(text) < opened.indent and (found := EXCEPTION.match(text.strip())):
+            opened.message = self._message(line, "raised", found, tuple(opened.frames))
+            opened.body = [text.strip()]
+        elif not text.strip() or text[0] in " \t" + BOX:
+            if not opened.frames:
+                opened.indent = _indent(text)
+            if len(opened.frames) > _FRAMES:
+                del opened.frames[_FRAMES // 3]
+            if text.strip():
+                opened.frames.append(text.strip())
+        elif opened.frames and (found := EXCEPTION.match(text) or ENDS_TRACEBACK.match(text)):
+            opened.message = self._message(line, "raised", found, tuple(opened.frames))
+            opened.message.ignored = opened.ignored
+            opened.body = [text]
+        elif found := EXCEPTION.match(text):
+            opened.message = self._message(line, "raised", found, ())
+            opened.body = [text]
+        else:
+            yield from self._plain(key, line)  # another process wrote in between
+
+    def _goes_on(self, opened: _Open, line: Line) -> bool:
+        """Whether the line belongs to the message that is open: an exception's text may have several lines."""
+        text = line.text
+        if len(opened.body) >= _BODY_LINES:
+            return False
+        if (line.prefix.level or line.prefix.time) and not self._stamped(opened, line):
+            return False
+        if not text.strip():
+            return len(opened.body) < 3 and bool(opened.frames)
+        if OF_NCCL.match(text):
+            return True
+        return not (EXCEPTION.match(text) or SYSTEM.match(text) or STARTS_ANEW.match(text) or PROGRESS.search(text))
+
+    def _wrapped(self, opened: _Open, text: str) -> re.Match[str] | None:
+        """The exception that another one announces: "…BackendCompilerFailed: backend='inductor' raised:"."""
+        return EXCEPTION.match(text) if opened.body and ANNOUNCES.search(opened.body[-1]) else None
+
+    def _stamped(self, opened: _Open, line: Line) -> bool:
+        """Every line has its time or level here, so that says nothing; and the exception's text is not at its end."""
+        head = opened.message
+        alike = head is not None and (bool(head.prefix.time), head.prefix.level) == (
+            bool(line.prefix.time),
+            line.prefix.level,
+        )
+        return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
+
+    def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
+        found = EXCEPTION.match(line.text)
+        if found and not found["type"].endswith("Warning") and not is_code(line.text):
+            opened = _Open()
+            opened.message = self._message(line, "stated", found, ())
+            opened.body = [line.text.rstrip()]
+            self._open[key] = opened
+        elif NATIVE.match(line.text):
+            opened = _Open()
+            opened.message = self._message(line, "stated", None, ())
+            opened.body = [line.text.rstrip()]
+            self._open[key] = opened
+        else:
+            yield from self._plain(key, line)
+
+    def _plain(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
+        text = line.text.strip()
+        if text and not is_code(text):
+            yield self._message(line, manner_of(line), None, ())
+
+    def _close(self, key: tuple[str, str]) -> Iterator[Message]:
+        opened = self._open.pop(key, None)
+        if opened is None or opened.message is None:
+            return
+        message = opened.message
+        message.text = "\n".join(opened.body)
+        if message.type.startswith("RayTaskError") and (found := RAY_PID.search(message.text)):
+            self._raised_in[key] = int(found[1])
+        message.pid = self._raised_in.get(key)
+        if opened.rank is not None and message.prefix.rank is None:
+            message.prefix = replace(message.prefix, rank=opened.rank)
+        yield message
+
+    def _message(self, line: Line, manner: Manner, found: re.Match[str] | None, frames: tuple[str, ...]) -> Message:
+        self._order += 1
+        full = found["type"] if found else ""
+        module, _, name = full.replace("::", ".").rpartition(".")
+        return Message(
+            file=line.file,
+            number=line.number,
+            text=line.text.strip(),
+            prefix=line.prefix,
+            manner=manner,
+            type=name,
+            module=module,
+            frames=frames,
+            progress=line.progress,
+            order=self._order,
+        )
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())

@@ -1,0 +1,467 @@
+"""Read logs: blocks to lines, with the prefixes, times and records that loggers put around them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_CLOCK = r"(?P<h>\d\d):(?P<mi>\d\d):(?P<s>\d\d)(?:[.,:](?P<f>\d+))?"
+_FORMS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[ T_-]" + _CLOCK,
+        r"(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}|\d\d) " + _CLOCK,
+        r"(?P<mon>[A-Z][a-z]{2}) +(?P<d>\d{1,2}) " + _CLOCK + r"(?: (?P<y>\d{4}))?",
+        r"[DIWEF](?P<mo>\d\d)(?P<d>\d\d) " + _CLOCK,  # glog
+        r"^\[?(?P<mo>\d\d)[/-](?P<d>\d\d) " + _CLOCK,
+    )
+)
+_OF_DAY = re.compile(r"(?:^|[\s\[])" + _CLOCK)
+_UNIX = re.compile(r"^(1[5-9]\d{8})(?:\.(\d+))?$|^(1[5-9]\d{11})$")
+SPAN = 160  # characters at a line's start that may hold its time
+# How much of a date is told. Times of different kinds cannot be compared.
+Clock = tuple[str, float]
+
+
+def clock_of(text: str) -> Clock | None:
+    """When, by the first time in the text's first characters: ("date" | "day" | "clock", seconds)."""
+    text = text[:SPAN]
+    if found := _UNIX.match(text.strip()):
+        seconds = float(found[3]) / 1000 if found[3] else float(f"{found[1]}.{found[2] or 0}")
+        return "date", seconds
+    for form in _FORMS:
+        if found := form.search(text):
+            return _dated(found.groupdict())
+    if found := _OF_DAY.search(text):
+        return "clock", _of_day(found.groupdict())
+    return None
+
+
+def _dated(said: dict[str, str | None]) -> Clock | None:
+    mon = said.get("mon")
+    month = _MONTHS.index(mon.lower()) + 1 if mon and mon.lower() in _MONTHS else int(said.get("mo") or 0)
+    year = said.get("y")
+    full = int(year) + (2000 if len(year) == 2 else 0) if year else 2000
+    try:
+        day = datetime(full, month, int(said["d"] or 0))
+    except ValueError:
+        return None
+    return ("date" if year else "day"), (day - datetime(1970, 1, 1)).total_seconds() + _of_day(said)
+
+
+def _of_day(said: dict[str, str | None]) -> float:
+    whole = int(said["h"] or 0) * 3600 + int(said["mi"] or 0) * 60 + int(said["s"] or 0)
+    return whole + float(f"0.{said['f']}" if said.get("f") else 0)
+
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """stream: lines with the same one were written by the same process, as far as can be told."""
+
+    stream: str = ""
+    rank: int | None = None
+    level: Level | None = None
+    time: str = ""
+
+
+_LEVELS: dict[str, Level] = {
+    "d": "debug", "debug": "debug", "trace": "debug", "i": "info", "info": "info", "notice": "info",
+    "w": "warning", "warn": "warning", "warning": "warning",
+    "e": "error", "error": "error", "err": "error", "c": "error", "critical": "error", "f": "error", "fatal": "error",
+    "severe": "error", "exception": "error",
+}  # fmt: skip
+_LEVEL = r"(?P<level>DEBUG|TRACE|INFO|NOTICE|WARN(?:ING)?|ERR(?:OR)?|CRITICAL|FATAL|SEVERE)"
+# Each is tried at the line's start, again and again, until none matches: prefixes come in any order.
+_PREFIXES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # torch.distributed's exception hook, torchrun --tee, Lightning, Megatron.
+        r"\[(?:rank|default|trainer|worker|Rank|RANK)[ :=]?\s?(?P<rank>\d+)\]:? ?",
+        r"\[?(?:rank|RANK|Rank)[ :=]{0,2}(?P<rank>\d+)\]? ?(?:[:|]|- ) ?",
+        r"\[\d+,\s?(?P<rank>\d+)\]<std(?:err|out)>: ?",  # mpirun --tag-output
+        r"\[(?P<rank>\d{1,4})\]:? (?=\S|  )",
+        r" ?(?P<rank>\d{1,4}): (?!\d)",  # srun --label
+        # A Ray worker, a pod, a container, a host (pdsh).
+        r"\[(?P<stream>[a-z]+\d+\|(?P<rank>\d+))\]: ?",  # torchx: [trainer0|3]:
+        r"(?P<stream>\(\w[\w.:-]* pid=\d+(?:, ip=[\w.:-]+)?\))(?: \[repeated[^\]]*\])? ?",
+        r"(?P<stream>\[pod/[^\]\s]+\]) ?",
+        r"(?P<stream>[a-z][\w.-]*[-_]\d+)\s+\| ",
+        r"(?P<stream>(?:[a-z][\w-]*\d(?:\.[a-z\d.-]+)?|(?:\d{1,3}\.){3}\d{1,3})): (?!\d+: )",
+        # Times, in every dress.
+        r"\[?(?P<time>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)(?:Z|[+-]\d\d:?\d\d)?\]?:? ?(?:[-|] )?",
+        r"\[?(?P<time>\d\d/\d\d/(?:\d{4}|\d\d) \d\d:\d\d:\d\d(?:[.,]\d+)?)\]?(?: [AP]M)?:? ?(?:[-|] )?",
+        r"(?P<time>(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d+ \d\d:\d\d:\d\d) ",
+        r"\[?(?P<time>\d\d:\d\d:\d\d(?:[.,]\d+)?)\]?:? (?:[-|] )?",
+        # glog and torch's C++ logger: E0505 12:00:00.123456 140 file.cc:12]
+        r"\[?(?:(?P<rank>\d+)\]:\[)?(?P<level>[DIWEF])\d{3,4} (?P<time>[\d:.]+) +\d* ?[\w./-]+:\d+\] ?",
+        r"\[(?P<level>[DIWEF]) [\w./-]+:\d+\] ?",
+        r"(?:\[[A-Z][A-Za-z]{1,9}\] ?)?\[(?P<level>[DIWEF])\] ",  # TensorRT
+        r"\[?(?P<time>\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d)\]? ?",
+        # Levels and places.
+        r"(?P<level>[DIWEF]) \w+/[\w./-]+:\d+\] ",  # tensorflow
+        r"\[" + _LEVEL + r"\|[^\]]*\] ?(?:[\w.]+:\d+ >> )?",  # transformers
+        r"\[" + _LEVEL + r"\s*\](?: ?[:|-] )? ?",
+        _LEVEL + r"(?::[\w.]+)?:(?: |(?=\w))",
+        _LEVEL + r"\s+(?:\| |- )?",
+        r"\[[\w./-]+\.py:\d+(?::[\w<>.-]*)*\] ?",
+        r"[\w.<>]+:[\w<>.]+:\d+ - ",
+        r"[\w./-]+\.(?:py|cc|cpp|cu|h):\d+\]?:? (?:[-|] )?",
+        r"- (?=\S)",
+        r"\| (?=\S)",
+    )
+)
+_MOST = 7
+
+
+def split_prefix(text: str) -> tuple[Prefix, str]:
+    """The prefix and the rest of a line; the rest keeps its indentation."""
+    prefix, rest = Prefix(), text
+    if text.startswith("   "):  # a frame of a traceback, code, a continuation
+        return prefix, rest
+    for _ in range(_MOST):
+        found = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
+        if found is None or not found[0]:
+            break
+        prefix = _with(prefix, found.groupdict())
+        rest = rest[found.end() :]
+    return prefix, rest
+
+
+def joined(outer: Prefix, inner: Prefix) -> Prefix:
+    """What a line's own prefix says, and then what its record says."""
+    return Prefix(
+        stream=f"{outer.stream} {inner.stream}".strip() if inner.stream else outer.stream,
+        rank=inner.rank if inner.rank is not None else outer.rank,
+        level=inner.level or outer.level,
+        time=outer.time or inner.time,
+    )
+
+
+def level_of(word: str) -> Level | None:
+    """'error' for "CRITICAL"; None for a word that is no level."""
+    return _LEVELS.get(word.lower())
+
+
+def _with(prefix: Prefix, said: dict[str, str | None]) -> Prefix:
+    if (rank := said.get("rank")) is not None:
+        prefix = replace(prefix, rank=int(rank), stream=f"{prefix.stream} rank {rank}")
+    if (stream := said.get("stream")) is not None:
+        prefix = replace(prefix, stream=f"{prefix.stream} {stream}")
+    if (level := said.get("level")) is not None and prefix.level is None:
+        prefix = replace(prefix, level=_LEVELS[level.lower()])
+    if (time := said.get("time")) is not None and not prefix.time:
+        prefix = replace(prefix, time=time.replace(",", ".").replace("T", " "))
+    return prefix
+
+
+_TEXT = ("message", "msg", "log", "event", "MESSAGE", "textPayload", "body", "text")
+_RANK = ("rank", "global_rank", "world_rank", "process_rank", "RANK", "worker_rank", "rank_id")
+_LEVEL_FIELDS = ("level", "levelname", "severity", "lvl", "log_level", "levelName")
+_TIME = ("time", "ts", "timestamp", "@timestamp", "asctime", "datetime", "created")
+_STREAM = ("pod", "pod_name", "container", "hostname", "host", "node", "worker", "process", "pid", "stream")
+_LONGEST = 1 << 16
+_DEEPEST = 4
+_FAILED = re.compile(r"Traceback \(most recent call last\)|^\s*(?:[\w.]+(?:Error|Exception)): ", re.MULTILINE)
+_LOGFMT = re.compile(r'(?:[\w.@-]+=(?:"(?:[^"\\]|\\.)*"|\S*) *){2,}$')
+_PAIR = re.compile(r'([\w.@-]+)=("(?:[^"\\]|\\.)*"|\S*)')
+
+
+def record_of(text: str) -> tuple[Prefix, list[str]] | None:
+    """The prefix and the lines of a structured record; None for plain text, and for data without a message."""
+    fields = _fields(text)
+    if fields is None:
+        return None
+    said = _first(fields, _TEXT)
+    if fields.get("OOMKilled") is True:  # docker's state of a container
+        said = f"OOMKilled, exit code: {fields.get('ExitCode', 137)}"
+        return Prefix(), [said]
+    if isinstance(ended := fields.get("reason"), str) and "exitCode" in fields:  # a container's last state
+        said = f"reason: {ended}, exit code: {fields['exitCode']}"
+    trace = [value for value in fields.values() if isinstance(value, str) and value != said and _FAILED.search(value)]
+    dressed = any(name in fields for name in (*_LEVEL_FIELDS, *_TIME, *_RANK, *_STREAM, "exitCode"))
+    if not dressed or (not isinstance(said, str) and not trace):
+        return None
+    lines = [line for part in (said, *trace) if isinstance(part, str) for line in part.splitlines()]
+    prefix, first = split_prefix(lines[0]) if lines else (Prefix(), "")
+    return _merged(prefix, fields), [first, *lines[1:]]
+
+
+def _fields(text: str) -> Mapping[str, Any] | None:
+    text = text.strip()
+    if len(text) > _LONGEST:
+        return None
+    if text.startswith('{"') and text.endswith("}"):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        return _flat(found) if isinstance(found, dict) else None
+    if "msg=" in text and _LOGFMT.match(text):
+        return {name: value.strip('"').replace('\\"', '"').replace("\\n", "\n") for name, value in _PAIR.findall(text)}
+    return None
+
+
+def _flat(found: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """What is nested (`record`, `extra`, torchrun's `message`) is read as if it stood outside; the outer names win."""
+    flat = {name: value for name, value in found.items() if not isinstance(value, dict)}
+    for value in found.values():
+        if isinstance(value, dict) and depth < _DEEPEST:
+            flat = {**_flat(value, depth + 1), **flat}
+    return flat
+
+
+def _merged(prefix: Prefix, fields: Mapping[str, Any]) -> Prefix:
+    rank = _first(fields, _RANK)
+    number = int(rank) if isinstance(rank, int) or (isinstance(rank, str) and rank.isdigit()) else None
+    named = "/".join(str(fields[name]) for name in _STREAM if isinstance(fields.get(name), str | int))
+    level = level_of(str(_first(fields, _LEVEL_FIELDS) or ""))
+    time = _first(fields, _TIME)
+    return replace(
+        prefix,
+        rank=prefix.rank if prefix.rank is not None else number,
+        stream=f"{prefix.stream} {named} {'' if number is None else f'rank {number}'}".strip(),
+        level=prefix.level or level,
+        time=prefix.time or (str(time) if time is not None else ""),
+    )
+
+
+def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((fields[name] for name in names if name in fields and fields[name] not in (None, "")), None)
+
+
+# A line without any of these is neither a failure nor the end of a run; a test holds every signature's example to it.
+_WORDS = """
+error, exception, traceback, fail, memory, kill, signal, abort, fault, fatal, oom, quota, cannot, can't,
+couldn't, unable, unavailable, timeout, timed, terminat, exit, died, dead, crash, assert, panic, refused,
+reset, closed, mismatch, invalid, unsupported, supported, missing, denied, xid, ecc, preempt, cancel, limit,
+interrupt, evict, bad_alloc, sigterm, dumped, undefined, incompat, require, unrecognized, unexpected,
+unhandled, insufficient, exhaust, lost, stuck, warn, train_runtime, success, complete, finish, stopped,
+flushes, alloc, retries, root cause, local_rank, return code, too many, too long, not found, no such, no space,
+not equal, not match, is not, must be, expected , out of , out_of_, nan , is nan, nan loss, stopping, overflow, illegal,
+no module, percent =, errno, corrupt, truncated, unreachable, hang, desync, stale, broken, exceed, rejected, plugin,
+low on, bytes !=, nbytes, aio , nccl, wrong, struct, override, ssh, key, ei00, skipping, slurm, file too,
+disconnect, halt, reboot, shutting, gave up, giving up, suspend, exceptio, world_rank, [rank=, .log, ==>,
+bound , ulimit, too old, newer, older, usage:, conflict, reclaim, held, maintenance, expired, revoked,
+forbidden, unauthorized, unresponsive, drain, deadline, ranks, not ready, unhealthy,
+not , full, shm, mlock, page-lock, page lock, pinned, walltime, max wall, max run,  bus,  down, spot , sigh,
+sigint, sigx, sigseg, sigbus, enospc, pcie, buffer, divisible, install, batch size, batch_size, leaked, address,
+srcindex, ibv_, completion, mlx5, fork, peer, ran for, watchdog, rendezvous, tcpstore, joined, resolve,
+bootstrap, non-finite, inf or, nan/, loss is, diverge, usage of, buy new, enough, libcu, ptxas, glibc, gpus
+available, more than, int_max, 32-bit, too big, ctrl-c, user request, requeue, read-only, permitted,
+inconsistency, larger machine, retirement, remapping, machine check, emfile, descriptor, misaligned, disk ,
+stack smash, no gpu, no cuda, no nvidia, getaddrinfo, servname, another rank, other rank, end of file, heap
+space, all available, paging file, gateway, unavail, busy,
+world info, nnodes, num_machines, pid
+"""
+_ALL = tuple(word.encode() for word in " ".join(_WORDS.split("\n")).strip(" ").split(", "))
+WORDS = tuple(word for word in _ALL if not any(other in word for other in _ALL if other != word))
+_REPEATS = 12  # lines that differ only in their digits are read this often
+_WHO = 4000  # lines that tell which process has which rank are read this often
+_SHAPES = 100_000
+_MANY = 4000  # lines read: from here on lines are alike that have the same words
+_MANY_ALIKE = 200
+_NOTHING = hash(())
+_HEX = b"0123456789abcdefABCDEF"
+
+
+class Sieve:
+    """Of one file; it counts what it was asked about."""
+
+    def __init__(self) -> None:
+        self._shapes: Counter[int] = Counter()
+        self._alike: Counter[int] = Counter()
+        self._read = 0
+
+    def keeps(self, raw: bytes, lowered: bytes) -> bool:
+        """Whether the line may tell something, and lines like it were not kept often already. lowered: in lower case.
+
+        Alike are lines that differ in their digits only. In a log where too many differ otherwise (hashes, paths),
+        alike are those that differ in what a hash is made of, or that have the same of `WORDS`.
+        """
+        shape = hash(raw.translate(None, b"0123456789"))
+        if len(self._shapes) > _SHAPES:
+            self._shapes.clear()
+        self._shapes[shape] += 1
+        often = self._shapes[shape]
+        if often > _REPEATS and (often > _WHO or b"pid" not in lowered or b"rank" not in lowered):
+            return False
+        if self._read < _MANY:
+            found = any(word in lowered for word in WORDS)
+            self._read += found
+            return found
+        bare = hash(raw[:SPAN].translate(None, _HEX))
+        self._shapes[bare] += 1
+        if self._shapes[bare] > _MANY_ALIKE:
+            return False
+        words = hash(tuple(word for word in WORDS if word in lowered))
+        self._alike[words] += 1
+        return words != _NOTHING and self._alike[words] <= _MANY_ALIKE
+
+
+BLOCK_BYTES = 1 << 20
+LINE_CHARS = 4000  # what is kept of a line: its beginning and its end
+_UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
+_MANY_PARTS = 40  # of one line: progress bars without a line end
+_BACK_LINES = 200  # so far back a line's time is looked for
+_WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])")
+PROGRESS = re.compile(
+    r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(\d+)/\d+ ?\[\d"
+    r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
+    re.IGNORECASE,
+)
+_BAR = re.compile(r"\d+%\|[^|]{0,200}\| ?\S+ \[[^\]]{3,200}\]")  # tqdm's
+# A file made of several: `tail -n 50 *.log`, or a header before each.
+_HEADER = re.compile(
+    rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
+    rb"([^\s=]*?(?:(?:rank|worker|node|proc|task|trainer|gpu)[-_ ]?\d+[^\s=]*"
+    rb"|[^\s=]+\.(?:log|out|err|txt|stderr|stdout)))\s*:?\s*"
+    rb"(?:<?={2,}|#{2,}|-{2,}|\*{2,}|<{2,})?\s*$",
+    re.IGNORECASE,
+)
+_HEADS = (b"==", b"##", b"--", b"**", b">>")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line without its prefix. progress: how much training progress its file had shown since it looked fatal."""
+
+    file: str
+    number: int
+    text: str
+    prefix: Prefix
+    progress: int = 0
+
+
+class Reader:
+    """The lines of one file that are worth reading. `waiting` says whether a traceback is open and needs all lines."""
+
+    def __init__(self, file: str, waiting: Callable[[], bool] = lambda: False) -> None:
+        self.file, self.waiting = file, waiting
+        self.number = 0
+        self.bytes = 0
+        self.progress = 0
+        self.parts: dict[str, int] = {}  # progress of each file that this one is made of
+        self._name = file
+        self._raws: list[bytes] = []
+        self._first = 0
+        self.last: list[str] = []  # of the last block
+        self._watch_until = -1
+        self._last_step = ""
+        self._sieve = Sieve()
+
+    def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
+        """Lines, in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
+        rest = b""
+        for block in blocks:
+            self.bytes += len(block)
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            yield from self._block(whole + newline)
+            while len(rest) > _UNBROKEN_BYTES:
+                cut, rest = rest[:_UNBROKEN_BYTES], rest[_UNBROKEN_BYTES:]
+                yield from self._block(cut)
+        if rest:
+            yield from self._block(rest + b"\n")
+
+    def watch(self) -> None:
+        """Something looks fatal: count the progress that follows, for a run that trains on has not died."""
+        self._watch_until = self.number + _WATCH_LINES
+
+    def ended(self) -> dict[str, int]:
+        """Training progress, per file that this one is made of."""
+        return {**self.parts, self.file: self.progress}
+
+    def when(self, number: int) -> Clock | None:
+        """The time of a line just read: its own, or the last one before it."""
+        here = number - self._first
+        for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
+            if found := clock_of(raw[: 2 * SPAN].decode(errors="replace")):
+                return found
+        return None
+
+    def _block(self, block: bytes) -> Iterator[Line]:
+        if block:
+            self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:]
+        self._raws, self._first = block.split(b"\n"), self.number
+        for raw, lowered in zip(self._raws, block.lower().split(b"\n"), strict=True):
+            self.number += 1
+            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
+                self._begin(header[1].decode(errors="replace"))
+            elif self.waiting() or self._sieve.keeps(raw, lowered):
+                yield from self._lines(raw)
+            elif self.number < self._watch_until:
+                self._count(raw)
+        self.number -= 1  # what follows the last line end is the next block's first line
+
+    def _begin(self, name: str) -> None:
+        """What follows is another file's."""
+        self.parts[self.file] = self.progress
+        self.file = f"{self._name}/{name}" if self._name else name
+        self.progress, self._last_step = self.parts.get(self.file, 0), ""
+
+    def _count(self, raw: bytes) -> None:
+        found = PROGRESS.search(raw.decode(errors="replace"))
+        if found is None:
+            return
+        step = found[1] or found[2] or ""
+        if not step or step != self._last_step:  # eight ranks that tell the same step are one step
+            self.progress += 1
+            self._last_step = step
+
+    def _lines(self, raw: bytes) -> Iterator[Line]:
+        if self.number < self._watch_until:
+            self._count(raw)
+        parts = _split(_clean(raw))
+        for text in parts:
+            if len(parts) > _MANY_PARTS and not self.waiting() and not self._sieve.keeps(*_both(text)):
+                continue
+            prefix, rest = split_prefix(text)
+            if (bar := _BAR.search(rest)) and (
+                said := rest[bar.end() :].strip()
+            ):  # written after a bar without a line end
+                inner, rest = split_prefix(said)
+                prefix = joined(prefix, inner)
+            if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
+                for part in record[1]:
+                    yield Line(self.file, self.number, part, joined(prefix, record[0]), self.progress)
+                    prefix, record = _bare(prefix), (_bare(record[0]), record[1])
+                continue
+            if len(rest) > LINE_CHARS:
+                rest = f"{rest[: LINE_CHARS // 2]} … {rest[-LINE_CHARS // 2 :]}"
+            yield Line(self.file, self.number, rest, prefix, self.progress)
+
+
+def _both(text: str) -> tuple[bytes, bytes]:
+    raw = text.encode(errors="replace")
+    return raw, raw.lower()
+
+
+def _bare(prefix: Prefix) -> Prefix:
+    """Without time and level: the lines of one record belong together."""
+    return replace(prefix, time="", level=None)
+
+
+def _clean(raw: bytes) -> str:
+    text = raw.decode("utf-8", errors="replace")
+    return _ANSI.sub("", text) if "\x1b" in text else text
+
+
+def _split(text: str) -> list[str]:
+    """At carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
+    parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
+    if (
+        "\\n" in text
+        and not (len(parts) == 1 and text.rstrip().endswith("}"))
+        and ("Traceback (most" in text or len(text) > LINE_CHARS)
+    ):
+        parts = [piece for part in parts for piece in part.split("\\n")]
+    return parts

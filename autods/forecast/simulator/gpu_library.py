@@ -1,0 +1,96 @@
+"""The C++ half of the simulated device: built once for each torch, cached, loaded before torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from ...system.host import cache_folder
+
+_SOURCE = Path(__file__).with_name("simcuda.cpp")
+
+
+class NoLibrary(Exception):
+    """It cannot be had here. `kind` is no_compiler or build_failed; `mend` says what would help."""
+
+    def __init__(self, kind: str, what: str, mend: str) -> None:
+        super().__init__(what)
+        self.kind, self.what, self.mend = kind, what, mend
+
+
+def load() -> ctypes.CDLL:
+    """The library, built if it is not cached. Before `import torch`. Raises NoLibrary."""
+    if "torch" in sys.modules:
+        raise RuntimeError("the simulated device must be loaded before torch")
+    path = library_path()
+    if not path.exists():
+        _build(path)
+    return ctypes.CDLL(str(path))
+
+
+def library_path() -> Path:
+    """Where it is cached: by torch's version and place and by our source, so that nothing stale is ever loaded."""
+    made_of = hashlib.sha256(_SOURCE.read_bytes() + str(_torch_folder()).encode()).hexdigest()[:12]
+    name = f"torch{metadata.version('torch')}-{made_of}.so"
+    return cache_folder() / "simulated_device" / name
+
+
+def compiler() -> str | None:
+    """The C++ compiler that would be used, or None."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise NoLibrary("build_failed", "torch is not installed", "pip install torch")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _build(path: Path) -> None:
+    cxx = compiler()
+    if cxx is None:
+        wanted = os.environ.get("CXX") or "g++"
+        raise NoLibrary(
+            "no_compiler",
+            f"the simulated GPU needs a C++ compiler, and {wanted} is not installed",
+            "apt-get install g++",
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; the kernel frees the lock of one that is killed
+        if not path.exists():
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            try:
+                _compile(cxx, temporary)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _compile(cxx: str, output: Path) -> None:
+    torch = _torch_folder()
+    command = [
+        cxx, "-O1", "-std=c++20", "-fPIC", "-shared", str(_SOURCE), "-o", str(output),
+        f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
+        f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib",
+    ]  # fmt: skip
+    try:
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NoLibrary("no_compiler", f"{cxx} cannot be run: {error.strerror}", "apt-get install g++") from None
+    if built.returncode != 0:
+        lines = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines() or [""]
+        raise NoLibrary(
+            "build_failed",
+            f"the simulated GPU could not be built for torch {metadata.version('torch')}: {lines[0][:300]}",
+            "update the compiler (g++ 11 or later), or set CXX to another one",
+        )

@@ -1,0 +1,151 @@
+"""Judge what a rung needs against the limits of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..types import Tier
+from ..units import show_bytes
+from .allocator import replay, squeezed
+from .calibration import Calibration, learned
+from .memory_model import Need, need_of
+from .overheads import Constants, read_constants
+from .values import Ask, ForecastPhase, Interval, Predicted, RungForecast, Simulated, Trace, Verdict, exactly
+
+PHASE_WORDS: dict[ForecastPhase, str] = {
+    "init": "building and initialising",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "step": "the optimizer step",
+}
+_WORTH_SAYING = 0.02  # of the limit
+
+
+def advice_for(trace: Trace, *, limit_bytes: int, least_bytes: int, expandable: bool) -> str | None:
+    """Half a sentence for a limit of the allocator below the least at which the trace runs well; None: nothing new."""
+    if not expandable:
+        other, _ = squeezed(trace, replay(trace, expandable=True), expandable=True)
+        if other <= limit_bytes and least_bytes - other > _WORTH_SAYING * limit_bytes:
+            return f"PYTORCH_ALLOC_CONF=expandable_segments:True would save {show_bytes(least_bytes - other)}"
+    tried = replay(trace, expandable=expandable, limit_bytes=limit_bytes)
+    if tried.ran_out is not None:
+        wanted = show_bytes(tried.ran_out.wanted_bytes)
+        return f"{PHASE_WORDS[tried.ran_out.phase]} would find no {wanted} in one piece"
+    if tried.late_retries:
+        return "it would do by giving cached memory back in every step, which is slow"
+    return None
+
+
+_WHERE: Mapping[Tier, str] = {
+    "device": "",
+    "pinned": " of memory to pin",
+    "host": " of host memory a node",
+    "nvme": " of NVMe a node",
+}
+
+
+def judged(
+    ask: Ask,
+    simulated: Simulated,
+    *,
+    limits: Mapping[Tier, int],
+    emulated: bool = False,
+    calibration: Calibration | None = None,
+    constants: Constants | None = None,
+    expandable: bool = False,
+    exact: bool | None = None,
+    need: Need | None = None,
+) -> RungForecast:
+    """The forecast of one rung at one micro batch.
+
+    cannot_fit: some tier's low end exceeds its limit; tight: a limit lies within the interval; fits: no high end
+    exceeds one.
+
+    limits: bytes, where known: device and pinned a rank, host and nvme a node. emulated: the device's limit is a budget
+    of torch's allocator on a larger card, as a fit with --gpu-memory sets it, and what lies beside the allocator does
+    not count. calibration: None: no trial has been seen. exact: whether it was simulated in full; None: it was if it
+    has a trace, which estimates by `formulas` have not. need: where an estimate found it by another way.
+    """
+    rows = constants or read_constants()
+    exact = bool(simulated.traces) if exact is None else exact
+    need = need or need_of(ask, simulated, rows, expandable=expandable)
+    ratios = (calibration or learned(ask, (), rows, exact=exact)).ratios(ask.rung)
+    inside = need.device.times(ratios)
+    device = inside if emulated else inside + need.beside
+    memory: dict[Tier, Predicted] = {
+        "device": _predicted(device, limits.get("device")),
+        "host": _predicted(_host(ask, need, device), limits.get("host")),
+        "pinned": _predicted(need.pinned, limits.get("pinned")),
+        "nvme": _predicted(need.nvme, limits.get("nvme")),
+    }
+    forecast = RungForecast(
+        rung=ask.rung,
+        verdict="fits",
+        reason="",
+        micro_batch=simulated.micro_batch,
+        memory={tier: held for tier, held in memory.items() if held.high_bytes},
+        live_peak_bytes=need.live_bytes,
+        by_phase=_by_phase(need, device),
+        breakdown=simulated.breakdown,
+        exact=exact,
+        assumed=simulated.assumed,
+        seconds=simulated.seconds,
+    )
+    return _said(forecast, _advice(ask, simulated, need, device, limits.get("device"), expandable=expandable))
+
+
+def tier_verdict(held: Predicted) -> Verdict:
+    """What one tier says."""
+    if held.limit_bytes is None or held.high_bytes <= held.limit_bytes:
+        return "fits"
+    return "cannot_fit" if held.low_bytes > held.limit_bytes else "tight"
+
+
+def deciding(memory: Mapping[Tier, Predicted]) -> Tier:
+    """The tier that decides the verdict: the worst one, of equally bad ones the fullest; the device while all fit."""
+    order: tuple[Verdict, ...] = ("fits", "tight", "cannot_fit")
+    worst = max(memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), memory[tier].fill))
+    return "device" if tier_verdict(memory[worst]) == "fits" and "device" in memory else worst
+
+
+def _advice(
+    ask: Ask, simulated: Simulated, need: Need, device: Interval, limit: int | None, *, expandable: bool
+) -> str | None:
+    """What the allocator could still do where the limit lies within the interval."""
+    trace = simulated.traces.get("device")
+    if limit is None or trace is None or ask.device == "cpu" or not device.low_bytes <= limit < device.peak_bytes:
+        return None
+    left = limit - (device.peak_bytes - need.tensors_bytes)
+    return advice_for(trace, limit_bytes=left, least_bytes=need.tensors_bytes, expandable=expandable)
+
+
+def _said(forecast: RungForecast, advice: str | None) -> RungForecast:
+    """With the verdict, and its reason in a sentence."""
+    tier = deciding(forecast.memory)
+    held = forecast.memory[tier]
+    interval = Interval(low_bytes=held.low_bytes, peak_bytes=held.peak_bytes, high_bytes=held.high_bytes)
+    limit = "" if held.limit_bytes is None else f" of {exactly(held.limit_bytes)}"
+    reason = f"needs {interval}{limit}{_WHERE[tier]}"
+    if tier == "device" and forecast.decides is not None:
+        reason += f"; {PHASE_WORDS[forecast.decides]} decides"
+        reason += f"; {advice}" if advice else ""
+    return replace(forecast, verdict=tier_verdict(held), reason=reason)
+
+
+def _predicted(held: Interval, limit_bytes: int | None) -> Predicted:
+    return Predicted(
+        peak_bytes=held.peak_bytes, low_bytes=held.low_bytes, high_bytes=held.high_bytes, limit_bytes=limit_bytes
+    )
+
+
+def _host(ask: Ask, need: Need, device: Interval) -> Interval:
+    """A node's: of CPU ranks the device is the host's memory."""
+    ranks = min(ask.ranks_per_node, ask.world_size)
+    return (device if ask.device == "cpu" else need.host).times(ranks)
+
+
+def _by_phase(need: Need, device: Interval) -> dict[ForecastPhase, int]:
+    """What the card must hold in each phase: the largest is the forecast's peak."""
+    top = max(need.by_phase.values(), default=0)
+    return {phase: device.peak_bytes - (top - held) for phase, held in need.by_phase.items()}

@@ -1,0 +1,286 @@
+"""The axes of a probe: their names, values and experiments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..config.deepspeed import get
+from ..config.strategies import Rung
+from ..errors import InputError
+from ..schema import checked, read_toml
+from ..system.host import data_folder
+from ..types import Scalar
+from ..workload.arguments import FUNCTIONS
+
+ZERO = "zero_optimization"
+PINS = tuple(f"{ZERO}.offload_{part}.pin_memory" for part in ("param", "optimizer"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """What DeepSpeed knows, as the file has it."""
+
+    scalars: tuple[str, ...]
+    sections: tuple[str, ...]
+    zero_optimization: Mapping[str, tuple[int, ...]]
+    offload: Mapping[str, tuple[str, ...]]
+    instead: Mapping[str, str]
+
+
+@cache
+def known_keys() -> Keys:
+    """The shipped file."""
+    path = data_folder("configs") / "deepspeed" / "keys.toml"
+    return checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), mend="reinstall")
+
+
+def check_key(key: str, axis: str) -> None:
+    """Raises InputError when DeepSpeed has no such key, or something else decides it; `axis` is how it was asked."""
+    keys = known_keys()
+    if key in keys.instead:
+        raise InputError(f"{axis}: a rung or another axis decides it", mend=f"give --vary {keys.instead[key]}")
+    if key in keys.scalars:
+        return
+    first, _, rest = key.partition(".")
+    if first in keys.sections and rest:
+        return
+    if first != ZERO or not rest:
+        raise unknown(axis, key)
+    part, _, inner = rest.partition(".")
+    if part in keys.offload and inner in keys.offload[part]:
+        return
+    if part in keys.zero_optimization and not inner:
+        return
+    raise unknown(axis, key)
+
+
+def all_keys() -> tuple[str, ...]:
+    """Every key that is known in full."""
+    keys = known_keys()
+    inside = [f"{part}.{key}" for part, names in keys.offload.items() for key in names]
+    return (*(f"{ZERO}.{key}" for key in (*keys.zero_optimization, *inside)), *keys.scalars)
+
+
+def unheeded(key: str, rung: Rung) -> str | None:
+    """Why the key means nothing under a rung; None: it does mean something."""
+    first, _, rest = key.partition(".")
+    if first == "aio" and "nvme" not in rung.places.values():
+        return "nothing lies on NVMe"
+    if first != ZERO:
+        return None
+    part = rest.partition(".")[0]
+    if part in known_keys().offload:
+        state = part.removeprefix("offload_")
+        return None if get(rung.ds_config, f"{ZERO}.{part}") else f"the {_STATES[state]} stay on the device"
+    stages = known_keys().zero_optimization[part]
+    return None if rung.stage in stages else f"stage {rung.stage} does not obey it"
+
+
+_STATES = {"param": "parameters", "optimizer": "optimizer states"}
+
+
+def unknown(axis: str, name: str) -> InputError:
+    """There is no such axis: the nearest ones, and what is possible at all."""
+    possible = (*AXES, *all_keys())
+    short = {key.rpartition(".")[2]: key for key in reversed(possible)}
+    near = get_close_matches(name, possible, n=3)
+    near = near or [short[one] for one in get_close_matches(name.rpartition(".")[2], short, n=3)]
+    closest = f"did you mean {' or '.join(near)}? " if near else ""
+    return InputError(
+        f"{axis}: there is nothing of that name to vary",
+        mend=f"{closest}possible are {', '.join(AXES)}, and the keys of a DeepSpeed config, such as "
+        f"{ZERO}.reduce_bucket_size, optimizer.params.lr or gradient_clipping",
+    )
+
+
+# Names that are no key of a DeepSpeed config.
+AXES = (
+    "rung", "precision", "micro_batch", "accumulation", "checkpointing", "pin_memory", "gpus", "seq_len", "target_len",
+    "build_model.NAME", "build_batch.NAME", "args.NAME", "env.NAME",
+)  # fmt: skip
+
+
+# None: an environment variable that is not set.
+Value = Scalar | None
+# What autods itself sets for the ranks, or needs as it is.
+_OURS = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+    "THP_MEM_ALLOC_ENABLE", "TOKENIZERS_PARALLELISM", "PATH", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR",
+    "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK",
+)  # fmt: skip
+_ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
+_COUNTS = ("micro_batch", "accumulation", "gpus", "seq_len", "target_len")
+_SWITCHES = {"on": True, "off": False, "true": True, "false": False}
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """Something that is varied, and its values in the order in which they were given."""
+
+    name: str
+    values: tuple[Value, ...]
+
+
+def axes_of(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[str, Rung]) -> tuple[Axis, ...]:
+    """The axes that were asked for: lines 'NAME=A,B', or names and values. Raises InputError for a wrong one."""
+    given = vary.items() if isinstance(vary, Mapping) else [split(line) for line in vary]
+    axes: dict[str, Axis] = {}
+    for name, values in given:
+        axis = axis_of(name, values, rungs)
+        if axis.name in axes:
+            raise InputError(f"--vary {axis.name} was given twice", mend="give all its values at once: NAME=A,B,C")
+        axes[axis.name] = axis
+    return tuple(axes.values())
+
+
+def axis_of(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
+    """One axis, its values by what they mean for that name."""
+    said = f"--vary {name}"
+    if isinstance(values, str):
+        values = [parsed(part) for part in values.split(",")]
+    found = list(values) if isinstance(values, Iterable) else [values]
+    if not found:
+        raise InputError(f"{said}: no value", mend="give at least one: NAME=A,B,C")
+    name = _ALIASES.get(name, name)
+    read = _reader(name, said, rungs)
+    return Axis(name=name, values=tuple(_distinct(read(value) for value in found)))
+
+
+def parsed(text: str) -> Value:
+    """A value as JSON has it: true, 2, 1.5, "text", null; 1e6 is a whole number, and anything else is text."""
+    text = text.strip()
+    if _EXPONENT.fullmatch(text) and (number := float(text)).is_integer():
+        return int(number)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if value is None or isinstance(value, bool | int | float | str) else text
+
+
+def split(line: str) -> tuple[str, str]:
+    """'NAME=A,B' → name and values."""
+    name, equals, values = line.partition("=")
+    if not equals or not name.strip() or not values.strip():
+        raise InputError(f"--vary {line}: it is NAME=A,B,C", mend="such as --vary rung=zero1,zero2")
+    return name.strip(), values
+
+
+def _distinct(values: Iterable[Value]) -> Iterable[Value]:
+    """Each once; to Python True is 1."""
+    return {(type(value), value): value for value in values}.values()
+
+
+def _reader(name: str, said: str, rungs: Mapping[str, Rung]) -> Callable[[Any], Value]:
+    """How a value of that name is read; a name that nothing has is refused here."""
+    first, _, rest = name.partition(".")
+    if name == "rung":
+        return lambda value: _one_of(value, said, tuple(rungs), "the rungs are")
+    if name == "precision":
+        return lambda value: _one_of(value, said, ("bf16", "fp16", "fp32"), "a model trains in")
+    if name in _COUNTS:
+        return lambda value: _count(value, said)
+    if name in ("checkpointing", "pin_memory"):
+        return lambda value: _switch(value, said)
+    if first == "env" and rest:
+        if rest in _OURS:
+            raise InputError(f"{said}: autods sets {rest} itself", mend="vary another variable, such as env.NCCL_ALGO")
+        return lambda value: _environment(value, said)
+    if first in ("args", *FUNCTIONS) and rest:
+        return lambda value: _plain(value, said)
+    if first in ("env", "args", *FUNCTIONS):
+        raise unknown(said, name)
+    check_key(name, said)
+    return lambda value: _plain(value, said)
+
+
+def _one_of(value: object, said: str, known: Sequence[str], words: str) -> str:
+    if value not in known:
+        raise InputError(f"{said}: there is no {value!r}", mend=f"{words}: {', '.join(known)}")
+    return str(value)
+
+
+def _count(value: object, said: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{said}: {value!r} is no whole number above 0")
+    return value
+
+
+def _switch(value: object, said: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in _SWITCHES:
+        raise InputError(f"{said}: {value!r} is neither on nor off", mend="give on,off or true,false")
+    return _SWITCHES[value.lower()]
+
+
+def _environment(value: object, said: str) -> str | None:
+    """As text, for that is what a process gets; null: not set."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, int | float):
+        raise InputError(f"{said}: {value!r} is no text")
+    return str(value)
+
+
+def _plain(value: object, said: str) -> Scalar:
+    if not isinstance(value, bool | int | float | str):
+        raise InputError(f"{said}: {value!r} is no number, true, false or text")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """Axes by name, as the file has them."""
+
+    name: str
+    vary: Mapping[str, tuple[Any, ...]]
+    title: str = ""
+
+
+def read_experiment(name: str) -> Experiment:
+    """A shipped experiment by name, or any TOML file by path. Raises InputError."""
+    folder = data_folder("configs") / "experiments"
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
+        raise InputError(f"there is no experiment {name!r}", mend=f"give one of {known}, or the path of a .toml file")
+    mend = f"compare with {folder / 'stages.toml'}"
+    return checked(Experiment, read_toml(path), _check, name="experiment", where=str(path), mend=mend)
+
+
+def _check(experiment: Experiment) -> None:
+    if not experiment.vary or not all(experiment.vary.values()):
+        raise ValueError("vary needs an axis, and each axis a value")
+
+
+def with_experiment(
+    name: str | Path | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
+) -> Sequence[str] | Mapping[str, Iterable[Any]]:
+    """The experiment's axes, then those that were asked for; one of the same name takes its place."""
+    if name is None:
+        return vary
+    given = vary if isinstance(vary, Mapping) else _by_name(vary)
+    axes = read_experiment(str(name)).vary
+    return {**axes, **given}
+
+
+def _by_name(lines: Sequence[str]) -> dict[str, Any]:
+    """'NAME=A,B' by name; what is no such line is refused where axes are read."""
+    named: dict[str, Any] = {}
+    for name, values in map(split, lines):
+        if name in named:
+            raise InputError(f"--vary {name} was given twice", mend="give all its values at once: NAME=A,B,C")
+        named[name] = values
+    return named

@@ -1,0 +1,193 @@
+"""`autods probe`: run the cells and conclude."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
+
+from ..config.base_config import precision_of
+from ..diagnosis.trial_outcome import input_error
+from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from ..events import Listener, Note
+from ..forecast.simulator.client import SimulationFailed
+from ..forecast.values import Start as StartSimulator
+from ..journal import JOURNAL, Journal, Memory, Past, check_room, workspace
+from ..report.results import CellResult, ProbeReport
+from ..report.serialize import write_probe
+from ..requests import Settings
+from ..system.host import look, versions
+from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
+from .capacity import Boundaries
+from .forecasts import Simulators, to_look_at
+from .grid import Cell, Surveyed, Surveys, cells_of, environments_of
+from .measure import Bench, compared, in_turns, result_of, shared
+from .request import Question, notes_of
+
+
+def by_tokens(question: Question) -> bool:
+    """Where samples differ in length, tokens a second is what can be compared."""
+    return any(axis.name in ("seq_len", "build_batch.seq_len", "target_len") for axis in question.axes)
+
+
+def concluded(
+    question: Question, cells: tuple[CellResult, ...], reference: int | None, records: Sequence[Record], seconds: float
+) -> ProbeReport:
+    """reference: the number of the cell that the others are compared with."""
+    settings = question.settings
+    return ProbeReport(
+        status="done" if any(cell.status == "fit" for cell in cells) else "nothing_fits",
+        axes={axis.name: axis.values for axis in question.axes},
+        cells=cells,
+        compared=None if reference is None else (reference, "tokens" if by_tokens(question) else "samples"),
+        notes=notes_of(question),
+        trials=tuple(records),
+        question={
+            "workload": settings.source.name,
+            "gpus": settings.gpus,
+            "nodes": settings.nodes,
+            "device": settings.device,
+            "device_bytes": settings.device_bytes,
+            "global_batch": settings.global_batch,
+            "precision": "its own precision" if settings.source.kind == "script" else precision_of(settings.base),
+            "repeats": question.repeats,
+            "steps": asdict(question.steps),
+            "capacity": question.capacity,
+            "parallel_trials": question.parallel,
+            "forecast_only": question.forecast_only,
+            "machine": None if question.machine is None else question.machine.name,
+        },
+        versions=versions(),
+        hardware=asdict(look()),
+        seconds=seconds,
+        out=str(settings.out),
+    )
+
+
+Start = Callable[[Settings, Listener, int], AbstractContextManager[Bench]]
+
+
+def probe(
+    question: Question,
+    *,
+    listen: Listener,
+    fresh: bool = False,
+    start: Start | None = None,
+    simulate: StartSimulator | None = None,
+) -> ProbeReport:
+    """Measure every cell of the question; written into `settings.out` as well.
+
+    A probe that was killed goes on where it stopped. Raises InputError when the workload or the folder is at fault,
+    EnvironmentBroken when the machine is, Interrupted on Ctrl-C.
+    """
+    out, began = question.settings.out, time.monotonic()
+    with workspace(out, fresh=fresh):
+        journal = Journal(out / JOURNAL)
+        past = journal.open(fingerprint=question.fingerprint())
+        if past.records:
+            listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
+        environments = environments_of(question)
+        machines: AbstractContextManager[Bench | None] = nullcontext(None)
+        if not question.forecast_only:
+            machines = (start or _on_ray)(question.settings, listen, environments)
+        try:
+            with machines as bench:
+                work = _Work(question, journal, past, listen, bench, simulate)
+                with closing(work.simulators):
+                    cells, reference = work.done()
+        except KeyboardInterrupt:
+            raise Interrupted("stopped; every rank is gone and the journal is kept") from None
+        except SimulationFailed as failed:
+            raise _told(failed, question) from None
+        except OSError:
+            check_room(out)
+            raise
+        earlier_s = sum(record.seconds for record in past.records.values())
+        report = concluded(question, cells, reference, work.memory.records, time.monotonic() - began + earlier_s)
+        write_probe(report, out)
+        return report
+
+
+class _Work:
+    """One probe under way."""
+
+    def __init__(
+        self,
+        question: Question,
+        journal: Journal,
+        past: Past,
+        listen: Listener,
+        bench: Bench | None,
+        simulate: StartSimulator | None,
+    ) -> None:
+        self.question, self.listen, self.bench = question, listen, bench
+        self.simulators = Simulators(question.settings.device, simulate)
+        self.surveys = Surveys(source=question.settings.source, journal=journal, past=past, look=self._look)
+        self.memory = Memory(journal, past, self._execute, listen)
+
+    def done(self) -> tuple[tuple[CellResult, ...], int | None]:
+        """Every cell, and the number of the one that the others are compared with."""
+        cells = cells_of(self.question, self.surveys.of)
+        own, reference = self._capacities(cells) if self.question.capacity else self._measured(cells)
+        refused = {cell.number: result_of(cell, ()) for cell in cells if cell.trial is None}
+        _check_workload(self.memory.records, self.question)
+        return shared(cells, {**own, **refused}), reference
+
+    def _look(self, conditions: Mapping[str, Scalar]) -> Surveyed:
+        if self.bench is not None:
+            return self.bench.survey(conditions)
+        return self.simulators.facts(to_look_at(self.question, conditions)), {}
+
+    def _execute(self, trial: Trial, id: int) -> Record:
+        assert self.bench is not None
+        return self.bench.run(trial, id=id)
+
+    def _run(self, trial: Trial, bench: Bench | None = None) -> Record:
+        """A full disk or a lost GPU ends the probe; what is measured by then is kept."""
+        record = self.memory.run(trial, None if bench is None else lambda trial, id: bench.run(trial, id=id))
+        outcome = record.outcome
+        if not isinstance(outcome, Fit) and is_machines_fault(outcome):
+            raise EnvironmentBroken(
+                f"{outcome.evidence}\n  {outcome.advice} ({record.trial.rung}, rank {outcome.rank})"
+            )
+        return record
+
+    def _measured(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], int | None]:
+        assert self.bench is not None
+        found = in_turns(cells, self._run, repeats=self.question.repeats, order=self.bench.order)
+        own = {cell.number: result_of(cell, found[cell.number]) for cell in cells if cell.number in found}
+        return compared(own, found, by_tokens=by_tokens(self.question))
+
+    def _capacities(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], None]:
+        boundaries = Boundaries(
+            question=self.question,
+            facts=self.surveys.facts,
+            journal=self.memory.journal,
+            past=self.memory.past,
+            listen=self.listen,
+            simulators=self.simulators,
+            run=self._run,
+        )
+        return boundaries.of(cells, self.bench), None
+
+
+def _check_workload(records: Sequence[Record], question: Question) -> None:
+    """What fails of the user's own code in every cell is not a matter of cells."""
+    outcomes = [record.outcome for record in records]
+    wrong = [one for one in outcomes if isinstance(one, Failed) and one.action in ("fix_code", "fix_config")]
+    if wrong and len(wrong) == len(outcomes):
+        raise input_error(wrong[0], question.settings.source.path, question.settings.out / "logs")
+
+
+def _told(failed: SimulationFailed, question: Question) -> AutodsError:
+    """Whose it is to mend: the machine's, else the workload's."""
+    if failed.kind in ("no_compiler", "build_failed", "crashed"):
+        return EnvironmentBroken(str(failed))
+    return InputError(failed.what, where=failed.where or question.settings.source.path, mend=failed.mend)
+
+
+def _on_ray(settings: Settings, listen: Listener, environments: int) -> AbstractContextManager[Bench]:
+    from ..runner.pool import RunnerPool
+
+    return RunnerPool(settings, listen, host_bytes=look().host_bytes, environments=environments)

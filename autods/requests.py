@@ -1,0 +1,598 @@
+"""What a user asked of `autods fit` and `autods plan`, checked against the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from .config.base_config import (
+    Given,
+    asked_base,
+    base_of_script,
+    check_ranks,
+    global_batch_of,
+    misspelt,
+    precision_of,
+    precisions_of,
+    size_of,
+)
+from .config.catalogue import ASKED, HERE, Machine, machines_named
+from .config.profiles import Budget, Profile, Stop, read_profile
+from .config.strategies import Rung, all_rungs, choose
+from .errors import EnvironmentBroken, InputError
+from .system.host import Hardware
+from .system.host import asked as asked_threads
+from .types import Device, ModelFacts, WorkloadSource
+from .units import parse_seconds, show_bytes
+
+_WHOLE = (
+    "nodes", "global_batch", "seq_len", "target_len", "seed", "max_trials", "micro_batch", "parallel_trials",
+    "repeats", "steps",
+)  # fmt: skip
+_TEXT = ("address", "device", "precision", "task", "kind", "objective", "stop", "on")
+_SWITCHES = ("forecast", "zero_init", "as_written", "largest", "capacity", "forecast_only")
+_SIZES = ("gpu_memory", "host_memory", "nvme")
+_PATHS = ("out", "nvme_path", "config", "experiment")
+_LISTS = ("strategies", "script_args")
+_NEVER_NONE = ("seed", "parallel_trials", "device", "precision", "objective", "config", *_SWITCHES, *_LISTS)
+
+
+def typed(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked, numbers as Python's own. Raises InputError for a value of another type than the signature says.
+
+    gpus of a probe, ladder and vary may be several things; what reads them checks them.
+    """
+    return {name: _read(name, value) for name, value in asked.items()}
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number, numpy's too; True is none. Raises InputError."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong(name, "a whole number", value)
+    return int(value)
+
+
+def _read(name: str, value: Any) -> Any:
+    if value is None and name not in _NEVER_NONE:
+        return None
+    if name in _WHOLE:
+        return whole(name, value)
+    kinds: dict[tuple[str, ...], tuple[Any, str]] = {
+        _TEXT: (str, "text"),
+        _SWITCHES: (bool, "True or False"),
+        _SIZES: ((str, Real), "a size such as '16GiB', or bytes"),
+        _PATHS: ((str, os.PathLike), "a path"),
+        ("base_config",): ((str, os.PathLike, Mapping), "a path or a dict"),
+    }
+    for names, (kind, words) in kinds.items():
+        if name in names and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise _wrong(name, words, value)
+    if name in _LISTS and (isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)):
+        raise _wrong(name, "a list", value)
+    return os.fspath(value) if name == "config" else value
+
+
+def _wrong(name: str, words: str, value: object) -> InputError:
+    return InputError(f"{name}={value!r}: {words} is needed, not {type(value).__name__}")
+
+
+_OF_A_PROCESS = 2**30  # bytes of private memory that a rank holds before its trial begins, and some to spare
+
+
+def device_of(device: str, hardware: Hardware) -> Device:
+    """Where the ranks run. EnvironmentBroken for cards that cannot be used."""
+    if device == "cpu":
+        return "cpu"
+    if device != "cuda":
+        raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+    if hardware.unusable is not None:
+        raise EnvironmentBroken(hardware.unusable)
+    if not hardware.cards:
+        raise InputError(
+            "no CUDA GPU is visible on this machine",
+            mend="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
+        )
+    return "cuda"
+
+
+def check_nodes(nodes: int | None, address: str | None) -> int:
+    """How many; several need a cluster."""
+    if nodes is not None and nodes < 1:
+        raise InputError(f"--nodes {nodes}: at least one node is needed")
+    if nodes is not None and nodes > 1 and address is None:
+        raise InputError(
+            f"--nodes {nodes} needs a Ray cluster",
+            mend="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
+        )
+    return nodes or 1
+
+
+def ranks_of(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
+    """Of all nodes together; on CUDA all cards, if nothing was asked."""
+    if gpus is None:
+        if device == "cpu":
+            raise InputError("--device cpu needs the number of ranks", mend="give --gpus 2, say")
+        return len(hardware.cards) * nodes
+    if check_ranks(gpus) % nodes:
+        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
+    if gpus // nodes > len(hardware.cards) and device == "cuda":
+        shown = f"this machine shows {len(hardware.cards)} GPUs"
+        if nodes > 1:
+            shown = (
+                f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {len(hardware.cards)} GPUs"
+            )
+        raise InputError(
+            f"--gpus {gpus}: {shown}",
+            mend=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
+        )
+    return gpus
+
+
+def device_bytes_of(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
+    """The memory of a rank's device; on CPU ranks a fair share of what is free, if nothing was asked."""
+    if device == "cuda":
+        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
+        smallest = card.usable_bytes
+        if asked is not None and asked > smallest:
+            shared = f", of which other processes hold {show_bytes(card.others_bytes)}" if card.others_bytes else ""
+            raise InputError(
+                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(card.total_bytes)}{shared}",
+                mend=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
+            )
+        return asked or smallest
+    fair = int(hardware.host_free_bytes * 0.8 / ranks)
+    if asked is not None and asked * ranks > hardware.host_bytes:
+        raise InputError(
+            f"{ranks} CPU ranks × {show_bytes(asked)} = {show_bytes(asked * ranks)}: "
+            f"this machine has {show_bytes(hardware.host_bytes)}",
+            mend=f"give --gpu-memory {fair // 2**20}MiB or less",
+        )
+    _check_process(asked or fair, hardware.process_bytes)
+    return asked or fair
+
+
+def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
+    """A CPU rank is a process: what one may hold bounds its budget."""
+    if process_bytes is None or budget_bytes + _OF_A_PROCESS <= process_bytes:
+        return
+    less = process_bytes - _OF_A_PROCESS
+    raise InputError(
+        f"a CPU rank with {show_bytes(budget_bytes)} holds up to {show_bytes(_OF_A_PROCESS)} more of torch and"
+        f" DeepSpeed, and `ulimit -Hd` lets a process hold {show_bytes(process_bytes)}",
+        mend=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise it in a shell of root's",
+    )
+
+
+def nvme_folder(path: str | Path | None) -> Path | None:
+    """A folder that can be written."""
+    if path is None:
+        return None
+    folder = Path(path).absolute()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError("is not a folder that can be written", where=f"--nvme-path {path}", mend="create it first")
+    return folder
+
+
+_SEEDS = 2**32  # numpy takes no larger ones
+# What the search looks for: the most samples or tokens a second, or the least device memory.
+Objective = Literal["samples", "tokens", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One fit, as asked and checked. `device_bytes` is the memory of one rank's device."""
+
+    source: WorkloadSource
+    gpus: int
+    device: Device
+    device_bytes: int
+    device_bytes_asked: bool  # given by --gpu-memory, so it has to be enforced
+    out: Path
+    profile: Profile
+    ladder: tuple[Rung, ...]
+    base: Mapping[str, Any] = field(default_factory=dict)
+    global_batch: int | None = None
+    nvme_path: Path | None = None
+    seed: int = 0
+    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
+    forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
+    objective: Objective = "samples"
+    precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
+    budget: Budget = field(default_factory=Budget)
+    nodes: int = 1  # of a Ray cluster, each with as many ranks
+    address: str | None = None  # of that cluster, 'auto' or HOST:PORT; None: a Ray of our own on this machine
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Equal on all nodes."""
+        return -(-self.gpus // self.nodes)
+
+    def fingerprint(self) -> str:
+        """Equal for equal questions; a journal answers only the question it was made for."""
+        said = {
+            "workload": self.source.digest,
+            "gpus": self.gpus,
+            "device": self.device,
+            "device_bytes": self.device_bytes if self.device_bytes_asked else "all",
+            "base": self.base,
+            "global_batch": self.global_batch,
+            "nvme_path": str(self.nvme_path),
+            "ladder": [repr(rung) for rung in self.ladder],
+            "profile": repr(self.profile),
+            "seed": self.seed,
+            "objective": self.objective,
+            "precisions": self.precisions,
+            **({"nodes": self.nodes} if self.nodes > 1 else {}),
+            **({} if self.threads is None else {"threads": self.threads}),
+        }
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def resolve(
+    source: WorkloadSource,
+    *,
+    hardware: Hardware,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    address: str | None = None,
+    device: str = "cuda",
+    gpu_memory: str | int | None = None,
+    global_batch: int | None = None,
+    precision: str = "auto",
+    base_config: Given = None,
+    config: str = "default",
+    ladder: tuple[str, ...] = (),
+    strategies: tuple[Path, ...] = (),
+    nvme_path: str | Path | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    forecast: bool = True,
+    objective: str = "samples",
+    stop: str | None = None,
+    max_trials: int | None = None,
+    max_time: str | float | None = None,
+) -> Settings:
+    """Check what was asked against what the machine has. Raises InputError, never adjusts silently.
+
+    hardware: of the weakest node that may be used, where `address` says a cluster.
+    """
+    if not 0 <= seed < _SEEDS:
+        raise InputError(f"--seed {seed}: seeds are 0 to {_SEEDS - 1}")
+    if out is not None and not str(out):
+        raise InputError("--out is empty", mend="give a folder: --out autods-out/mine, or . for this one")
+    profile = _stopping(read_profile(config), stop)
+    rungs = choose(ladder or profile.ladder, all_rungs(strategies))
+    kind = device_of(device, hardware)
+    spread = check_nodes(nodes, address)
+    ranks = ranks_of(gpus, kind, hardware, spread)
+    asked = size_of(gpu_memory, "--gpu-memory")
+    first, *others = precisions_of(precision)
+    base = asked_base(source, base_config, first, world_size=ranks)
+    total = global_batch_of(global_batch, base, ranks)
+    settings = Settings(
+        source=source,
+        gpus=ranks,
+        device=kind,
+        device_bytes=device_bytes_of(asked, kind, ranks // spread, hardware),
+        device_bytes_asked=asked is not None or kind == "cpu",
+        out=Path(),
+        profile=profile,
+        ladder=rungs,
+        base=base,
+        global_batch=total,
+        nvme_path=nvme_folder(nvme_path),
+        seed=seed,
+        threads=asked_threads(),
+        forecast=forecast,
+        objective=_objective(objective),
+        precisions=tuple(others),
+        budget=_budget(profile.budget, max_trials, max_time),
+        nodes=spread,
+        address=address,
+    )
+    name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
+    return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
+
+
+def with_workloads_config(settings: Settings, facts: ModelFacts) -> Settings:
+    """With the config that the survey saw a script give to the engine, under what was asked; others as they are.
+
+    The script's own precision stays unless one was asked for; its file's train_batch_size is kept, as a base config's
+    is. Raises InputError for a config that contradicts itself or what was asked.
+    """
+    if facts.config is None:
+        return settings
+    base = base_of_script(settings.source, facts.config, settings.base, world_size=settings.gpus)
+    total = global_batch_of(settings.global_batch, base, settings.gpus)
+    return replace(settings, base=base, global_batch=total)
+
+
+def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
+    """What a person should know of a script once it was looked at; settings: with its config."""
+    if facts.config is None:
+        return ()
+    said = []
+    if not {"bf16", "fp16"} & set(settings.base):
+        said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
+    if facts.config_place:
+        said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
+    if facts.stood_in:
+        said.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
+    return tuple(said)
+
+
+def _objective(objective: str) -> Objective:
+    if objective not in get_args(Objective):
+        raise InputError(
+            f"there is no objective {objective!r}", mend=f"give --objective {', '.join(get_args(Objective))}"
+        )
+    return cast(Objective, objective)
+
+
+def _stopping(profile: Profile, stop: str | None) -> Profile:
+    if stop is None:
+        return profile
+    if stop not in get_args(Stop):
+        raise InputError(f"--stop {stop!r} is neither first-fit nor fastest", mend="give --stop first-fit or fastest")
+    return replace(profile, race=replace(profile.race, stop=cast(Stop, stop)))
+
+
+def _budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
+    """The profile's, unless something else was asked."""
+    if trials is not None and trials < 1:
+        raise InputError(f"--max-trials {trials}: at least one trial is needed", mend="give --max-trials 25, say")
+    try:
+        seconds = budget.seconds if time is None else parse_seconds(str(time))
+    except ValueError as error:
+        raise InputError(f"--max-time {error}", mend="give a time such as 90s, 20m or 2h") from None
+    return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
+
+
+_MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
+_USUAL_IN_A_NODE = 8
+NVME_PLACE = Path("/local_nvme")  # stands for a folder nobody named; nothing is written there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Ranks on one kind of machine.
+
+    base: the DeepSpeed config with its precision. micro_batch and accumulation are those that are forecast. problem:
+    why nothing can run there, or None.
+    """
+
+    machine: Machine
+    world_size: int
+    ranks_per_node: int
+    base: Mapping[str, Any]
+    micro_batch: int
+    global_batch: int | None = None
+    nvme_path: Path | None = None
+    problem: str | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Of the job."""
+        return -(-self.world_size // self.ranks_per_node)
+
+    @property
+    def precision(self) -> str:
+        """'bf16', 'fp16' or 'fp32'."""
+        return precision_of(self.base)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One forecast, as asked and checked. More than one site: which machine do I need?
+
+    checkpointing: None where nothing was said: on, if the model can. largest: look for the largest micro batch.
+    zero_init: stage 3 builds the model under `deepspeed.zero.Init`. as_written: buckets and limits are the base
+    config's, or DeepSpeed's own, and not sized as a fit would start. assumed: what nobody said, in sentences.
+    """
+
+    source: WorkloadSource
+    sites: tuple[Site, ...]
+    ladder: tuple[Rung, ...]
+    device: Device = "cuda"
+    checkpointing: bool | None = None
+    largest: bool = True
+    zero_init: bool = False
+    as_written: bool = False
+    assumed: tuple[str, ...] = field(default=())
+
+
+def pose(
+    source: WorkloadSource,
+    *,
+    hardware: Hardware,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    device: str = "cuda",
+    on: str | None = None,
+    gpu_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    nvme: str | int | None = None,
+    nvme_path: str | Path | None = None,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "auto",
+    checkpointing: str | None = None,
+    base_config: Given = None,
+    ladder: tuple[str, ...] = (),
+    strategies: tuple[Path, ...] = (),
+    largest: bool = True,
+    zero_init: bool = False,
+    as_written: bool = False,
+) -> Question:
+    """Check what was asked. `hardware` answers only what nobody said. Raises InputError, never adjusts silently."""
+    rungs = choose(ladder or read_profile("default").ladder, all_rungs(strategies))
+    kind = _device(device)
+    if source.kind == "script":
+        _check_script(source, checkpointing=checkpointing, zero_init=zero_init)
+    if micro_batch is not None and micro_batch < 1:
+        raise InputError(f"--micro-batch {micro_batch}: at least one sample is needed")
+    machines = _machines(on, size_of(gpu_memory, "--gpu-memory"), kind, hardware)
+    host_bytes, nvme_bytes = size_of(host_memory, "--host-memory"), size_of(nvme, "--nvme")
+    sites = []
+    for machine in machines:
+        own = replace(machine, host_bytes=host_bytes or machine.host_bytes, nvme_bytes=nvme_bytes or machine.nvme_bytes)
+        ranks, per_node = _ranks(gpus, nodes, own, kind)
+        otherwise = "bf16" if own.bf16 else "fp16"
+        base = asked_base(source, base_config, precision, world_size=ranks, otherwise=otherwise)
+        total = global_batch_of(global_batch, base, ranks)
+        site = Site(
+            machine=own,
+            world_size=ranks,
+            ranks_per_node=per_node,
+            base=base,
+            micro_batch=_micro_batch(micro_batch, total, base, ranks),
+            global_batch=total,
+            nvme_path=nvme_place(nvme_path, own),
+        )
+        sites.append(replace(site, problem=_problem(site)))
+    if source.kind != "script":
+        _check_one(sites)
+    return Question(
+        source=source,
+        sites=tuple(sites),
+        ladder=rungs,
+        device=kind,
+        checkpointing=_checkpointing(checkpointing),
+        largest=largest,
+        zero_init=zero_init,
+        as_written=as_written,
+        assumed=tuple(_assumed(sites, kind, said_micro=micro_batch is not None, said_nodes=nodes is not None)),
+    )
+
+
+def plan_with_workloads_config(question: Question, facts: ModelFacts) -> Question:
+    """With the config that a script was seen to give to its engine, under what was asked; others as they are.
+
+    Its own precision stays unless one was asked for, and its file's train_batch_size is kept. Raises InputError for a
+    config that contradicts itself or what was asked.
+    """
+    if facts.config is None:
+        return question
+    sites = []
+    for site in question.sites:
+        base = base_of_script(question.source, facts.config, site.base, world_size=site.world_size)
+        total = global_batch_of(site.global_batch, base, site.world_size)
+        own = replace(
+            site,
+            base=base,
+            global_batch=total,
+            micro_batch=_micro_batch(site.micro_batch, total, base, site.world_size),
+        )
+        sites.append(replace(own, problem=_problem(own)))
+    _check_one(sites)
+    plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
+    said = ("its DeepSpeed config names no precision, so fp32 it is (--precision)",) if plain else ()
+    return replace(question, sites=tuple(sites), assumed=(*question.assumed, *said))
+
+
+def _check_script(source: WorkloadSource, *, checkpointing: str | None, zero_init: bool) -> None:
+    for option, given in (("--checkpointing", checkpointing is not None), ("--zero-init", zero_init)):
+        if given:
+            raise InputError(
+                f"{option} says nothing to a training script: it builds its model itself",
+                where=source.path,
+                mend="drop the option, or give the script's own arguments after --",
+            )
+
+
+def _device(device: str) -> Device:
+    if device not in ("cuda", "cpu"):
+        raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
+    """The catalogue's, or one of the size that was asked for, or this one."""
+    if on is not None:
+        if asked is not None or device == "cpu":
+            other = "--gpu-memory" if asked is not None else "--device cpu"
+            raise InputError(f"--on names a card, so {other} says nothing", mend="drop one of the two")
+        return machines_named(on)
+    cards = hardware.cards if device == "cuda" else ()
+    if asked is not None:
+        return (Machine(name=ASKED, title="as asked", device_bytes=asked, gpus=len(cards) or None),)
+    if not cards:
+        what = (
+            "no CUDA GPU is visible, so say which to forecast for" if device == "cuda" else "--device cpu has no card"
+        )
+        mend = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
+        raise InputError(what, mend=mend)
+    smallest = min(cards, key=lambda card: card.total_bytes)
+    here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
+    return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
+
+
+def _ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
+    """World size and ranks of a node; more cards than any node has are taken to be on nodes of eight."""
+    if nodes is not None and nodes < 1:
+        raise InputError(f"--nodes {nodes}: at least one node is needed")
+    if gpus is None:
+        if machine.gpus is None:
+            raise InputError("say how many ranks to forecast for", mend="give --gpus 8, say")
+        return machine.gpus * (nodes or 1), machine.gpus
+    if check_ranks(gpus) % (nodes or 1):
+        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
+    if nodes is None:
+        catalogued = machine.links is not None and machine.gpus is not None
+        if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:
+            return gpus, machine.gpus or _USUAL_IN_A_NODE
+        return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
+    return gpus, gpus // nodes
+
+
+def _micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], ranks: int) -> int:
+    users = base.get("train_micro_batch_size_per_gpu")
+    micro = asked or (users if isinstance(users, int) else 1)
+    if total is not None and total % (micro * ranks):
+        raise InputError(
+            f"micro batch {micro} × {ranks} ranks does not divide the global batch {total}",
+            mend=f"give a --micro-batch that divides {total // ranks}",
+        )
+    return micro
+
+
+def nvme_place(path: str | Path | None, machine: Machine) -> Path | None:
+    """Where a forecast takes NVMe to be. It writes nothing, so the folder need not exist here."""
+    if path is not None:
+        return Path(path).absolute()
+    return NVME_PLACE if machine.nvme_bytes is not None else None
+
+
+def _problem(site: Site) -> str | None:
+    return f"{site.machine.title} has no bf16" if site.precision == "bf16" and not site.machine.bf16 else None
+
+
+def _check_one(sites: Sequence[Site]) -> None:
+    if len(sites) == 1 and (problem := sites[0].problem) is not None:
+        raise InputError(problem, mend='give --precision fp16, or "fp16": {"enabled": true} in the base config')
+
+
+def _checkpointing(said: str | None) -> bool | None:
+    if said not in (None, "on", "off"):
+        raise InputError(f"--checkpointing {said!r}: it is on or off", mend="give --checkpointing on")
+    return None if said is None else said == "on"
+
+
+def _assumed(sites: Sequence[Site], device: Device, *, said_micro: bool, said_nodes: bool) -> list[str]:
+    """What nobody said and the answer depends on."""
+    said = [
+        f"{site.ranks_per_node} ranks a node (--nodes)"
+        for site in sites
+        if site.nodes > 1 and not said_nodes and site.machine.links is None
+    ]
+    if not said_micro and len({site.micro_batch for site in sites}) == 1:
+        said.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
+    if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
+        said.append("host memory without a limit (--host-memory)")
+    return [*said, *dict.fromkeys(one for site in sites for one in misspelt(site.base))]

@@ -1,0 +1,373 @@
+"""The agent of a node: a Ray actor that owns the zygote and runs trials with it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..system import processes
+from ..system.gpus import by_index
+from ..system.host import look, versions
+from ..trial.job import RankJob
+from ..trial.memory_cpu import HUGE_PAGES_AT
+from ..trial.ops import is_cached, ops_folder
+from ..types import Device, WorkloadSource
+from .lifeline import hold
+from .monitor import HostWatch
+from .ranks import remove_folders
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # of the zygote, which is forked; a rank gets its own number, see `trial.worker`
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_ON_CPU = {
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    # Without these a budget is eaten by per-thread arenas and by freed memory that malloc keeps.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+# With that every tensor comes as untouched pages, and goes. torch asks for huge ones for those from 2 MiB on, and for
+# another page each (`forecast/process_heap.py`). Measured, GPT-2, micro batch 8: a third less page faults, a fifth less
+# processor time. A kernel without huge pages would have torch warn of it.
+_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+# Where the user did not say how a thread waits for the others of its rank: libgomp's own 300,000 rounds burn the
+# processor that they wait for, where anything else runs; to sleep at once costs each operator a wake-up. Measured,
+# GPT-2, two threads on two cores, seconds of a step: alone 0.28 (left alone 0.29, asleep 0.34), beside another such
+# rank 0.51 (0.90, 0.55 to 0.6).
+_UNLESS_SAID = {"GOMP_SPINCOUNT": "2000"}
+_SAYS_HOW_TO_WAIT = "OMP_WAIT_POLICY"
+# On CUDA, what the user did not set.
+_ON_CUDA = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's own puts the fastest card first
+    "NCCL_DEBUG": "WARN",  # else NCCL keeps to itself why it failed: out of memory, say
+}
+_ENDS_S = 20.0  # who uses a zygote has let go of it: it ends at once, but where the machine is very busy
+_TAKEN_S = 30.0  # an actor that was started takes its zygote at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zygote:
+    """A zygote that was started. It ends when the last copy of `connection` is closed; keeper: the pid of its parent.
+
+    status: the keeper writes the zygote's exit code there, and ends.
+    """
+
+    keeper: int
+    connection: socket.socket
+    status: socket.socket
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit code, negative for a signal; a keeper that was killed took the zygote along. Raises TimeoutError."""
+        self.status.settimeout(timeout_s)
+        said = self.status.recv(64)
+        return int(said) if said else -signal.SIGKILL
+
+    def kill(self) -> None:
+        """SIGKILL for all of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.keeper, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Have no more to do with it."""
+        self.connection.close()
+        self.status.close()
+
+
+def launch(
+    source: WorkloadSource, device: Device, driver_pid: int, log: str, environment: Mapping[str, str]
+) -> tuple[Zygote, subprocess.Popen[bytes]]:
+    """Start a zygote; it says {"ready": …} when it has loaded everything. Its keeper is our child."""
+    pairs = socket.socketpair(), socket.socketpair()
+    (connection, its_connection), (status, its_status) = pairs
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    argv = [str(its_status.fileno()), str(its_connection.fileno()), str(driver_pid), json.dumps(asdict(source))]
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autods.runner.subreaper", *argv],
+            pass_fds=[its_status.fileno(), its_connection.fileno()],
+            env=_environment(device, environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # the terminal's Ctrl-C is not for it
+        )
+    its_connection.close()
+    its_status.close()
+    return Zygote(keeper=process.pid, connection=connection, status=status), process
+
+
+def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
+    scripts = os.path.dirname(sys.executable)  # ninja lives there
+    said = {
+        **({} if _SAYS_HOW_TO_WAIT in environment else _UNLESS_SAID),
+        **environment,  # the user's own, which a cluster that already ran does not know
+        **_ENVIRONMENT,
+        "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
+        "TORCH_EXTENSIONS_DIR": str(ops_folder()),
+    }
+    package = Path(__file__).parents[2]
+    if "runtime_resources" in package.parts:  # Ray brought us here: the zygote has to find the same
+        said["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
+    if device == "cpu":
+        return said | _ON_CPU | (_HUGE_PAGES if HUGE_PAGES_AT.exists() else {})
+    said = _ON_CUDA | said
+    said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        given = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
+        said["CUDA_VISIBLE_DEVICES"] = by_index(given)
+        if said["CUDA_VISIBLE_DEVICES"] != given:
+            said["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # whose numbers they are
+    return said
+
+
+class Offer:
+    """A zygote that loads while other things start; the first process of this user that calls at `name` has it.
+
+    What nobody took when the block ends, ends with it.
+    """
+
+    def __init__(self, zygote: Zygote, process: subprocess.Popen[bytes]) -> None:
+        self.name = f"autods-{os.getpid()}-{secrets.token_hex(16)}"
+        self._zygote, self._process = zygote, process
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.bind(f"\0{self.name}")  # no file: nothing is left of it
+        self._door.listen(1)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Offer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._zygote.close()
+        try:
+            self._process.wait(_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _serve(self) -> None:
+        with self._door, contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._door.accept()
+                with caller:
+                    if _uid_of(caller) != os.getuid():
+                        continue
+                    fds = [self._zygote.connection.fileno(), self._zygote.status.fileno()]
+                    socket.send_fds(caller, [str(self._zygote.keeper).encode()], fds)
+                    self._zygote.close()
+                    return
+
+
+def take(name: str) -> Zygote:
+    """The zygote that is offered at this name, once. Raises OSError when it is gone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(_TAKEN_S)
+        caller.connect(f"\0{name}")
+        said, fds, _, _ = socket.recv_fds(caller, 64, 2)
+    if len(fds) != 2:
+        raise ConnectionError(f"no zygote is offered at {name}")
+    connection, status = (socket.socket(fileno=fd) for fd in fds)
+    return Zygote(keeper=int(said), connection=connection, status=status)
+
+
+def _uid_of(peer: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+_LEAVES_S = 0.2
+
+
+class Node:
+    """`start` once, then `run` jobs one at a time; `progress` and `abort` may be called from another thread."""
+
+    def __init__(
+        self,
+        source: dict[str, Any],
+        device: Device,
+        driver: dict[str, Any],  # its pid, and the machine where that is its pid
+        log: str,
+        environment: dict[str, str],
+        offered: str | None = None,  # where a zygote that already loads can be had
+    ) -> None:
+        self.source = WorkloadSource(**source)
+        self.device, self.log, self.environment = device, log, environment
+        # On another machine that pid is a stranger's.
+        self.driver_pid = int(driver["pid"]) if driver["machine"] == processes.machine() else 0
+        self.offered, self.number = offered, 0  # of the job under way; 0: none
+        self.telling = threading.Lock()  # a word that is meant for one job must not come after the next one's line
+        self.zygote: Zygote | None = None
+        self.keeper: subprocess.Popen[bytes] | None = None  # of the one that we started
+        self.connection: socket.socket | None = None
+        self.beat: list[Any] = ["start", 0]
+        self.reading = b""
+
+    def seen(self) -> dict[str, Any]:
+        """What this node is, plain: its hardware and software."""
+        return {"hardware": asdict(look()), "versions": versions()}
+
+    def hold(self, place: dict[str, Any], number: int) -> bool:
+        """Be bound to the driver's life: when it is gone, so are the ranks. See `lifeline.hold`."""
+        return hold(place, number, self.abort)
+
+    def clock(self) -> float:
+        """Seconds of this node's monotonic clock."""
+        return time.monotonic()
+
+    def unseen(self, files: dict[str, str], folders: list[str]) -> list[str]:
+        """Those of these files that are not here, or have another digest, and of these folders that cannot be used."""
+        other = [path for path, digest in files.items() if digest_of(path) != digest]
+        return other + [path for path in folders if not os.access(path, os.W_OK | os.X_OK)]
+
+    def uncached(self, ops: list[str]) -> list[str]:
+        """Those of these DeepSpeed ops that would have to be built here."""
+        return [op for op in ops if not is_cached(op)]
+
+    def bind(self, address: str) -> dict[str, Any]:
+        """Have the zygote listen for the next job's ranks: {"bound": port}, or None there and why; {"died"}."""
+        if self.connection is None and "pid" not in (ready := self.start()):
+            return ready
+        assert self.connection is not None
+        try:
+            self.connection.sendall(f"bind {address}\n".encode())
+            said = self._next()
+        except OSError:
+            said = None
+        return said if said is not None else {"died": self._death()}
+
+    def start(self) -> dict[str, Any]:
+        """Start the zygote and wait until it is ready: {"pid"}, or {"error"} with what the user's module raised."""
+        processes.adopt_orphans()
+        if os.getppid() > 1:
+            processes.die_with_parent(os.getppid())  # of the raylet: left alone an actor outlives it by some 15 s
+        self.zygote = self._taken() or self._launched()
+        self.connection, self.reading = self.zygote.connection, b""
+        message = self._next()
+        if message is None:
+            return {"died": self._death()}
+        return dict(message["ready"])
+
+    def run(self, line: str, number: int = 0) -> dict[str, Any]:
+        """Run one job to its end. {"died"} when the zygote died under it; the next `run` starts another."""
+        if self.connection is None:
+            ready = self.start()
+            if "pid" not in ready:
+                return ready
+        assert self.connection is not None
+        self.beat, host = ["start", 0], HostWatch.begin()
+        try:
+            with self.telling:
+                self.number = number
+                self.connection.sendall(line.encode() + b"\n")
+            while (message := self._next()) is not None:
+                if "done" in message:
+                    return dict(message["done"])
+                self.beat = message["beat"]
+        except OSError:
+            pass
+        finally:
+            self.number = 0
+        died = self._death()
+        remove_folders(RankJob.from_json(line))  # not before the ranks that work in them are gone
+        phase, step = self.beat
+        return {"died": died, "phase": phase, "step": step, "gone_at_s": time.monotonic(), "host": host.report()}
+
+    def progress(self) -> list[Any]:
+        """Phase and step of the slowest rank."""
+        return self.beat
+
+    def abort(self, number: int | None = None) -> None:
+        """End the running job, if it still is the one of that number: its ranks are killed."""
+        with self.telling:
+            connection = self.connection  # `run` may find the zygote dead and drop it meanwhile
+            if connection is not None and number in (None, self.number):
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"abort\n")
+
+    def stop(self) -> None:
+        """End the zygote and everything below it."""
+        zygote, connection = self.zygote, self.connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if zygote is not None:
+            try:
+                zygote.wait(2)
+            except TimeoutError:
+                zygote.kill()
+            except OSError:
+                pass
+        processes.kill_children(2.0)
+
+    def leave(self) -> None:
+        """`stop`, and end this process a moment later: where Ray's head is gone, nobody else does."""
+        self.stop()
+        threading.Timer(_LEAVES_S, os._exit, (0,)).start()
+
+    def _taken(self) -> Zygote | None:
+        """The one that the driver started, the first time."""
+        offered, self.offered = self.offered, None
+        if offered is not None:
+            with contextlib.suppress(OSError):
+                return take(offered)
+        return None
+
+    def _launched(self) -> Zygote:
+        zygote, self.keeper = launch(self.source, self.device, self.driver_pid, self.log, self.environment)
+        return zygote
+
+    def _next(self) -> dict[str, Any] | None:
+        """The zygote's next message; None when it is gone."""
+        assert self.connection is not None
+        while b"\n" not in self.reading:
+            try:
+                data = self.connection.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                return None
+            self.reading += data
+        line, _, self.reading = self.reading.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _death(self) -> str:
+        """How the zygote died; its ranks follow it, strays that hid from it were adopted by us."""
+        assert self.zygote is not None
+        code = self.zygote.wait()
+        self.zygote.close()
+        self.zygote = self.connection = None
+        processes.kill_children(2.0)
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+
+
+def digest_of(path: str) -> str | None:
+    """Of a file's content; None where there is none."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,121 @@
+"""Read TOML and JSON strictly into dataclasses."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from .errors import InputError
+
+T = TypeVar("T")
+
+
+def read_as(kind: type[T], data: object, *, name: str | None = None) -> T:
+    """`data` as a `kind`, a frozen dataclass. Raises ValueError that says which field is missing, unknown or ill-typed.
+
+    Fields with a default may be missing. Of a union of dataclasses the one is taken that has the data's `kind`.
+    name: what the error calls it; None: the class's name.
+    """
+    return cast(T, _read(kind, data, name or kind.__name__))
+
+
+def _read(hint: Any, data: Any, name: str) -> Any:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _read_union(inner, data, name)
+    if is_dataclass(hint):
+        return _read_dataclass(hint, data, name)
+    if origin is Literal:
+        return _expect(data in inner, data, name, f"one of {', '.join(map(str, inner))}")
+    if origin is tuple:
+        _expect(isinstance(data, Sequence) and not isinstance(data, str), data, name, "a list")
+        return tuple(_read(inner[0], item, f"{name}[{i}]") for i, item in enumerate(data))
+    if origin is Mapping:
+        _expect(isinstance(data, Mapping), data, name, "a table")
+        return {_read(inner[0], key, name): _read(inner[1], item, f"{name}.{key}") for key, item in data.items()}
+    return data if hint is Any else _expect(_is_a(hint, data), data, name, _WORDS.get(hint, hint.__name__))
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "nothing"}
+
+
+def _is_a(kind: Any, data: object) -> bool:
+    if get_origin(kind) is Literal:
+        return data in get_args(kind)
+    if kind in (int, float):  # True is an int to Python, and 1 is a number
+        return isinstance(data, (int, kind)) and not isinstance(data, bool)
+    return isinstance(data, kind)
+
+
+def _expect(right: bool, data: Any, name: str, wanted: str) -> Any:
+    if not right:
+        raise ValueError(f"{name} is {data!r:.80}, not {wanted}")
+    return data
+
+
+def _read_union(options: tuple[Any, ...], data: Any, name: str) -> Any:
+    if data is None and NoneType in options:
+        return None
+    if NoneType in options and len(options) == 2:
+        return _read(next(option for option in options if option is not NoneType), data, name)
+    if all(is_dataclass(option) for option in options):
+        by_kind = {get_args(_fields(option)["kind"])[0]: option for option in options}
+        tag = data.get("kind") if isinstance(data, Mapping) else None
+        _expect(isinstance(tag, str) and tag in by_kind, tag, f"{name}.kind", f"one of {', '.join(by_kind)}")
+        return _read(by_kind[tag], data, name)
+    words = " or ".join(_WORDS.get(option, str(option)) for option in options)
+    return _expect(any(_is_a(option, data) for option in options), data, name, words)
+
+
+def _read_dataclass(kind: Any, data: Any, name: str) -> Any:
+    _expect(isinstance(data, Mapping), data, name, "a table")
+    hints = _fields(kind)
+    unknown = [str(key) for key in data if key not in hints]
+    if unknown:
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; it has {', '.join(hints)}")
+    for field in fields(kind):
+        if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{name} lacks {field.name!r}")
+    return kind(**{key: _read(hints[key], item, f"{name}.{key}") for key, item in data.items()})
+
+
+@cache
+def _fields(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file; InputError names the file and line when it is not one."""
+    try:
+        return tomllib.loads(path.read_bytes().decode())  # TOML is UTF-8, whatever the locale
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"is not TOML: {error}", where=str(path)) from None
+
+
+def checked(
+    kind: type[T],
+    data: object,
+    check: Callable[[T], None],
+    *,
+    name: str,
+    where: str,
+    mend: str,
+    refusal: str | None = None,
+) -> T:
+    """A file's data as a `kind`, by its types and by `check`, which raises ValueError. Raises InputError.
+
+    name: what the file holds, 'rung' say. refusal: how the message begins; None: 'is not a rung'.
+    """
+    try:
+        file = read_as(kind, data, name=name)
+        check(file)
+    except ValueError as error:
+        raise InputError(f"{refusal or f'is not a {name}'}: {error}", where=where, mend=mend) from None
+    return file

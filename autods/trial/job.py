@@ -1,0 +1,118 @@
+"""The job of a rank, and how an error is described to whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..types import Device, Exam, Steps, WorkloadSource
+from ..workload.protocol import WorkloadError
+
+Job = Literal["train", "survey", "ops"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJob:
+    """One job for all ranks of a trial. `folder` takes logs and results, `scratch` is the working directory."""
+
+    job: Job
+    source: WorkloadSource
+    device: Device
+    folder: str
+    scratch: str
+    swap: str | None = None  # where this trial's NVMe rung swaps; removed with everything in it afterwards
+    rebind: bool = False  # the zygote has this workload loaded, with other arguments
+    world_size: int = 1
+    replica_ranks: int = 1  # see `ModelFacts`
+    local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
+    master_address: str = "127.0.0.1"
+    master_port: int | None = None  # where another node serves the store; None: the first of these ranks does
+    node_rank: int = 0
+    node_address: str = "127.0.0.1"  # of this node, as the others reach it
+    checkpoints: str | None = None  # a folder that all nodes see; None: scratch is one
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = False
+    steps: Steps = field(default_factory=Steps)
+    exam: Exam | None = None
+    examined_from_s: float | None = None  # see `Trial`
+    only_build: bool = False  # end before the engine is initialised
+    limit_bytes: int | None = None  # of the device; None: not limited
+    ops: tuple[str, ...] = ()
+    threads: int | None = None  # of each rank; None: its share of the node's processors
+    seed: int = 0
+    stall_s: float = 120.0
+    init_s: float = 900.0
+    wall_s: float = 1800.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its ranks are on this node."""
+        return len(self.local_ranks) == self.world_size
+
+    @property
+    def train_batch(self) -> int:
+        """Samples of an optimizer step; the ranks of one replica train on the same ones."""
+        return self.micro_batch * self.accumulation * (self.world_size // self.replica_ranks)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> RankJob:
+        """The inverse of `to_json`."""
+        data = json.loads(line)
+        data["source"] = WorkloadSource(**data["source"])
+        data["steps"] = Steps(**data["steps"])
+        for key in ("local_ranks", "ops"):
+            data[key] = tuple(data[key])
+        return cls(**data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: a temporary file, then a rename."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
+
+
+_TRACEBACK_CHARS = 6000
+
+
+def describe(error: BaseException, user_file: str) -> dict[str, Any]:
+    """An exception as plain values: its types, message, traceback, and the last frame of the user's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if frame.filename == user_file]
+    contract = _broken(error) if isinstance(error, WorkloadError) else None
+    return {
+        "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
+        "message": str(error)[:_TRACEBACK_CHARS],
+        "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
+        "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in _causes(error)],
+        "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
+        "contract": contract,
+        "mend": error.mend if isinstance(error, WorkloadError) else None,
+    }
+
+
+def _broken(error: WorkloadError) -> str:
+    """What of the contract is broken, with its line where that is known."""
+    place, _, line = (error.where or "").rpartition(":")
+    return f"{place}:{line}: {error.what}" if line.isdigit() else error.what
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What it was raised from, explicitly or while that was handled; the nearest first."""
+    found: list[BaseException] = []
+    following = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while following is not None and following not in found and len(found) < 8:
+        found.append(following)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return found

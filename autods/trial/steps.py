@@ -1,0 +1,125 @@
+"""How many optimizer steps a trial runs: those that show what training needs, and timed ones until there are enough."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Steps
+from ..workload.protocol import WorkloadError
+from .distributed import Ranks
+
+# Steps that show all that training needs: from the second on states that the optimizer makes lie there, and what stage
+# 3 keeps gathered.
+PROVING_STEPS = 2
+# Index of a step → micro batches that it has at most: of these, and of the one behind them that warms up. Of three one
+# begins the gradients, one adds to them, one ends the step: each more would do what the middle one does.
+SHORT = {0: 1, 1: 3, 2: 1}
+_COUNTED = 2  # times as long a step takes at most while its memory is counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acted:
+    """What the steps showed. `step_s` are the timed steps, `steps_s` all steps with the warm-up.
+
+    examined: `Examined` as a dict, of a worst_case exam. communication: `Communication` of this rank as a dict.
+    """
+
+    step_s: tuple[float, ...]
+    steps_s: float
+    losses: tuple[float, ...]
+    examined: Mapping[str, Any] | None = None
+    communication: Mapping[str, Any] | None = None
+
+
+def repeat(
+    step: Callable[[int], Sequence[Any]],
+    join: Callable[[Sequence[float]], float],
+    steps: Steps,
+    synchronize: Callable[[], None],
+    ranks: Ranks,
+    *,
+    proven: Callable[[], None] | None = None,
+    last_from_s: float | None = None,
+    shown_of: float | None = None,
+) -> Acted:
+    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
+
+    proven: called after the steps that show all that training needs; one more warms up before others are timed.
+    last_from_s: a timed step that takes so long is enough, 0: none is needed, since others follow that will be timed;
+    None: there are no more to come. shown_of: of whole steps the last one that proves is so large a part; where it
+    tells already that the others follow, they are as good as these, and none is timed here. None: it is not asked.
+    """
+    warmup = steps.warmup if proven is None else max(steps.warmup, PROVING_STEPS + 1)
+    began = time.perf_counter()
+    times: list[float] = []
+    losses: list[float] = []
+    took_s = 0.0
+    while True:
+        index = len(losses)
+        if proven is not None and index == PROVING_STEPS:
+            from_s = None if last_from_s is None or shown_of is None else _COUNTED * shown_of * last_from_s
+            if from_s is not None and ranks.agree(took_s >= from_s):
+                break
+            proven()
+        synchronize()
+        start = time.perf_counter()
+        found = step(index)
+        synchronize()
+        took_s = time.perf_counter() - start
+        if index >= warmup:
+            times.append(took_s)
+        losses.append(join([finite(loss, index) for loss in found]))
+        if last_from_s == 0 and len(losses) >= warmup:
+            break
+        # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
+        if len(times) >= steps.timed and (
+            len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
+        ):
+            break
+        if times and last_from_s is not None and ranks.agree(times[-1] >= last_from_s):
+            break
+    return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+
+
+def seconds_of(step: Callable[[int], Sequence[Any]], index: int, synchronize: Callable[[], None]) -> float:
+    """Of one more step, whose losses have to be finite."""
+    start = time.perf_counter()
+    found = step(index)
+    synchronize()
+    seconds = time.perf_counter() - start
+    for loss in found:
+        finite(loss, index)
+    return seconds
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """Relative standard error of the median, (1.2533 σ/√n) / median; 0 for a single time."""
+    if len(times) < 2:
+        return 0.0
+    return 1.2533 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
+
+
+def enough(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
+    """Whether the median is known well enough, or the time for knowing it better is spent."""
+    return spread_of(times) <= steps.spread or elapsed_s >= steps.budget_s
+
+
+def has_time_for_one_more(acted: Acted, steps: Steps) -> bool:
+    """Whether these steps ask how fast, and not only whether it fits, and took less than they may."""
+    step_s = statistics.median(acted.step_s) if acted.step_s else acted.steps_s / len(acted.losses)
+    return steps.most_timed > 1 and acted.steps_s + 2 * step_s <= steps.budget_s
+
+
+def finite(loss: Any, index: int) -> float:
+    """The loss of that step as a number. Raises WorkloadError when it is none."""
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise WorkloadError(
+            f"the loss is {value} at step {index + 1}", mend="check the data, the learning rate and the initialisation"
+        )
+    return value

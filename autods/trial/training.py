@@ -1,0 +1,240 @@
+"""Train for a few steps: build the model, initialize DeepSpeed, run and time optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..types import Exam, Steps
+from ..workload.protocol import Workload, WorkloadError
+from . import loss_parity, pipeline
+from .batch import check_batch, longest_batch, place, same_as_longest, seed_all
+from .collectives import Traffic, backend
+from .distributed import Ranks
+from .exam import Moves, Observe, examined, gathering
+from .model_facts import checkpoint
+from .steps import PROVING_STEPS, SHORT, Acted, has_time_for_one_more, repeat
+
+
+def act(
+    workload: Workload,
+    *,
+    ds_config: Mapping[str, Any],
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: bool,
+    only_build: bool,
+    steps: Steps,
+    observe: Observe,
+    synchronize: Callable[[], None],
+    ease: Callable[[], None] | None,
+    ranks: Ranks,
+    exam: Exam | None = None,
+    examined_from_s: float | None = None,
+    scratch: Path = Path(),
+    seed: int = 0,
+) -> Acted:
+    """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
+
+    ease: called when the steps have shown all the memory that training needs, before those that are timed; None where
+    counting it slows nothing. A trial that measures ends with one more step, in which nothing overlaps, for the seconds
+    of its collectives. Where its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of
+    its timed steps are those of the worst_case exam.
+
+    What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
+    """
+    observe("build", 0)
+    model = build(workload, checkpointing=checkpointing)
+    replicas = ranks
+    if pipeline.is_pipeline(model):
+        replicas = pipeline.replicas_of(model, ranks)
+        seed_all(seed + replicas.rank)  # its stages draw the same batches
+    longest = longest_batch(workload, micro_batch) if exam == "worst_case" else None
+    if exam == "parity":
+        batches = loss_parity.share_of(
+            workload, replicas, micro_batch=micro_batch, accumulation=accumulation, seed=seed
+        )
+        loss_parity.check_cut(model)
+        loss_parity.without_dropout(model)
+        observe = listening = loss_parity.Listening(observe)
+    else:
+        batches = [longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)]
+    if only_build:
+        return Acted(step_s=(), steps_s=0.0, losses=())
+    last_from_s = None
+    if examined_from_s is not None and (longest := same_as_longest(workload, micro_batch, batches[0], ranks)):
+        last_from_s = examined_from_s
+    observe("init", 0)
+    engine = initialize(workload, model, gathering(ds_config) if longest else ds_config)
+    del model
+    batches = [place(batch, engine) for batch in batches]
+    eases = ease if exam is None else None
+    short = {} if eases is None or pipeline.is_pipeline(engine.module) else dict(SHORT)
+    train, loss_of = _moves(workload, engine, batches, accumulation, observe, short)
+    traffic = Traffic(synchronize)
+    traffic.listen(backend())
+
+    def step(index: int, *, alone: bool = False) -> list[Any]:
+        with traffic.step(alone=alone):
+            return train(index)
+
+    if exam == "parity":
+        loss_parity.forget_steps(engine.basic_optimizer)
+        acted = repeat(step, lambda losses: loss_parity.mean_of(losses, ranks), steps, synchronize, ranks)
+        loss_parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
+    else:
+        proven = _eased(eases, loss_of, observe, evaluates=last_from_s is not None) if eases else None
+        shown_of = min(1.0, SHORT[PROVING_STEPS - 1] / accumulation) if short and accumulation > 1 else None
+        acted = repeat(
+            step, _last, steps, synchronize, ranks, proven=proven, last_from_s=last_from_s, shown_of=shown_of
+        )
+    following = len(acted.losses)
+    if longest and (last_from_s is None or not acted.step_s or ranks.agree(max(acted.step_s) >= last_from_s)):
+        moves = Moves(
+            engine=engine,
+            step=step,
+            evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
+            observe=observe,
+            synchronize=synchronize,
+            short=short,
+        )
+        acted, following = examined(
+            acted,
+            moves,
+            ranks,
+            longest=longest,
+            folder=scratch / "checkpoint",
+            times=last_from_s is not None,
+            shortens=bool(short) and accumulation > 1,
+            ease=eases if following == PROVING_STEPS else None,  # else it was called before the steps that were timed
+        )
+    if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
+        step(following, alone=True)
+    said = traffic.said()
+    acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
+    observe("done", len(acted.losses))
+    return acted
+
+
+def _eased(
+    ease: Callable[[], None], loss_of: Callable[[bool], float | None], observe: Observe, *, evaluates: bool
+) -> Callable[[], None]:
+    """What is done once the steps have shown what training needs: from here on nothing is counted. evaluates: see it of
+    an evaluation first."""
+
+    def proven() -> None:
+        if evaluates:
+            observe("evaluate", PROVING_STEPS)
+            loss_of(False)
+        ease()
+
+    return proven
+
+
+def _last(losses: Sequence[float]) -> float:
+    return losses[-1]
+
+
+def _moves(
+    workload: Workload,
+    engine: Any,
+    batches: Sequence[Any],
+    accumulation: int,
+    observe: Observe,
+    short: Mapping[int, int],
+) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
+    """What an engine can do with its batches.
+
+    One optimizer step of that index → the losses of its batches; whether dropout acts → the loss without a gradient.
+    short: index of a step → micro batches that it has at most; a pipeline's are whole.
+    """
+    if pipeline.is_pipeline(engine.module):
+        return pipeline.moves(engine, batches, observe)
+    each = accumulation // len(batches)
+
+    def train(index: int) -> list[Any]:
+        many = min(each, short.get(index, each))
+        engine.micro_steps += each - many  # by which the engine knows the last micro batch of a step
+        return [optimizer_step(workload, engine, batch, many, index, observe) for batch in batches]
+
+    return train, lambda training: evaluate(workload, engine, batches[0], training=training)
+
+
+def build(workload: Workload, *, checkpointing: bool) -> Any:
+    """The workload's model, told to recompute its activations if so asked."""
+    model = workload.build_model()
+    if checkpointing:
+        checkpoint(model)
+    return model
+
+
+def initialize(workload: Workload, model: Any, ds_config: Mapping[str, Any]) -> Any:
+    """DeepSpeed's engine around the model, with the workload's optimizer if it brings one."""
+    import deepspeed
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = workload.build_optimizer(parameters) if workload.build_optimizer else None
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, optimizer=optimizer, config=dict(ds_config)
+    )
+    return engine
+
+
+def _under_seed(seed: int, forward: Callable[[], float | None]) -> float | None:
+    """Layers of experts choose tokens at random in evaluation, too: the same ones each time."""
+    seed_all(seed)
+    return forward()
+
+
+def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe) -> Any:
+    """One optimizer step on a batch that lies on the engine's device: the loss of its last micro batch."""
+    for _ in range(accumulation):
+        observe("forward", index)
+        loss = _loss(workload, engine, batch)
+        observe("backward", index)
+        engine.backward(loss)
+        observe("step", index)
+        engine.step()
+    return loss
+
+
+def evaluate(workload: Workload, engine: Any, batch: Any, *, training: bool = False) -> float | None:
+    """The loss without a gradient, the engine back in training; None where the model returns none in evaluation."""
+    import torch
+
+    engine.train(training)
+    with torch.no_grad():
+        loss = _output(workload, engine, batch)
+    engine.train()
+    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _output(workload: Workload, engine: Any, batch: Any) -> Any:
+    """What should be a loss."""
+    if workload.loss is not None:
+        return workload.loss(engine, batch)
+    out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+    return out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+
+
+def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
+    import torch
+
+    loss = _output(workload, engine, batch)
+    if not isinstance(loss, torch.Tensor):
+        raise WorkloadError(
+            f"the model returned {type(loss).__name__}, no loss",
+            mend="let forward return a scalar loss or an object with .loss, or define loss(model, batch)",
+        )
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"the loss is not a scalar: its shape is {tuple(loss.shape)}", mend="reduce it, with .mean() say"
+        )
+    if not loss.requires_grad:
+        raise WorkloadError(
+            "the loss has no gradient: it depends on no parameter that is trained",
+            mend="look for .detach(), .item() or torch.no_grad() on the way to it",
+        )
+    return loss

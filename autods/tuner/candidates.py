@@ -1,0 +1,191 @@
+"""Which rungs can be tried with this model on this machine, and how they are configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..config.deepspeed import compose, get, ops_of, start_settings
+from ..config.strategies import Rung
+from ..errors import InputError
+from ..requests import Settings
+from ..types import Knobs, ModelFacts, Scalar
+from .trials import accumulation_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    """DeepSpeed does not run a model that `has` something under these stages."""
+
+    has: Callable[[ModelFacts], int]
+    stages: tuple[int, ...]
+    reason: str
+
+
+_REFUSALS = (
+    _Refusal(
+        has=lambda facts: facts.pipeline_stages,
+        stages=(2, 3),
+        reason="a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
+        " after all micro batches, and ZeRO-{stage} splits them after each",
+    ),
+    _Refusal(
+        has=lambda facts: facts.experts,
+        stages=(3,),
+        reason="experts with ZeRO-3: DeepSpeed refuses its own MoE layers there, because their parameters are split"
+        " over the ranks already; ZeRO-1 and ZeRO-2 take them",
+    ),
+)
+# ZeroOptimizer asserts both for MoE layers (stage_1_and_2.py, _configure_moe_settings).
+_FIXED_BY_EXPERTS = ("zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter")
+
+
+def refusal_of(rung: Rung, facts: ModelFacts, world_size: int) -> str | None:
+    """Why this rung is not for this model on so many ranks, or None."""
+    for refusal in _REFUSALS:
+        if refusal.has(facts) and rung.stage in refusal.stages:
+            return refusal.reason.format(stage=rung.stage)
+    replicas = facts.replicas(world_size)
+    if rung.least_world_size > replicas:
+        if facts.pipeline_stages:
+            return f"{replicas} replica{'s' if replicas > 1 else ''} of the pipeline: no sharding to gain"
+        if world_size == 1:
+            return "one rank: no sharding to gain"
+        return f"{world_size} ranks: it needs {rung.least_world_size} or more"
+    return None
+
+
+def tunable(rung: Rung, facts: ModelFacts) -> Rung:
+    """The rung without the keys that DeepSpeed lets nobody change for this model."""
+    if not facts.experts:
+        return rung
+    return replace(rung, tune={key: dimension for key, dimension in rung.tune.items() if key not in _FIXED_BY_EXPERTS})
+
+
+def unforeseeable(facts: ModelFacts) -> str | None:
+    """Why nobody can forecast this model's memory, or None."""
+    if facts.pipeline_stages:
+        return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
+    return None
+
+
+def idle(facts: ModelFacts, global_batch: int | None) -> str | None:
+    """What a pipeline loses without a global batch: a step then has one micro batch, which its stages wait for."""
+    if facts.pipeline_stages < 2 or global_batch is not None:
+        return None
+    return (
+        "a pipeline's micro batches are its accumulation, and without --global-batch that is 1:"
+        f" {facts.pipeline_stages} stages then wait for each other; give the global batch that you train with"
+    )
+
+
+def check_ranks(facts: ModelFacts, world_size: int) -> None:
+    """Raises InputError where the ranks cannot be split into replicas of the model."""
+    each = facts.replica_ranks
+    if world_size % each:
+        near = max(each, world_size // each * each)
+        raise InputError(
+            f"the model is a pipeline that takes {each} ranks, and {world_size} cannot be split into such",
+            mend=f"give --gpus {near}, or another multiple of {each}",
+        )
+
+
+_ADAM_OPS = ("cpu_adam", "fused_adam")  # torch's AdamW can stand in for these
+_PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A rung as the walk tries it.
+
+    stand_in: its own optimizer is an op that may have to be built, so torch's AdamW takes the first look.
+    skip: why it is not tried, or None. ops: what its own optimizer and NVMe need built. pinned: its keys that pin host
+    memory.
+    """
+
+    rung: Rung
+    knobs: Knobs
+    stand_in: bool
+    skip: str | None
+    ops: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+
+
+def candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """One per rung of the ladder, fastest first. op_problems: op → why it cannot be built here."""
+    return tuple(_candidate(rung, settings, facts, op_problems) for rung in settings.ladder)
+
+
+def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> Candidate:
+    # More accumulation than 2 needs no more memory: the second micro batch is the first that runs beside kept
+    # gradients, the others repeat it. Growing solves for the true number.
+    replicas = facts.replicas(settings.gpus)
+    accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))
+    knobs = Knobs(
+        micro_batch=1,
+        accumulation=accumulation,
+        checkpointing=facts.checkpointing,
+        settings=start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts),
+    )
+    native = compose(
+        rung,
+        knobs,
+        base=settings.base,
+        world_size=replicas,
+        own_optimizer=facts.has_optimizer,
+        nvme_path=settings.nvme_path,
+    )
+    ops = ops_of(native)
+    return Candidate(
+        rung=rung,
+        knobs=knobs,
+        stand_in=any(op in _ADAM_OPS for op in ops),
+        skip=refusal_of(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
+        ops=ops,
+        pinned=tuple(key for key in _PINS if get(native, key) is True),
+    )
+
+
+def _why_not(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
+    if rung.needs_nvme_path and settings.nvme_path is None:
+        return "no --nvme-path was given"
+    for op in ops:
+        if op in op_problems:
+            return f"its op {op} cannot be built: {op_problems[op]}"
+    return None
+
+
+_HALVES = ("bf16", "fp16")
+
+
+def without_checkpointing(candidate: Candidate) -> Candidate:
+    """Its activations are kept instead of recomputed: less arithmetic, more memory."""
+    return replace(candidate, knobs=replace(candidate.knobs, checkpointing=False), stand_in=False)
+
+
+def in_precision(candidate: Candidate, precision: str) -> Candidate:
+    """The same in bf16, fp16 or fp32, whatever the base config says."""
+    said: dict[str, Scalar] = {f"{half}.enabled": half == precision for half in _HALVES}
+    settings = {**candidate.knobs.settings, **said}
+    return replace(candidate, knobs=replace(candidate.knobs, settings=settings), stand_in=False)
+
+
+def name_of(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
+    """What people read: the rung, and what is unusual. recomputes: the model can recompute its activations."""
+    return f"{rung} {unusual(knobs, recomputes=recomputes or knobs.checkpointing)}".rstrip()
+
+
+def unusual(knobs: Knobs, *, recomputes: bool) -> str:
+    """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where the usual trials do not."""
+    precision = _precision(knobs.settings)
+    said = [f"in {precision}"] if precision else []
+    if knobs.checkpointing is not recomputes:
+        said.append("recomputing" if knobs.checkpointing else "without checkpointing")
+    return " ".join(said)
+
+
+def _precision(settings: Mapping[str, Scalar]) -> str | None:
+    """What its settings say, if they say anything."""
+    if not any(f"{half}.enabled" in settings for half in _HALVES):
+        return None
+    return next((half for half in _HALVES if settings.get(f"{half}.enabled")), "fp32")

@@ -1,0 +1,158 @@
+"""What was proven of a winner, as values: from the answers of its exams to the certificate of report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..types import Examined, Failed, Fit, Phase, Record, Steps, Tier, TierUse, first_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint of the whole engine; what was not done is None. See `outcomes.Examined`."""
+
+    bytes: int | None
+    save_s: float | None
+    load_s: float | None
+    gathered: bool | None
+    restored: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """The losses beside those of a plain config on the same samples, step by step.
+
+    reference: the plain config's rung. largest_difference: relative; infinite when only one of two losses is finite.
+    changed_by: the knobs that changed the maths, each by itself enough to mend it. taken_back: the one of them that was
+    set back; the difference is then that of the config without it.
+    """
+
+    reference: str
+    steps: int
+    tolerance: float
+    largest_difference: float
+    within: bool
+    changed_by: tuple[str, ...] = ()
+    taken_back: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What was proven. passed: everything was checked, and all of it held.
+
+    batch_shape: of the largest tensor of the longest batch; empty when no such batch ran to its end. draws: it is the
+    longest of so many; 0: the workload's own. headroom_bytes: limit less peak, for each tier that has a limit.
+    headroom_kept: the share of the device that the search leaves free stayed free on the longest batch, too.
+    backed_off: from what to what, and why. failures: what was checked and did not hold. All three: sentences.
+    """
+
+    passed: bool
+    batch_shape: tuple[int, ...] = ()
+    draws: int = 0
+    optimizer_steps: int = 0
+    evaluated: bool = False
+    checkpoint: Checkpoint | None = None
+    alloc_retries: int | None = None
+    headroom_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    headroom_kept: bool | None = None
+    parity: Parity | None = None
+    backed_off: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+
+def as_json(certificate: Certificate) -> dict[str, Any]:
+    """Plain values, for "certificate" of report.json."""
+    return asdict(certificate)
+
+
+def read_off(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certificate:
+    """The certificate by the worst case alone, of an exam that did not run short of memory."""
+    match exam.outcome:
+        case Fit() as fit:
+            certificate = _of_fit(fit, limit_bytes, usable_bytes)
+        case Failed() as failure:
+            certificate = _of_failure(failure, exam.trial.steps)
+        case short:
+            certificate = Certificate(passed=False, failures=(f"the longest batch ran out of {short.tier} memory",))
+    return settled(certificate)
+
+
+def settled(certificate: Certificate) -> Certificate:
+    """With `passed` as its parts say."""
+    return replace(certificate, passed=not (certificate.failures or certificate.not_checked))
+
+
+def _of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:
+    limits = {tier: limit for tier, use in fit.memory.items() if (limit := _limit(tier, use, limit_bytes)) is not None}
+    certificate = Certificate(
+        passed=False,
+        optimizer_steps=len(fit.losses),
+        alloc_retries=fit.alloc_retries,
+        headroom_bytes={tier: limit - fit.memory[tier].peak_bytes for tier, limit in limits.items()},
+        headroom_kept=fit.device_peak_bytes <= usable_bytes,
+    )
+    did = fit.examined
+    if did is None:
+        said = "the longest batch, evaluation and the checkpoint were not checked: the trial ran its steps only"
+        return replace(certificate, not_checked=(said,))
+    saved = Checkpoint(
+        bytes=did.checkpoint_bytes,
+        save_s=did.save_s,
+        load_s=did.load_s,
+        gathered=did.gathered,
+        restored=did.restored,
+    )
+    wrong = "the loaded checkpoint does not evaluate to the loss of the saved one"
+    return replace(
+        certificate,
+        batch_shape=did.batch_shape,
+        draws=did.draws,
+        evaluated=did.evaluated,
+        checkpoint=None if did.save_s is None else saved,
+        failures=(wrong,) if did.restored is False else (),
+        not_checked=did.left_out or tuple(_left_out(did)),
+    )
+
+
+def _limit(tier: Tier, use: TierUse, device_bytes: int) -> int | None:
+    return device_bytes if tier == "device" and use.limit_bytes is None else use.limit_bytes
+
+
+def _left_out(did: Examined) -> Iterator[str]:
+    """What was not done, and nobody said why."""
+    if not did.evaluated:
+        yield "evaluation was not run"
+    if did.save_s is None:
+        yield "no checkpoint was saved"
+    elif did.load_s is None:
+        yield "the checkpoint was not loaded"
+    elif did.restored is None:
+        yield "the loss after loading the checkpoint was not compared"
+    if did.gathered is False:
+        yield "the whole weights were not gathered"
+
+
+# Phase → what failed there, and what therefore was not reached.
+_AFTER_THE_STEPS: Mapping[Phase, tuple[str, tuple[str, ...]]] = {
+    "evaluate": ("evaluation", ("no checkpoint was saved",)),
+    "save": ("saving the checkpoint", ("no checkpoint was loaded",)),
+    "load": ("loading the checkpoint", ()),
+}
+_ALL: tuple[str, Sequence[str]] = ("the longest batch", ("evaluation was not run", "no checkpoint was saved"))
+
+
+def _of_failure(failure: Failed, steps: Steps) -> Certificate:
+    """Not a matter of memory: what failed is named, and what came before it was done."""
+    part, unreached = _AFTER_THE_STEPS.get(failure.phase, _ALL)
+    where = f"rank {failure.rank}, {failure.phase}" if failure.rank >= 0 else failure.phase
+    advice = f"; {first_line(failure.advice)}" if failure.advice else ""
+    return Certificate(
+        passed=False,
+        optimizer_steps=steps.warmup + steps.timed if failure.phase in _AFTER_THE_STEPS else 0,
+        evaluated=failure.phase in ("save", "load"),
+        failures=(f"{part} failed ({where}): {first_line(failure.evidence)}{advice}",),
+        not_checked=tuple(unreached),
+    )

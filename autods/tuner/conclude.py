@@ -1,0 +1,175 @@
+"""What a search found, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..forecast.values import RungForecast
+from ..report import text
+from ..report.results import Report, Throughput
+from ..report.serialize import rung_to_dict
+from ..requests import Settings
+from ..system.host import share
+from ..types import Fit, Knobs, ModelFacts, Record
+from ..workload.script_source import launched
+from .candidates import refusal_of
+from .certificate import as_json
+from .certify import Certified
+from .ladder_walk import Closest, Walked
+from .optuna_search import Tuned
+from .race import Raced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A config that fits, and how each step came to it. ds_config: as the user gets it."""
+
+    facts: ModelFacts
+    walked: Walked
+    raced: Raced
+    tuned: Tuned
+    certified: Certified | None
+    ds_config: Mapping[str, Any]
+
+    @property
+    def best(self) -> Record:
+        """The trial whose config is taken."""
+        return self.tuned.best if self.certified is None else self.certified.best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """Nothing fits, or what stopped the walk says that nothing can be tried; the rung that came closest."""
+
+    facts: ModelFacts
+    walked: Walked
+    closest: Closest | None
+
+
+Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions
+
+
+def result_of(
+    settings: Settings,
+    found: Found,
+    records: Sequence[Record],
+    machine: Machine,
+    seconds: float,
+    forecasts: Iterable[RungForecast] = (),
+) -> Report:
+    """The report of a fit that found a config."""
+    best = found.best
+    outcome = best.outcome
+    assert isinstance(outcome, Fit)
+    certified = found.certified
+    return Report(
+        status="fit",
+        rung=best.trial.rung,
+        knobs=best.trial.knobs,
+        ds_config=found.ds_config,
+        throughput=Throughput(
+            samples_per_second=outcome.samples_per_second, tokens_per_second=outcome.tokens_per_second
+        ),
+        memory=outcome.memory,
+        largest_micro_batch=found.raced.grown.largest_micro_batch,
+        certificate={} if certified is None else as_json(certified.certificate),
+        importances=found.tuned.importances,
+        reasons={
+            **_why_left(found.walked),
+            **_not_needed(settings, found.facts, found.walked),
+            **found.raced.reasons,
+            "batch": _batch(settings, found.facts, best.trial.knobs),
+            "grow": found.raced.grown.reason,
+            "tune": found.tuned.reason,
+            **({} if found.tuned.accumulation is None else {"accumulate": found.tuned.accumulation}),
+            **({} if certified is None else {"certify": certified.reason}),
+        },
+        **_common(settings, found.facts, found.walked, records, machine, seconds),
+        forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
+    )
+
+
+def nothing_fits(
+    settings: Settings,
+    found: Nothing,
+    records: Sequence[Record],
+    machine: Machine,
+    seconds: float,
+    forecasts: Iterable[RungForecast] = (),
+) -> Report:
+    """The report of a fit that found none: the closest rung, and what it lacks."""
+    closest, lacks = found.closest, None
+    if closest is not None:
+        lacks = {"rung": closest.rung, "missing_bytes": closest.missing_bytes, "exact": closest.exact}
+    return Report(
+        status="nothing_fits",
+        closest=lacks,
+        reasons=_why_left(found.walked),
+        **_common(settings, found.facts, found.walked, records, machine, seconds),
+        forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
+    )
+
+
+def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
+    """What an optimizer step trains on: who changes it changes the training."""
+    replicas = facts.replicas(settings.gpus)
+    holders = "ranks" if not facts.pipeline_stages else "replica" if replicas == 1 else "replicas"
+    said = text.of_batch(knobs, replicas, holders)
+    if settings.global_batch is not None:
+        return f"{said}, as asked"
+    return f"{said}, chosen for throughput: give --global-batch to keep yours"
+
+
+def _why_left(walked: Walked) -> dict[str, str]:
+    """Each rung's last word."""
+    tried = {record.trial.rung: text.of_outcome(record.outcome) for record in walked.records}
+    return {**tried, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
+
+
+def _not_needed(settings: Settings, facts: ModelFacts, walked: Walked) -> dict[str, str]:
+    known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
+    raced = settings.profile.race.stop == "fastest"
+    spared = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
+    return {
+        rung.name: refusal_of(rung, facts, settings.gpus) or spared
+        for rung in settings.ladder
+        if rung.name not in known
+    }
+
+
+def _common(
+    settings: Settings,
+    facts: ModelFacts,
+    walked: Walked,
+    records: Sequence[Record],
+    machine: Machine,
+    seconds: float,
+) -> dict[str, Any]:
+    hardware, versions = machine
+    return {
+        "trials": tuple(records),
+        "skipped": walked.skipped,
+        "hardware": hardware,
+        "versions": versions,
+        "seconds": seconds,
+        "out": str(settings.out),
+        "question": {
+            "workload": settings.source.name,
+            "parameters": facts.parameters,
+            "gpus": settings.gpus,
+            "nodes": settings.nodes,
+            "pipeline_stages": facts.pipeline_stages,
+            "experts": facts.experts,
+            "device": settings.device,
+            "device_bytes": settings.device_bytes,
+            "threads": settings.threads or share(settings.ranks_per_node),
+            "global_batch": settings.global_batch,
+            "profile": settings.profile.name,
+            "objective": settings.objective,
+            "stop": settings.profile.race.stop,
+            "ladder": [rung.name for rung in settings.ladder],
+            "script": launched(settings.source) if settings.source.kind == "script" else None,
+        },
+    }

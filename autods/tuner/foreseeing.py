@@ -1,0 +1,108 @@
+"""The forecast at a fit's side: the simulated engine of each trial, and what the journal keeps of how right it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from ..config.deepspeed import without_monitors
+from ..events import Listener, Note
+from ..forecast.allocator import AllocConf, alloc_conf
+from ..forecast.calibration import Pair
+from ..forecast.forecaster import Foreseer
+from ..forecast.values import Ask, Start
+from ..journal import Memory, key_of
+from ..requests import Settings
+from ..schema import read_as
+from ..system.host import look
+from ..types import Fit, ModelFacts, Record, Tier, Trial
+from .forecasts import BLIND, Foresight
+from .spared import Spared
+
+
+@contextmanager
+def foreseeing(
+    settings: Settings,
+    config_of: Callable[[Trial], dict[str, Any]],
+    memory: Memory,
+    listen: Listener,
+    start: Start | None = None,
+    facts: Callable[[], ModelFacts | None] = lambda: None,
+) -> Iterator[Foresight]:
+    """Forecasts of this fit's trials while the block lasts; none when the settings want none.
+
+    The simulator starts with the first that is needed, see `Spared`. facts: of the model, once they are known. What a
+    trial measured beside its forecast goes into the journal, and counts again when the fit is resumed.
+    """
+    if not settings.forecast:
+        yield BLIND
+        return
+
+    allocator = alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+    if allocator.said is not None:
+        listen(Note(text=allocator.said))
+
+    with (start or _simulator)(settings.source) as simulator:
+        foreseer = Foreseer(
+            simulator=simulator,
+            ask_of=_asking(settings, config_of),
+            key_of=key_of,
+            limits=_limits(settings),
+            emulated=settings.device == "cpu" or settings.device_bytes_asked,
+            tell=lambda said: listen(Note(text=said)),
+            pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
+            expandable=allocator.expandable,
+        )
+
+        spared = Spared(foreseer, facts, settings.device_bytes)
+        for record in memory.past.records.values():
+            spared.saw(record)
+
+        def learn(record: Record) -> Mapping[str, Any] | None:
+            spared.saw(record)
+            if settings.device == "cuda" and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
+                return None  # its peak is that of a checkpoint, too, which is not forecast
+            pair = foreseer.learn(record.trial, record.outcome)
+            return None if pair is None else asdict(pair)
+
+        memory.learn = learn
+        try:
+            yield spared
+        finally:
+            foreseer.close()
+
+
+def _asking(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]) -> Callable[[Trial], Ask]:
+    """From a trial to the engine that its forecast simulates."""
+    stages = {rung.name: rung.stage for rung in settings.ladder}
+
+    def ask_of(trial: Trial) -> Ask:
+        return Ask(
+            rung=trial.rung,
+            ds_config=without_monitors(config_of(trial)),
+            world_size=settings.gpus,
+            ranks_per_node=settings.ranks_per_node,
+            device_bytes=settings.device_bytes,
+            device=settings.device,
+            checkpointing=trial.knobs.checkpointing,
+            zero_init=settings.source.zero_init and stages[trial.rung] == 3,
+        )
+
+    return ask_of
+
+
+def _limits(settings: Settings) -> Mapping[Tier, int]:
+    """A trial's own limits; of CPU ranks the budgets are all that is enforced."""
+    limits: dict[Tier, int] = {"device": settings.device_bytes}
+    if settings.device == "cuda":
+        limits["host"] = look().host_bytes
+    return limits
+
+
+def _simulator(source: Any) -> Any:
+    from ..forecast.simulator.client import Simulator
+
+    return Simulator(source)

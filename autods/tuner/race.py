@@ -1,0 +1,336 @@
+"""Race the rungs that could be faster than the first that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..config.profiles import RaceLimits
+from ..types import Record, Steps
+from .batch_size import Climb, Grown, Rules, Stop, climbed, grown_by, last_sample_s, micro_step_seconds, next_size
+from .candidates import Candidate, in_precision, without_checkpointing
+from .comparison import Finals, comparison, finals
+from .contestants import WITHOUT_RECOMPUTING, Entrant, Field, entrant_of
+from .context import Means
+from .forecasts import why_impossible
+from .ladder_walk import Lessons, Walked, rivals_of
+from .trials import fits_within, is_alike, paced, step_s_of
+
+_WORTH = 1.02  # times as fast, by the line through its steps
+_MOST_TRIALS = 2
+_LEAST_STEPS = 2
+_SHARE = 0.25  # of the time that the search took, for one trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Further:
+    """What is known when the race is over. sample_s: what one more sample costs. spent_s: of the search."""
+
+    steps: Steps
+    sample_s: float
+    spent_s: float
+    may_run: Callable[[int], bool]
+
+    def grown(self, best: Record, climb: Climb) -> Record:
+        """The winner's trial, or that of a larger micro batch that was measured to be faster."""
+        climb.rules = replace(climb.rules, steps=self.steps)
+        for _ in range(_MOST_TRIALS):
+            size = self._size(best, climb)
+            if size is None or not self.may_run(1):
+                break
+            record = climb.measure(size)
+            if not fits_within(record, climb.rules.usable_bytes):
+                continue
+            ratio = climb.rules.score(record) / climb.rules.score(best)
+            small = best.trial.knobs.micro_batch
+            climb.stop = Stop(is_limit=False, reason=f"micro batch {size} is {ratio:.2f} times as fast as {small}")
+            if ratio <= 1:
+                break
+            best = record
+        return best
+
+    def _size(self, best: Record, climb: Climb) -> int | None:
+        """The largest that memory and time allow, where it promises enough."""
+        rules, small = climb.rules, best.trial.knobs.micro_batch
+        most = next_size(climb.ground, rules.sizes)
+        if most is None or not rules.grows:
+            return None
+        trial_s = _SHARE * self.spent_s / (self.steps.warmup + _LEAST_STEPS)
+        sizes = [one for one in rules.sizes if small < one <= most and self._step_s(climb, one) <= trial_s]
+        if not sizes:
+            return None
+        faster = sizes[-1] / self._micro_step_s(climb, sizes[-1]) / (small / self._micro_step_s(climb, small))
+        return sizes[-1] if faster >= _WORTH else None
+
+    def _step_s(self, climb: Climb, size: int) -> float:
+        return self._micro_step_s(climb, size) * climb.accumulation(size)
+
+    def _micro_step_s(self, climb: Climb, size: int) -> float:
+        """As measured, or along the line beyond it."""
+        times = micro_step_seconds(climb.seen)
+        if size in times:
+            return times[size]
+        last = max(times)
+        return times[last] + max(self.sample_s, last_sample_s(times)) * (size - last)
+
+
+_LEAST_FINAL = 2  # steps of the last comparison
+_OTHER_SIZE = 1.25  # times the micro batch, to be another contestant of the last comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raced:
+    """What the race found.
+
+    best: the winner's deciding trial. others: the best of each other config that fitted, best first. reasons: config →
+    why it won, or lost.
+    """
+
+    best: Record
+    grown: Grown
+    others: tuple[Record, ...]
+    reasons: Mapping[str, str]
+
+
+def race(
+    first: Climb,
+    rivals: Sequence[Candidate],
+    rules: Rules,
+    *,
+    winner: Candidate,
+    walk_steps: Steps,
+    limits: RaceLimits,
+    lessons: Lessons,
+    precisions: Sequence[str] = (),
+    may_run: Callable[[int], bool] = lambda trials: True,
+) -> Raced:
+    """first: the climb of the walk's winner, ended. rivals: rungs that the walk left untried, in the ladder's order.
+
+    A rival enters with one short trial at the micro batch that the leader's climb makes promising. It is out when its
+    own steps say that no micro batch would make it the fastest, never because another rung failed. Those that stay
+    climb. Whether recomputing pays is seen of the winner first, since it costs every rung the same arithmetic: where it
+    does not, rivals enter without, and recompute where memory keeps them from growing. Those that may lead are tried in
+    the other precisions that were allowed; the leaders are measured again in turn.
+    """
+    field = Field(
+        rules=rules,
+        walk_steps=walk_steps,
+        limits=limits,
+        lessons=lessons,
+        may_run=may_run,
+        recomputes=winner.knobs.checkpointing,
+    )
+    field.entrants.append(Entrant(name=winner.rung.name, candidate=winner, climb=first))
+    chooses = limits.checkpointing and winner.knobs.checkpointing
+    if chooses:
+        field.let_in([without_checkpointing(winner)])
+    if chooses and not field.recomputing_leads():
+        field.let_in([without_checkpointing(one) for one in rivals])
+        field.let_in(one for one in rivals if field.lacks_memory(without_checkpointing(one)))
+    else:
+        field.let_in(rivals)
+    if chooses and field.recomputing_leads():
+        field.let_in(without_checkpointing(one) for one in field.leading(WITHOUT_RECOMPUTING))
+    for precision in precisions:
+        field.let_in([in_precision(one, precision) for one in field.leading()])
+    return _finish(field)
+
+
+def _finish(field: Field) -> Raced:
+    """Measure the leaders again in turn; the best of that wins."""
+    score, limits = field.rules.score, field.limits
+    standing = [one for one in field.entrants if one.climb.best() is not None]
+    standing.sort(key=field.score_of, reverse=True)  # stable: of equals, the ladder's order
+    close = _close(standing, field)
+    finalists = max(1, sum(field.may_run(count) for count in range(1, limits.finalists + 1)))
+    final = finals(
+        [_longer(record, limits.finals) for record, _ in close[:finalists]],
+        field.rules.run,
+        turns=limits.turns if field.rules.grows else 0,
+        usable_bytes=field.rules.usable_bytes,
+        score=score,
+        purpose="race",
+        may_run=field.may_run,
+    )
+    won = next(one for record, one in close if is_alike(record, final.best))
+    won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
+    fastest = _further(final.best, won, field)
+    again = _again(final, close)
+    reasons = {one.name: one.out or _behind(one, won, field, again) for one in field.entrants if one is not won}
+    reasons[won.name] = f"{comparison(score)[0]} of {len(standing)} that fit: {final.reason}"
+    for one in field.entrants:  # every rung has a word, also where only its variant was worth a trial
+        reasons.setdefault(one.candidate.rung.name, f"recomputing would only cost it time: see {one.name}")
+    others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
+    grown = replace(grown_by(won.climb), best=fastest)
+    return Raced(best=fastest, grown=grown, others=others, reasons=reasons)
+
+
+def _further(best: Record, won: Entrant, field: Field) -> Record:
+    spent_s = sum(record.seconds for one in field.entrants for record in one.records)
+    last = Further(steps=field.limits.finals, sample_s=field.sample_s_of(won), spent_s=spent_s, may_run=field.may_run)
+    return last.grown(best, won.climb)
+
+
+def _close(standing: Sequence[Entrant], field: Field) -> list[tuple[Record, Entrant]]:
+    """Every trial that led, give or take the noise, best first."""
+    score, to_beat = field.rules.score, field.to_beat()
+    timed = [(record, one) for one in standing for record in one.climb.eligible()]
+    close = [(record, one) for record, one in timed if score(record) >= to_beat]
+    close.sort(key=lambda item: score(item[0]), reverse=True)
+    return _apart(close)
+
+
+def _again(final: Finals, close: Sequence[tuple[Record, Entrant]]) -> dict[str, float]:
+    """Name → the best score of those of its trials that were measured again."""
+    again: dict[str, float] = {}
+    for place in final.measured:
+        name = close[place][1].name
+        again[name] = max(again.get(name, 0.0), final.scores[place])
+    return again
+
+
+def _behind(one: Entrant, won: Entrant, field: Field, again: Mapping[str, float]) -> str:
+    """A first score that was lucky says nothing beside those that were measured again."""
+    _, times = comparison(field.rules.score)
+    if one.name in again and again.get(won.name):
+        ratio = again[one.name] / again[won.name]
+        return f"{one.said()} at first; measured again in turn, {ratio:.2f} {times} as {won.name}"
+    return f"{one.said()}, {field.score_of(one) / field.score_of(won):.2f} {times} as {won.name}"
+
+
+def _apart(close: Sequence[tuple[Record, Entrant]]) -> list[tuple[Record, Entrant]]:
+    """Of micro batches of one config that lie close the larger: it is the faster one but for the noise, and to tell
+    them apart is worth no trial."""
+    found = list(close)
+    for record, one in close:
+        size = record.trial.knobs.micro_batch
+        larger = [other.trial.knobs.micro_batch for other, its in found if its is one]
+        if any(size < other < _OTHER_SIZE * size for other in larger):
+            found.remove((record, one))
+    return found
+
+
+def _longer(record: Record, steps: Steps) -> Record:
+    """To be measured with more steps: what is left to tell apart lies close together."""
+    return replace(record, trial=replace(record.trial, steps=paced(steps, step_s_of(record), least=_LEAST_FINAL)))
+
+
+_CHOSEN = "the first rung of the ladder that fits"
+_LEFT_OUT = f"{_CHOSEN}; recomputing was left out, since memory is not what ends its growth"
+
+
+def first_fit(
+    winner: Record,
+    candidate: Candidate,
+    rules: Rules,
+    *,
+    walk_steps: Steps,
+    limits: RaceLimits,
+    may_run: Callable[[int], bool] = lambda trials: True,
+) -> Raced:
+    """Grow the walk's winner, and choose whether it recomputes its activations.
+
+    Recomputing buys memory with time, and memory is worth a larger micro batch. So it is first grown without: where
+    something else than memory ends that, recomputing has nothing to give. Otherwise both are grown, and the faster one
+    is taken. winner: of the candidate as it is, or of what keeps its activations.
+    """
+    if candidate.knobs.checkpointing and not winner.trial.knobs.checkpointing:
+        return _beside(winner, candidate, rules, walk_steps, may_run)
+    tries = limits.checkpointing and rules.grows and may_run(2)
+    keeps = _keeping(candidate, rules, walk_steps) if tries else None
+    if keeps is None or keeps.climb.best() is None:
+        reasons = {} if keeps is None or keeps.out is None else {keeps.name: keeps.out}
+        return _raced([climbed(winner, rules)], {candidate.rung.name: _CHOSEN, **reasons}, others=())
+    assert keeps.climb.stop is not None
+    if not keeps.climb.stop.is_limit:
+        return _raced([keeps.climb], {keeps.name: _LEFT_OUT}, others=(winner,))
+    return _faster(keeps.climb, climbed(winner, rules), keeps.name, candidate.rung.name)
+
+
+def _beside(
+    winner: Record, candidate: Candidate, rules: Rules, walk_steps: Steps, may_run: Callable[[int], bool]
+) -> Raced:
+    """The winner keeps its activations; recomputing enters beside it where memory ends its growth."""
+    keeps, name = climbed(winner, rules), entrant_of(without_checkpointing(candidate), rules, recomputes=True).name
+    assert keeps.stop is not None
+    if not keeps.stop.is_limit or not may_run(2):
+        return _raced([keeps], {name: _CHOSEN if keeps.stop.is_limit else _LEFT_OUT}, others=())
+    recomputes = entrant_of(candidate, rules, recomputes=True)
+    recomputes.enter(walk_steps)
+    if recomputes.out is not None:
+        return _raced([keeps], {name: _CHOSEN, recomputes.name: recomputes.out}, others=())
+    recomputes.climb.ends()
+    return _faster(keeps, recomputes.climb, name, recomputes.name)
+
+
+def _faster(keeps: Climb, recomputes: Climb, keeps_name: str, recomputes_name: str) -> Raced:
+    """Of the two, both grown."""
+    raced = _raced([keeps, recomputes], {}, others=())
+    first, second = keeps_name, recomputes_name
+    if raced.best.trial.knobs.checkpointing:
+        first, second = second, first
+    slower = max(map(keeps.rules.score, raced.others), default=0.0) / keeps.rules.score(raced.best)
+    return replace(raced, reasons={first: _CHOSEN, second: f"{slower:.2f} times as fast as {first}"})
+
+
+def _keeping(candidate: Candidate, rules: Rules, walk_steps: Steps) -> Entrant | None:
+    """The rung without recomputing, grown as far as that goes; None for a model that cannot recompute."""
+    if not candidate.knobs.checkpointing:
+        return None
+    keeps = entrant_of(without_checkpointing(candidate), rules, recomputes=True)
+    keeps.out = why_impossible(rules.foresight.forecast(keeps.trial_at(rules.sizes[0])))
+    rules.foresight.settle()
+    if keeps.out is None:
+        keeps.enter(walk_steps)
+    if keeps.out is None:
+        keeps.climb.ends()
+    return keeps
+
+
+def _raced(climbs: Sequence[Climb], reasons: dict[str, str], *, others: tuple[Record, ...]) -> Raced:
+    """The fastest of these climbs."""
+    score = climbs[0].rules.score
+    fitting = [climb for climb in climbs if climb.eligible()]
+    order = sorted(fitting, key=lambda climb: max(map(score, climb.eligible())), reverse=True)
+    grown = grown_by(order[0])
+    behind = tuple(best for climb in order[1:] if (best := climb.best()) is not None)
+    return Raced(best=grown.best, grown=grown, others=(*behind, *others), reasons=reasons)
+
+
+def raced_from(first: Record, walked: Walked, rungs: Sequence[Candidate], means: Means) -> Raced:
+    """first: the walk's winner."""
+    rules, profile = _rules(means), means.settings.profile
+    limits, walk_steps = profile.race, profile.walk
+    rung = next(one for one in rungs if one.rung.name == first.trial.rung)
+    winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
+    if limits.stop == "first-fit":
+        return first_fit(first, winner, rules, walk_steps=walk_steps, limits=limits, may_run=means.may_run)
+    shorter = replace(rules.limits, most_trials=limits.most_trials)
+    return race(
+        climbed(first, rules),
+        rivals_of(rungs, walked),
+        replace(rules, limits=shorter, steps=limits.steps),
+        winner=winner,
+        walk_steps=walk_steps,
+        limits=limits,
+        lessons=walked.lessons,
+        precisions=means.settings.precisions,
+        may_run=means.may_run,
+    )
+
+
+def _rules(means: Means) -> Rules:
+    settings = means.settings
+    return Rules(
+        run=means.run,
+        limits=settings.profile.grow,
+        steps=settings.profile.timed,
+        usable_bytes=means.usable_bytes,
+        world_size=means.world_size,
+        global_batch=settings.global_batch,
+        foresight=means.foresight,
+        score=means.score,
+        grows=settings.objective != "memory",
+        examines=means.examines_at_once,
+        accumulate=settings.profile.accumulate if means.accumulates else None,
+    )

@@ -1,0 +1,361 @@
+"""The values that flow through autods: trials, knobs, outcomes, records, facts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Tier = Literal["device", "host", "pinned", "shm", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
+# What a rank is doing. The order is that of a trial; the heartbeat stores the index.
+Phase = Literal[
+    "start", "rendezvous", "build", "init", "forward", "backward", "step", "evaluate", "save", "load", "done"
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+FailureKind = Literal[
+    "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"
+]
+Action = Literal["leaner_rung", "less_host_memory", "fix_environment", "fix_config", "fix_code", "retry", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """Peak bytes on one tier: per rank for `device` and `pinned`, per node for `host` and `nvme`."""
+
+    peak_bytes: int
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardUse:
+    """Peak bytes of the fullest rank's card: given out by torch's allocator, reserved by it, and what NVML saw of all.
+
+    The last has the CUDA context, NCCL and the kernels' code, too; None where NVML did not tell.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    nvml_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s.
+
+    update_share: of a timed step, what the optimizer took; None where that is not to be seen from the host.
+    """
+
+    wall_s: float
+    build_s: float = 0.0
+    init_s: float = 0.0
+    steps_s: float = 0.0
+    overhead_s: float = 0.0
+    update_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What a `worst_case` trial did. A part that was not done is None, and `left_out` says why in a sentence.
+
+    batch_shape: of the largest tensor of the batch it ran on. draws: that batch is the longest of so many that
+    `build_batch` made; 0: the workload's own `build_longest_batch` made it.
+    """
+
+    batch_shape: tuple[int, ...]
+    draws: int
+    evaluated: bool = False
+    checkpoint_bytes: int | None = None  # on disk, of all ranks of the fullest node
+    save_s: float | None = None
+    load_s: float | None = None
+    gathered: bool | None = None  # the whole weights, which stage 3 has to gather for; None: nothing to gather
+    restored: bool | None = None  # the loaded engine evaluates to the loss of the saved one
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a script's parity trial trained: a mark of all that its engine was given, on all ranks, and the sum of the
+    magnitudes of its first weights. Losses of two trials compare where both are alike; None: it was not seen."""
+
+    samples: str | None
+    weights: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What one kind of collective did in an optimizer step, on the rank that did most of it.
+
+    bytes: of the whole tensors, all ranks' parts together. sent_bytes: what a rank has to send for that at least, by
+    the ring algorithm. seconds: with nothing beside it and without waiting for slower ranks; None: not measured.
+    """
+
+    calls: int
+    bytes: int
+    sent_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """What DeepSpeed communicated in one optimizer step: all_reduce, all_gather, reduce_scatter, … → what it did.
+
+    step_s: of the step in which the collectives were timed one by one, so that nothing overlapped; None: not timed.
+    """
+
+    ops: Mapping[str, Collective]
+    step_s: float | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all collectives."""
+        return sum(op.sent_bytes for op in self.ops.values())
+
+    @property
+    def share(self) -> float | None:
+        """Of the step in which nothing overlapped; None where a collective was not timed."""
+        seconds = [op.seconds for op in self.ops.values()]
+        if self.step_s is None or None in seconds:
+            return None
+        return sum(one for one in seconds if one is not None) / self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The trial ran whole optimizer steps within the limit."""
+
+    memory: Mapping[Tier, TierUse]
+    samples_per_second: float
+    tokens_per_second: float | None
+    step_s: tuple[float, ...]  # seconds of each timed optimizer step, slowest rank
+    spread: float  # relative standard error of the median step
+    losses: tuple[float, ...]  # one per optimizer step, warm-up included: rank 0's; in a parity trial the mean of all
+    timing: Timing
+    alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
+    examined: Examined | None = None
+    trained: Trained | None = None  # of a script's parity trial
+    communication: Communication | None = None
+    card: CardUse | None = None  # of a CUDA rank
+    kind: Literal["fit"] = "fit"
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Peak bytes of the fullest rank's device."""
+        return self.memory["device"].peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit.
+
+    Rank −1: no rank, the process that forks them. action and advice: what to do, as the failure oracle says.
+    """
+
+    tier: Tier
+    rank: int
+    phase: Phase
+    evidence: str
+    step: int = 0
+    wanted_bytes: int | None = None
+    free_bytes: int | None = None
+    limit_bytes: int | None = None
+    action: Action = "leaner_rung"
+    advice: str = ""
+    kind: Literal["out_of_memory"] = "out_of_memory"
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """A lower bound of what was missing: the allocation that failed less what was free."""
+        if self.wanted_bytes is None:
+            return None
+        return max(1, self.wanted_bytes - (self.free_bytes or 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver.
+
+    op: the DeepSpeed op that is broken; only rungs that need it share the failure. wants_larger_batch: it cannot be
+    trained with so small a micro batch (batch normalisation of one sample, say).
+    """
+
+    failure: FailureKind
+    rank: int
+    phase: Phase
+    evidence: str
+    action: Action
+    advice: str
+    step: int = 0
+    op: str | None = None
+    wants_larger_batch: bool = False
+    kind: Literal["failed"] = "failed"
+
+
+Outcome = Fit | OutOfMemory | Failed
+
+
+def failed_after_the_steps(outcome: Outcome) -> bool:
+    """In what an exam does after its first steps, which is the certificate's to tell."""
+    return not isinstance(outcome, Fit) and outcome.phase in ("evaluate", "save", "load")
+
+
+def is_machines_fault(outcome: Outcome) -> bool:
+    """Something has to be mended on the machine (a full disk, a lost GPU, a compiler) before this can be tried."""
+    return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
+
+
+def first_line(text: str, most: int = 160) -> str:
+    """Of evidence or advice: the first line with something in it, cut to `most` characters."""
+    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
+
+
+Device = Literal["cuda", "cpu"]
+# Why a trial is run: which part of the search asked for it; "probe": a person did.
+Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify", "probe"]
+# What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
+# evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
+# batch, without dropout, so that the losses of two configs can be compared; a script deals out its own samples, and a
+# mark says which.
+Exam = Literal["worst_case", "parity"]
+# What a Hugging Face config is trained for.
+Task = Literal["causal-lm", "seq2seq", "masked-lm", "image-classification"]
+# What a training script hands its model to.
+ScriptKind = Literal["deepspeed", "hf_trainer", "accelerate", "lightning"]
+Scalar = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What is tuned within a rung. `settings` maps a dotted DeepSpeed key to its value."""
+
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = True
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def train_batch(self, world_size: int) -> int:
+        """train_batch_size = micro batch × accumulation × world size, DeepSpeed's identity."""
+        return self.micro_batch * self.accumulation * world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How many optimizer steps a trial runs: untimed ones, then timed ones until their spread is small."""
+
+    warmup: int = 1
+    timed: int = 1
+    most_timed: int = 1
+    spread: float = 0.05  # stop early once the median's relative standard error is below this
+    budget_s: float = 30.0  # no further timed step is started after this many seconds of steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`.
+
+    conditions: what a probe varies beside rung and knobs, see `workload.arguments`. examined_from_s: where a step
+    takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it times the longest
+    batch; None: it does not.
+    """
+
+    rung: str
+    knobs: Knobs
+    purpose: Purpose
+    steps: Steps = field(default_factory=Steps)
+    native_optimizer: bool = True  # False: torch's AdamW stands in, so that no DeepSpeed op has to be built yet
+    limited: bool = True  # False: without the memory budget, to learn how much would have been enough
+    repeat: int = 0  # the same knobs measured again
+    exam: Exam | None = None
+    conditions: Mapping[str, Scalar] = field(default_factory=dict)
+    examined_from_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A finished trial: `id` is its number in the fit, `seconds` its wall time.
+
+    beside: how many others ran on the same machine meanwhile; with any, its times say little.
+    """
+
+    id: int
+    trial: Trial
+    outcome: Outcome
+    seconds: float
+    beside: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A rung that was not tried, and why."""
+
+    rung: str
+    reason: str
+
+
+# How the search asks for a trial. A journaled runner answers from the journal when it knows the answer.
+Run = Callable[[Trial], Record]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a look at the workload (no training, no budget) found out.
+
+    config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
+    config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
+    stood_in: what a script asked of GPUs that CPU ranks did without, each with its line.
+    """
+
+    parameters: int
+    largest_parameter: int  # elements
+    checkpointing: bool  # the model can recompute activations
+    tokens_per_sample: int | None
+    has_optimizer: bool  # the workload brings `build_optimizer`
+    layers: int = 0  # that repeat; 0: unknown, or none do
+    layer_parameters: int = 0  # of one of them
+    config: Mapping[str, Any] | None = None
+    config_place: str | None = None
+    stood_in: tuple[str, ...] = ()
+    pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
+    replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
+    experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
+    longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
+
+    def replicas(self, world_size: int) -> int:
+        """How many train on samples of their own: the data-parallel size, which the batch identity multiplies by."""
+        return world_size // self.replica_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSource:
+    """Where the ranks find the workload: a `model.py`, a pickled `Workload` of the Python API, a Hugging Face config,
+    or a training script that nobody changed.
+
+    task: of an hf_config, always set. seq_len, target_len: tokens of a sample that were asked for; build_batch of a
+    file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
+    turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
+    functions are called with; of an hf_config the first is a key of its config. zero_init: stage 3 builds an hf_config
+    under `deepspeed.zero.Init`, already split. Of a script: argv as given, with the placeholders of
+    `workload.script_source`; script_kind, None where its imports do not tell; folder, where it is run; module, where
+    it is started with `python -m`, and root the folder that its top package is in.
+    """
+
+    kind: Literal["file", "pickle", "hf_config", "script"]
+    path: str  # absolute
+    name: str  # for people and for the default output folder
+    digest: str  # of the content: a changed workload is another fit
+    base_config: Mapping[str, Any] | str | None = None  # the DeepSpeed config it brings: an object, or a JSON file
+    task: Task | None = None
+    seq_len: int | None = None
+    target_len: int | None = None
+    recompute: bool | None = None
+    argv: tuple[str, ...] = ()
+    script_kind: ScriptKind | None = None
+    folder: str | None = None
+    module: str | None = None
+    root: str | None = None
+    arguments: Mapping[str, Scalar] = field(default_factory=dict)
+    zero_init: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", tuple(self.argv))  # JSON, by which it travels, makes a list of it
