@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-
-from conftest import ignore, question
-from watching import PHASES, Scene, Seen, end_fit, kill_during, meet
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.runner.runner import RayRunner
 from autods.types import Failed, OutOfMemory
+from tests.support.fits import ignore, question
+from tests.support.watching import PHASES, Scene, Seen, end_fit, kill_during, meet
 
 FAULTS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGSTOP", "os._exit(0)", "exception", "strays", "out of memory", "hang")
 

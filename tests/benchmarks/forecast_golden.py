@@ -32,16 +32,15 @@ from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["DS_ACCELERATOR"] = "cpu"
-
-import golden_cases as golden
 
 from autods.config.strategies import all_rungs
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, Ask
 from autods.trial.preload import preload, settle
 from autods.workload import source_of
+from tests.support import golden_cases as golden
 
 BAR = {"init": 0.05, "forward": 0.01, "backward": 0.01, "step": 0.01}
 

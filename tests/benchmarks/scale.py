@@ -2,8 +2,8 @@
 
 python tests/benchmarks/scale.py [search failures plan] [--worlds 8,64,512,8192] [--seeds 3] [--json]
 
-search: whole fits (the default config, tuning and certificate included) of made-up machines (tests/surfaces.py) on a
-scripted cluster: every rank of every node reports each trial as a real one does, and what a fit does with that is what
+search: whole fits (the default config, tuning and certificate included) of made-up machines (tests/support/surfaces.py)
+on a scripted cluster: every rank of every node reports each trial as a real one does, and what a fit does with that is what
 is measured: processor seconds of deciding (search, forecasts' correction, Optuna, journal), of joining all ranks'
 reports to one outcome, bytes of the journal, of report.json, and of the process at its peak.
 
@@ -204,7 +204,7 @@ def search(world: int, seeds: int) -> dict[str, Any]:
     """Whole fits of the same made-up models on this many ranks."""
     from autods.config.profiles import read_profile
     from autods.tuner.fit import fit
-    from tests.surfaces import ScriptedForesight, Surface, searching
+    from tests.support.surfaces import ScriptedForesight, Surface, searching
 
     rows: list[dict[str, float]] = []
     before = 0
@@ -253,7 +253,7 @@ def failures(world: int, seeds: int) -> dict[str, Any]:
     from autods.journal import Journal
     from autods.runner.outcome import failure_from
     from autods.types import Knobs, OutOfMemory, Record, Trial
-    from tests.surfaces import Surface, searching
+    from tests.support.surfaces import Surface, searching
 
     with searching(Surface(0, world_size=world)) as made:
         settings = made.settings

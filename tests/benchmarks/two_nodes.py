@@ -34,14 +34,13 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-
-from clusters import begin_fit, cluster, raylet_above, records, short_config
-from conftest import ignore, question
-from namespaces import HEAD, Lab, inside_own, why_impossible
-from watching import Scene, a_trial, command_of, pids_of, wait_for, wait_gone
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.runner.runner import RayRunner
+from tests.support.clusters import begin_fit, cluster, raylet_above, records, short_config
+from tests.support.fits import ignore, question
+from tests.support.namespaces import HEAD, Lab, inside_own, why_impossible
+from tests.support.watching import Scene, a_trial, command_of, pids_of, wait_for, wait_gone
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "two_nodes.json"

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_workloads import FILLING, GOOD, IN_A_TRIAL, IN_THE_SURVEY, ON_SIGHT, TALKING
-from conftest import ignore, question
-from wrong import is_one_message
 
 from autods.api import settle
 from autods.cli.ending import UseCases
 from autods.cli.main import main
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
+from tests.support.bad_workloads import FILLING, GOOD, IN_A_TRIAL, IN_THE_SURVEY, ON_SIGHT, TALKING
+from tests.support.fits import ignore, question
+from tests.support.wrong import is_one_message
 
 BUDGET = ("--gpu-memory", "1GiB")
 CPU = ("--device", "cpu", "--config", "quick", "--quiet")

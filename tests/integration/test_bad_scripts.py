@@ -6,10 +6,6 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
-from conftest import ignore
-from script_trials import a_trial
-from wrong import is_one_message
 
 from autods.api import settle
 from autods.cli.ending import UseCases
@@ -20,6 +16,10 @@ from autods.system.host import look
 from autods.tuner.fit import fit
 from autods.types import Fit
 from autods.workload import source_of
+from tests.support.bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
+from tests.support.fits import ignore
+from tests.support.script_trials import a_trial
+from tests.support.wrong import is_one_message
 
 ARGS = ("--", "{micro_batch_size}")
 

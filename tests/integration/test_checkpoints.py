@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from conftest import HERE, question
 
 from autods.config.deepspeed import compose, start_settings
 from autods.config.strategies import all_rungs
 from autods.types import Knobs, ModelFacts
+from tests.support.fits import HERE, question
 
 FACTS = ModelFacts(
     parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
@@ -40,9 +40,16 @@ def test_a_checkpoint_of_the_rung_loads_in_plain_torch_with_the_trained_weights(
 
 
 def trained(folder):
-    """What saving.py leaves there."""
+    """What save_checkpoint.py leaves there."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, "-m", *launcher, str(HERE / "saving.py"), str(folder / "ds_config.json"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        str(HERE.parent / "support" / "save_checkpoint.py"),
+        str(folder / "ds_config.json"),
+        str(folder),
+    ]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from clusters import begin_fit, cluster, outcomes, raylet_above, short_config
-from watching import Scene, wait_gone
+from tests.support.clusters import begin_fit, cluster, outcomes, raylet_above, short_config
+from tests.support.watching import Scene, wait_gone
 
 
 def test_of_two_fits_on_one_cluster_one_loses_a_node_and_goes_on_and_the_other_is_not_disturbed(tmp_path):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from launchers import deepspeeds_own, torchrun
+
+from tests.support.launchers import deepspeeds_own, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN2_TINY = 1_017_984  # parameters

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ignore, question
-from watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
 
 from autods.errors import EnvironmentBroken
 from autods.runner.runner import RayRunner
 from autods.types import Failed, Fit, OutOfMemory
+from tests.support.fits import ignore, question
+from tests.support.watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
 
 # Fault: what is reported of it, and words of the evidence.
 REPORTED = {

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import sibling
 import torch
-from conftest import ignore, question
 
 import autods
 from autods.events import Note
 from autods.report.serialize import to_dict
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
+from tests.support import sibling
+from tests.support.fits import ignore, question
 
 # Nothing but pytest's own path finds this module or `sibling`: the ranks have to get them from here.
 WIDTH = 16

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import HERE, free_port
 
 from autods.config.deepspeed import compose, start_settings
 from autods.config.strategies import all_rungs
 from autods.report import Report, to_dict, write
 from autods.types import Knobs, ModelFacts
+from tests.support.fits import HERE, free_port
 
 SCRIPTS = HERE / "scripts_hf"
 EXAMPLES = HERE.parents[1] / "examples"

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 
 import pytest
-from conftest import HERE, question
 
 from autods.events import Note
 from autods.forecast.simulator import Simulator
@@ -19,6 +18,7 @@ from autods.trial.steps import PROVING_STEPS
 from autods.tuner.fit import fit
 from autods.types import Communication, Exam, Examined, Fit, Knobs, Scalar, Steps, Trial
 from autods.workload import source_of
+from tests.support.fits import HERE, question
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each
 WHOLE = 2 * PARAMETERS

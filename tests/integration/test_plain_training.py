@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HERE, question
-from launchers import deepspeeds_own, torchrun
 
 from autods.config.deepspeed import compose, start_settings
 from autods.config.strategies import all_rungs
 from autods.types import Knobs, ModelFacts
+from tests.support.fits import HERE, question
+from tests.support.launchers import deepspeeds_own, torchrun
 
 TRAIN = HERE.parents[1] / "examples" / "train.py"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import lives, wait_for
 
 from autods.cli.main import main
+from tests.support.watching import lives, wait_for
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,

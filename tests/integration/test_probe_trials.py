@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HERE
-from held import Held
 
 import autods
 from autods import InputError
 from autods.report.results import ProbeReport
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.types import Fit
+from tests.support.fits import HERE
+from tests.support.held import Held
 
 VARIED, TINY, WIDE, BATCHES = (HERE / "workloads" / f"{name}.py" for name in ("varied", "tiny", "wide", "batches"))
 

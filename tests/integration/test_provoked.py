@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ignore, question
-from watching import Scene, wait_for
 
 from autods.runner.runner import RayRunner
 from autods.system.host import memory_groups
 from autods.tuner.candidates import candidates
 from autods.tuner.ladder_walk import Walked, walk
 from autods.types import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
+from tests.support.fits import ignore, question
+from tests.support.watching import Scene, wait_for
 
 pytestmark = pytest.mark.usefixtures("ray")
 

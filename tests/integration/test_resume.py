@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from held import Held
-from watching import wait_for
+
+from tests.support.held import Held
+from tests.support.watching import wait_for
 
 
 class Fit:

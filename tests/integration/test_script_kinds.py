@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ignore
-from script_trials import a_trial, untouched
 
 from autods.errors import InputError
 from autods.report import to_dict
@@ -19,6 +17,8 @@ from autods.system.host import look
 from autods.tuner.fit import fit
 from autods.types import Failed, Fit, OutOfMemory
 from autods.workload import source_of
+from tests.support.fits import ignore
+from tests.support.script_trials import a_trial, untouched
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"
 

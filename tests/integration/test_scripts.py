@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ignore
-from script_trials import a_trial, untouched
 
 from autods.events import Note
 from autods.requests import resolve
@@ -19,6 +17,8 @@ from autods.tuner.fit import fit
 from autods.tuner.loss_parity import apart_from_the_start, difference
 from autods.types import Fit, OutOfMemory
 from autods.workload import source_of
+from tests.support.fits import ignore
+from tests.support.script_trials import a_trial, untouched
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

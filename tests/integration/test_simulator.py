@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import golden_cases as golden
 import pytest
-from watching import wait_for
 
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, Ask, Simulated
 from autods.workload import source_of
+from tests.support import golden_cases as golden
+from tests.support.watching import wait_for
 
 HEAD = "import torch\nfrom torch import nn\n"
 MODEL = """

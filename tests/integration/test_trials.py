@@ -6,12 +6,12 @@ import os
 
 import psutil
 import pytest
-from conftest import question
 
 from autods.events import Note
 from autods.runner.runner import RayRunner
 from autods.trial.steps import PROVING_STEPS
 from autods.types import Fit, Knobs, Steps, Trial
+from tests.support.fits import question
 
 SMALL_BUCKETS = {f"zero_optimization.{name}_bucket_size": 1_000_000 for name in ("reduce", "allgather")}
 

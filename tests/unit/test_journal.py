@@ -13,23 +13,9 @@ import pytest
 
 from autods.errors import InputError
 from autods.journal import Journal, key_of
-from autods.types import Action, Failed, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Tier, TierUse, Timing, Trial
+from autods.types import Action, Failed, Fit, Outcome, OutOfMemory, Record, Tier
+from tests.support.journaled import FIT, TRIAL, record
 
-TRIAL = Trial(
-    rung="zero3",
-    knobs=Knobs(micro_batch=4, accumulation=2, settings={"zero_optimization.overlap_comm": True, "aio.x": 0.1}),
-    purpose="walk",
-    steps=Steps(warmup=1, timed=3, most_timed=6),
-)
-FIT = Fit(
-    memory={"device": TierUse(peak_bytes=400, limit_bytes=416), "host": TierUse(peak_bytes=900)},
-    samples_per_second=12.5,
-    tokens_per_second=None,
-    step_s=(0.1, 0.2),
-    spread=0.01,
-    losses=(7.6, 7.5, 7.4),
-    timing=Timing(wall_s=2.5, steps_s=0.3),
-)
 OUT_OF_MEMORY = OutOfMemory(
     tier="device", rank=1, phase="backward", evidence="tried to allocate …", wanted_bytes=5, free_bytes=3, limit_bytes=9
 )
@@ -41,10 +27,6 @@ OUTCOMES = [
     OutOfMemory(tier="nvme", rank=0, phase="step", evidence="e"),
     FAILED,
 ]
-
-
-def record(outcome: Outcome = FIT, trial: Trial = TRIAL) -> Record:
-    return Record(id=3, trial=trial, outcome=outcome, seconds=2.75)
 
 
 @pytest.fixture

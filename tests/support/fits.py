@@ -1,0 +1,54 @@
+"""Settings of small fits on CPU ranks, and what the tests of such fits share."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from autods.events import Event
+from autods.requests import Settings, resolve
+from autods.system.host import look
+from autods.workload import Workload, source_of
+
+HERE = Path(__file__).parents[1] / "integration"
+
+
+def question(
+    workload: str | Workload, folder: Path, *, certified: bool = False, stall_s: float = 100.0, **asked: object
+) -> Settings:
+    """Settings for 2 CPU ranks; a workload's name is a file in tests/integration/workloads.
+
+    stall_s: short where ranks are to hang. They have no forecast and no certificate unless asked for: each
+    costs some seconds a fit.
+    """
+    source = source_of(HERE / "workloads" / workload if isinstance(workload, str) else workload, folder=folder)
+    said = {
+        "gpus": 2,
+        "device": "cpu",
+        "gpu_memory": "1GiB",
+        "config": "quick",
+        "out": folder,
+        "forecast": False,
+        **asked,
+    }
+    settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
+    profile = settings.profile
+    limits = replace(profile.limits, stall_s=stall_s, init_s=200.0)
+    certify = profile.certify if certified else replace(profile.certify, most_trials=0)
+    return replace(settings, profile=replace(profile, limits=limits, certify=certify))
+
+
+def free_port() -> int:
+    """For a launcher that binds it seconds later: those above go to whoever asks meanwhile, those below to Ray."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(20_000, max(given_out, 20_100))
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
+def ignore(event: Event) -> None:
+    """A listener that does not care."""

@@ -1,0 +1,39 @@
+"""A scripted forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autods.forecast.values import Predicted, RungForecast, Verdict
+from autods.types import Trial
+
+
+def said(rung: str, verdict: Verdict, *, low: int = 1, limit: int = 1) -> RungForecast:
+    device = Predicted(peak_bytes=low, low_bytes=low, high_bytes=low, limit_bytes=limit)
+    return RungForecast(rung=rung, verdict=verdict, reason="needs more", micro_batch=1, memory={"device": device})
+
+
+@dataclass(slots=True)
+class Scripted:
+    """Foresight by a function; what it was asked is in `asked`."""
+
+    answer: Callable[[Trial], RungForecast | None]
+    batch: int | None = None
+    asked: list[str] = field(default_factory=list)
+    prepared: list[str] = field(default_factory=list)
+    settled: bool = False
+    said: dict[str, RungForecast] = field(default_factory=dict)
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        self.prepared += [trial.rung for trial in trials]
+
+    def settle(self) -> None:
+        self.settled = True
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        self.asked.append(trial.rung)
+        return self.answer(trial)
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        return self.batch

@@ -1,0 +1,37 @@
+"""Plain training of tiny.py by a config, by torchrun: saves a checkpoint, and the weights as training has them.
+
+save_checkpoint.py DS_CONFIG FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "workloads"))
+import tiny
+
+
+def main(config: Path, folder: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny.build_model()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=json.loads(config.read_text())
+    )
+    batch = tiny.build_batch(engine.train_micro_batch_size_per_gpu())
+    for _ in range(3 * engine.gradient_accumulation_steps()):
+        engine.backward(engine(**batch))
+        engine.step()
+    engine.save_checkpoint(str(folder), tag="end")
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    if engine.global_rank == 0:
+        torch.save(weights, folder / "weights.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # left to the interpreter's end, a rank may abort when its peer is gone
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,17 @@
+"""What a report looks like on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from autods.report import Report
+from autods.report.fit_view import show
+
+
+def shown(report: Report, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()

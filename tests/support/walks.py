@@ -1,0 +1,42 @@
+"""Rungs, settings and outcomes for walks of a scripted machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from autods.config.profiles import read_profile
+from autods.config.strategies import all_rungs
+from autods.requests import Settings
+from autods.runner.testing import failed, fit, out_of_memory
+from autods.types import ModelFacts, Steps, WorkloadSource
+
+FACTS = ModelFacts(
+    parameters=32_000_000, largest_parameter=1_000_000, checkpointing=True, tokens_per_sample=64, has_optimizer=False
+)
+
+
+SETTINGS = Settings(
+    source=WorkloadSource(kind="file", path="/model.py", name="model", digest="0"),
+    gpus=2,
+    device="cpu",
+    device_bytes=416 * 2**20,
+    device_bytes_asked=True,
+    out=Path("out"),
+    profile=read_profile("default"),
+    ladder=tuple(all_rungs().values()),
+    base={"bf16": {"enabled": True}},
+    nvme_path=Path("/scratch"),
+)
+
+
+STEPS = Steps()
+
+
+FITS = fit(peak_bytes=1)
+
+
+OOM = out_of_memory(missing_bytes=2**20)
+
+
+TOO_SMALL = replace(failed(action="fix_code", evidence="Expected more than 1 value"), wants_larger_batch=True)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.cli.ending import UseCases
+from autods.cli.main import main
+from autods.errors import EnvironmentBroken, InputError, Interrupted
+from autods.events import Note
+from autods.forecast.values import ForecastListener
+from autods.report.results import Forecast
+from autods.requests import Question, pose
+from tests.support.plans import LAPTOP, SOURCE, comparison, forecast, hopeless
+
+ASKED = ("plan", "llama/config.json", "--gpus", "8", "--gpu-memory", "80GiB", "--host-memory", "1TiB")
+
+
+class Fake:
+    """The use cases without a simulator: what they were asked is kept, how the plan ends is given."""
+
+    def __init__(self, end: Callable[[], Forecast]) -> None:
+        self.end = end
+        self.asked: dict[str, Any] = {}
+
+    def ask(self, workload: str, **asked: Any) -> Question:
+        self.asked = {"workload": workload, **asked}
+        return pose(SOURCE, hardware=LAPTOP, gpus=asked["gpus"], gpu_memory=asked["gpu_memory"], on=asked["on"])
+
+    def run_plan(self, question: Question, listen: ForecastListener) -> Forecast:
+        listen(Note(text="preparing the simulated device"))
+        return self.end()
+
+    def __call__(self, *argv: str) -> int:
+        return main(argv, uses=UseCases(ask=self.ask, run_plan=self.run_plan))
+
+
+def raising(error: BaseException) -> Fake:
+    def end() -> Forecast:
+        raise error
+
+    return Fake(end)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_plan_exits_0_with_the_table_on_stdout_and_progress_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(forecast)(*ASKED) == 0
+    out, err = capsys.readouterr()
+    assert "zero2 is the fastest rung that fits" in out
+    assert "preparing the simulated device" in err
+    assert "preparing" not in out
+
+
+def test_that_nothing_fits_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(hopeless)(*ASKED) == 1
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_several_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(comparison)("plan", "llama", "--on", "all") == 0
+    assert "a100-80gb is the smallest that is enough" in capsys.readouterr().out
+
+
+def test_json_prints_the_contract_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(forecast)(*ASKED, "--json", "--quiet") == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["rungs"]) == 5
+    assert err == ""
+
+
+def test_every_option_reaches_the_plan() -> None:
+    fake = Fake(forecast)
+    more = ("--nodes", "2", "--nvme", "2TiB", "--nvme-path", "/n", "--micro-batch", "4", "--seq-len", "512")
+    rest = ("--precision", "fp16", "--checkpointing", "off", "--base-config", "base.json", "--ladder", "zero1,zero2")
+    last = ("--strategies", "a", "--task", "seq2seq", "--target-len", "64", "--global-batch", "64")
+    script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
+    assert (
+        fake(*ASKED, *more, *rest, *last, "--no-largest", "--zero-init", "--as-written", "--device", "cpu", *script)
+        == 0
+    )
+    assert fake.asked == {
+        "workload": "llama/config.json", "kind": "script", "script_args": ("--epochs", "3", "{ds_config}"),
+        "gpus": 8, "nodes": 2, "on": None, "gpu_memory": "80GiB",
+        "host_memory": "1TiB", "nvme": "2TiB", "nvme_path": "/n", "device": "cpu", "task": "seq2seq", "seq_len": 512,
+        "target_len": 64, "micro_batch": 4, "global_batch": 64, "precision": "fp16", "checkpointing": "off",
+        "zero_init": True, "as_written": True, "base_config": "base.json", "ladder": "zero1,zero2",
+        "strategies": (Path("a"),),
+        "largest": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("plan", "model.py", "--gpus", "8"), "say which to forecast for"),
+        (("plan", "model.py", "--on", "a100"), "the catalogue has no such machine"),
+        (("plan", "model.py", "--gpus", "0", "--gpu-memory", "1GiB"), "at least one rank"),
+        (("plan", "model.py", "--gpus", "8", "--gpu-memory", "many"), "'many' is not a size"),
+        (("plan",), "Missing argument 'WORKLOAD'"),
+        (("plan", "model.py", "--seq-len", "long"), "Invalid value for '--seq-len'"),
+    ],
+)
+def test_wrong_input_exits_2_with_two_lines(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
+) -> None:
+    assert Fake(forecast)(*argv) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert said in err
+    assert len(err.splitlines()) <= 2
+    assert "autods fit" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize("workload", ["no-such.py", "no-such/config.json", "meta-llama/Llama-2-7b"])
+def test_a_workload_that_is_not_there_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], workload: str
+) -> None:
+    assert main(["plan", workload, "--gpus", "8", "--gpu-memory", "80GiB"]) == 2
+    err = capsys.readouterr().err
+    assert workload in err
+    assert "cannot be read" in err
+
+
+def test_an_interrupt_exits_130_and_promises_nothing_to_go_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (Interrupted("stopped"), KeyboardInterrupt()):
+        assert raising(error)(*ASKED) == 130
+        assert capsys.readouterr().err.endswith("interrupted: nothing is left running\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(InputError("wrong", where="model.py:3"), 2), (EnvironmentBroken("no g++"), 3)]
+)
+def test_errors_have_their_exit_code_in_json_too(
+    capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    assert raising(error)(*ASKED, "--json") == code
+    assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == code
+
+
+def test_help_shows_examples_and_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--on", "--host-memory", "--nvme", "--task", "--seq-len", "--checkpointing", "--largest", "130"):
+        assert option in text
+    assert "which machine do I need?" in text

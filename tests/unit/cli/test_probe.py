@@ -1,0 +1,128 @@
+"""`autods probe` on the command line: what reaches the question, what is printed, and the exit codes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.cli.ending import UseCases
+from autods.cli.main import main
+from autods.errors import Interrupted
+from autods.events import Listener
+from autods.probe.request import Question
+from autods.report.results import ProbeReport
+from autods.runner.testing import surface
+from tests.support.probes import LIMIT, MIB, Bench, ask, probed
+
+SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
+
+
+class Fake:
+    """The command with a made-up machine; what it was asked is kept."""
+
+    def __init__(self, folder: Path, *vary: str, error: BaseException | None = None) -> None:
+        self.folder, self.vary, self.error = folder, vary, error
+        self.asked: dict[str, Any] = {}
+
+    def ask(self, workload: str, **asked: Any) -> Question:
+        self.asked = {"workload": workload, **asked}
+        return ask(self.folder, *self.vary)
+
+    def run(self, question: Question, listen: Listener, fresh: bool) -> ProbeReport:
+        if self.error is not None:
+            raise self.error
+        return probed(question, Bench(SURFACE), listen, fresh=fresh)
+
+    def __call__(self, *argv: str) -> int:
+        return main(["probe", "model.py", *argv], uses=UseCases(ask_probe=self.ask, run_probe=self.run))
+
+
+def test_the_table_is_on_stdout_and_progress_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(tmp_path, "rung=zero1,zero2")("--vary", "rung=zero1,zero2") == 0
+    out, err = capsys.readouterr()
+    assert "fastest: cell" in out
+    assert "model: 2 cells, each 3 times, in turns" in err
+    assert "trial 1: zero1, micro batch 1 (probe): fits" in err
+    assert "trial 1" not in out
+
+
+def test_json_and_csv_print_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(tmp_path)("--json") == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "done"
+    assert Fake(tmp_path)("--csv", "-") == 0
+    assert len(list(csv.DictReader(io.StringIO(capsys.readouterr().out)))) == 1
+    assert Fake(tmp_path)("--csv", str(tmp_path / "deep" / "t.csv"), "-q") == 0
+    out, err = capsys.readouterr()
+    assert "fastest" in out
+    assert err == ""
+    assert (tmp_path / "deep" / "t.csv").read_text().startswith("cell,rung")
+
+
+def test_a_csv_that_cannot_be_written_is_an_error_of_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "t.csv", tmp_path):
+        fake = Fake(tmp_path)
+        assert fake("--csv", str(path)) == 2
+        assert "cannot be written" in capsys.readouterr().err
+        assert not fake.asked  # it is said before anything runs
+
+
+def test_that_no_cell_fits_exits_1(tmp_path: Path) -> None:
+    assert Fake(tmp_path, "micro_batch=9")("-q") == 1
+
+
+def test_an_interrupted_probe_exits_130_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Fake(tmp_path, error=Interrupted("stopped"))("--vary", "rung=zero1", "--fresh") == 130
+    assert "autods probe model.py --vary rung=zero1" in capsys.readouterr().err
+
+
+def test_every_option_reaches_the_question(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    argv = (
+        "--vary a=1 --vary b=2 --experiment stages --gpus 1,2 --device cpu --gpu-memory 1GiB --capacity "
+        "--parallel-trials 3 "
+        "--nodes 2 --address h:1 "
+        "--forecast-only --on a100-80gb --host-memory 1TiB --repeats 5 --steps 20 --global-batch 64 --precision fp32 "
+        "--base-config b.json --as-written --config quick --ladder zero1 --strategies s --nvme-path /n --task seq2seq "
+        "--seq-len 8 --target-len 4 --out o --no-forecast --seed 3 --zero-init --kind script -- --lr {lr} 3"
+    )
+    assert fake("-q", *argv.split()) == 0
+    assert fake.asked == {
+        "workload": "model.py", "vary": ("a=1", "b=2"), "experiment": "stages", "gpus": "1,2", "device": "cpu",
+        "nodes": 2, "address": "h:1",
+        "gpu_memory": "1GiB", "capacity": True, "parallel_trials": 3, "forecast_only": True, "on": "a100-80gb",
+        "host_memory": "1TiB",
+        "repeats": 5, "steps": 20, "global_batch": 64, "precision": "fp32", "base_config": "b.json",
+        "as_written": True, "config": "quick", "ladder": "zero1", "strategies": (Path("s"),), "nvme_path": "/n",
+        "task": "seq2seq", "seq_len": 8, "target_len": 4, "out": "o", "forecast": False, "seed": 3,
+        "zero_init": True, "kind": "script", "script_args": ("--lr", "{lr}", "3"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "no CUDA GPU is visible"),
+        (("--device", "cpu"), "--device cpu needs the number of ranks"),
+        (("--device", "cpu", "--gpus", "2", "--vary", "nonsense=1"), "there is nothing of that name to vary"),
+        (("--device", "cpu", "--gpus", "2", "--vary", "rung"), "it is NAME=A,B,C"),
+        (("--device", "cpu", "--gpus", "2", "--experiment", "x"), "there is no experiment 'x'"),
+    ],
+)
+def test_wrong_input_exits_2_in_two_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text("def build_model(): ...\ndef build_batch(n): ...\n")
+    assert main(["probe", str(model), *argv]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert len(err.splitlines()) <= 2
+    assert out == ""

@@ -1,0 +1,70 @@
+"""The corpus says clearly what is wrong with it: a case without a log, a log without a case, a label that is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "corpus"))
+
+from cases import CorpusError, load
+
+CASE = '[one]\nkind = "out_of_memory"\ntier = "device"\naction = "leaner_rung"\nsource = "provoked"\nrank = 3\n'
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Path:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    (folder / "cases.toml").write_text(CASE)
+    (folder / "one.log").write_bytes(b"step 1\rstep 2\nCUDA out of memory\n")
+    return folder
+
+
+def test_a_case_has_its_log_and_labels_and_keeps_carriage_returns(group: Path) -> None:
+    (case,) = load(group.parent)
+    assert (case.name, case.group, case.kind, case.tier, case.rank) == ("one", "group", "out_of_memory", "device", 3)
+    assert case.files == {"one.log": "step 1\rstep 2\nCUDA out of memory\n"}
+
+
+def test_a_run_with_several_files_keeps_their_names(group: Path) -> None:
+    (group / "one.log").unlink()
+    (group / "one" / "attempt_0").mkdir(parents=True)
+    (group / "one" / "attempt_0" / "stderr.log").write_text("a")
+    (group / "one" / "slurm.out").write_text("b")
+    (case,) = load(group.parent)
+    assert case.files == {"attempt_0/stderr.log": "a", "slurm.out": "b"}
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (CASE.replace("one", "two"), "no case for the log one"),
+        (CASE + "[two]\n" + CASE.partition("\n")[2], "neither two.log nor files"),
+        (CASE.replace('action = "leaner_rung"\n', ""), "lacks action"),
+        (CASE.replace("leaner_rung", "pray"), "'pray' is none of"),
+        (CASE.replace("rank = 3", 'rank = "3"'), "is not of type int"),
+        (CASE + "mood = 1\n", "which means nothing here"),
+        (CASE.replace('tier = "device"\n', ""), "a tier belongs to"),
+        (CASE.replace("[one]", "[one"), "cases.toml"),
+    ],
+)
+def test_what_is_wrong_is_named(group: Path, said: str, complaint: str) -> None:
+    (group / "cases.toml").write_text(said)
+    with pytest.raises(CorpusError, match=r"cases\.toml") as error:
+        load(group.parent)
+    assert complaint in str(error.value)
+
+
+def test_a_folder_without_groups_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"no \*/cases\.toml"):
+        load(tmp_path)
+
+
+def test_names_are_unique_and_every_source_is_said() -> None:
+    cases = load()
+    assert len(cases) >= 150
+    assert len({(case.group, case.name) for case in cases}) == len(cases)
+    assert all(case.source.strip() for case in cases)

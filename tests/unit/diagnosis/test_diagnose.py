@@ -1,0 +1,152 @@
+"""`autods.diagnose` on the corpus and on what is no log at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import autods
+from autods.cli.main import main
+from autods.errors import InputError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "corpus"))
+from cases import Case, load
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
+
+
+def answer(case: Case) -> autods.Diagnosis:
+    log = next(iter(case.files.values())) if len(case.files) == 1 else case.files
+    return autods.diagnose(log, case.exit_code)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[Case, autods.Diagnosis]]:
+    return [(case, answer(case)) for case in load()]
+
+
+def share(right: list[bool]) -> float:
+    return sum(right) / len(right)
+
+
+def test_the_corpus_is_large(answers: list[tuple[Case, autods.Diagnosis]]) -> None:
+    assert len(answers) >= 150
+
+
+@pytest.mark.parametrize(("what", "least"), [("kind", 0.98), ("action", 0.98), ("tier", 0.98)])
+def test_the_corpus_is_diagnosed_right(answers: list[tuple[Case, autods.Diagnosis]], what: str, least: float) -> None:
+    wrong = [f"{case.group}/{case.name}" for case, said in answers if getattr(said, what) != getattr(case, what)]
+    assert 1 - len(wrong) / len(answers) >= least, wrong
+
+
+def test_nothing_that_is_not_memory_is_called_device_memory(answers: list[tuple[Case, autods.Diagnosis]]) -> None:
+    others = [(case, said) for case, said in answers if case.kind not in ("out_of_memory", "memory_pressure")]
+    assert [case.name for case, said in others if (said.kind, said.tier) == ("out_of_memory", "device")] == []
+
+
+def test_fragmentation_is_said_with_its_knob() -> None:
+    idle = "60.00 GiB is allocated by PyTorch, and 9.00 GiB is reserved by PyTorch but unallocated."
+    said = autods.diagnose(f"{OOM} of which 1.00 GiB is free. Of the allocated memory {idle}")
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said.advice
+    assert said.evidence[0].startswith("torch.OutOfMemoryError")
+
+
+def test_a_bare_sigkill_is_unknown_and_says_how_to_confirm_it() -> None:
+    for code in (-9, 137):
+        said = autods.diagnose("", exit_code=code)
+        assert (said.kind, said.action) == ("unknown", "retry")
+        assert "dmesg" in said.advice
+
+
+def test_source_code_in_a_traceback_is_no_evidence() -> None:
+    frames = '  File "t.py", line 3, in <module>\n    raise torch.cuda.OutOfMemoryError('
+    assert autods.diagnose(f"Traceback (most recent call last):\n{frames}\nKeyError: 3\n").kind == "user_code"
+
+
+def test_what_the_run_survived_is_not_its_cause() -> None:
+    steps = "\n".join(f"step {n} loss 2.{n}" for n in range(20))
+    said = autods.diagnose(
+        f"{OOM}\n{steps}\nTraceback (most recent call last):\n  File \"t.py\", line 1, in f\nKeyError: 'x'\n"
+    )
+    assert said.kind == "user_code"
+    assert autods.diagnose(f"{OOM}\n{steps}\n", exit_code=0).kind == "memory_pressure"
+
+
+def test_one_file_a_rank_and_the_one_that_failed_by_itself_is_named(tmp_path: Path) -> None:
+    peer = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:36142"
+    for rank, text in enumerate((peer, peer, OOM, peer)):
+        (tmp_path / f"rank_{rank}.log").write_text(text)
+    said = autods.diagnose(tmp_path)
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "device", 2)
+
+
+def test_other_encodings_and_gzip_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(OOM.encode("utf-16"))
+    (tmp_path / "b.log.gz").write_bytes(gzip.compress(OOM.encode()))
+    for path in tmp_path.iterdir():
+        assert autods.diagnose(path).tier == "device", path
+
+
+@pytest.mark.parametrize("text", ["", "\0\1\2" * 500, "x" * 3_000_000, "\n" * 1000, "héllo wörld\n" * 100])
+def test_nonsense_is_never_called_a_failure(text: str) -> None:
+    assert autods.diagnose(text).kind in ("none", "unknown")
+
+
+def test_a_path_that_cannot_be_read_is_the_users_to_mend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        autods.diagnose(tmp_path / "none.log")
+    (tmp_path / "empty").mkdir()
+    binary = tmp_path / "model.bin"
+    binary.write_bytes(bytes(range(256)) * 64)
+    for argument in (str(tmp_path / "none.log"), str(tmp_path / "empty"), str(binary)):
+        assert main(["diagnose", argument]) == 2
+        assert 1 <= len(capsys.readouterr().err.splitlines()) <= 2
+    assert main(["diagnose"]) == 2
+
+
+def test_the_command_answers_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"[rank3]: {OOM}\n")
+    assert main(["diagnose", str(log)]) == 0
+    assert "Out of the GPU's memory on rank 3" in capsys.readouterr().out
+    assert main(["diagnose", str(log), "--exit-code", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["kind"], said["tier"], said["rank"], said["action"]) == ("out_of_memory", "device", 3, "leaner_rung")
+
+
+def raised(what: str, code: str = "x = batch['labels']") -> str:
+    return f'Traceback (most recent call last):\n  File "/work/train.py", line 9, in step\n    {code}\n{what}\n'
+
+
+def test_another_program_that_the_kernel_killed_is_not_the_cause() -> None:
+    dmesg = "[81.2] Out of memory: Killed process 2211 (mysqld) total-vm:8123321kB, anon-rss:4002312kB\n"
+    assert autods.diagnose(raised("KeyError: 'labels'") + dmesg, 1).kind == "user_code"
+    assert autods.diagnose(raised("KeyError: 'labels'") + dmesg.replace("mysqld", "python3"), 1).tier == "host"
+
+
+def test_a_line_about_full_devices_yields_to_the_exception_that_ended_the_script() -> None:
+    line = "[sweep] the trial before ended with CUDA out of memory\n"
+    assert autods.diagnose(line + raised("KeyError: 'labels'"), 1).kind == "user_code"
+    assert autods.diagnose(raised("KeyError: 'x'") + raised(OOM, "loss.backward()"), 1).tier == "device"
+
+
+def test_the_scripts_own_words_about_memory_are_its_own() -> None:
+    own = raised("ValueError: 131072 tokens would run out of GPU memory", "raise ValueError(")
+    assert autods.diagnose(own, 1).action == "fix_code"
+
+
+def test_what_is_written_after_a_progress_bar_is_read() -> None:
+    bar = " 42%|████▏     | 84/200 [01:10<01:37,  1.19it/s]"
+    assert autods.diagnose(bar + "Killed\n").kind == "unknown"
+    glued = "[rank3]: " + bar + raised(OOM, "loss.backward()").replace("\n", "\n[rank3]: ")
+    assert (autods.diagnose(glued, 1).tier, autods.diagnose(glued, 1).rank) == ("device", 3)
+
+
+def test_mpirun_names_the_rank_though_its_sentence_goes_over_two_lines() -> None:
+    said = "mpirun noticed that process rank 7 with PID 0 on node n4 exited on\nsignal 9 (Killed).\n"
+    found = autods.diagnose(said, 137)
+    assert (found.kind, found.rank) == ("unknown", 7)

@@ -1,0 +1,198 @@
+"""Forecasts beside a fit: simulated once, ahead of the walk, corrected by what trials measure, and never in the way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from autods.config.deepspeed import compose
+from autods.forecast.forecaster import Foreseer
+from autods.forecast.scripted import Script, Scripted, allocates, failing
+from autods.forecast.values import Ask, Simulated, Trace
+from autods.journal import key_of
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.candidates import candidates
+from autods.types import Outcome, Trial
+from tests.support.growth import grown
+from tests.support.walks import FACTS, SETTINGS
+
+GIB = 2**30
+MIB = 2**20
+CANDIDATES = candidates(replace(SETTINGS, device_bytes=16 * GIB), FACTS, {})
+
+
+def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> Trial:
+    knobs = next(one.knobs for one in CANDIDATES if one.rung.name == rung)
+    return Trial(rung=rung, knobs=replace(knobs, micro_batch=micro_batch, accumulation=accumulation), purpose="walk")
+
+
+def ask_of(trial: Trial) -> Ask:
+    rung = next(one.rung for one in CANDIDATES if one.rung.name == trial.rung)
+    config = compose(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
+    return Ask(rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu")
+
+
+def grows(ask: Ask, micro_batch: int) -> Simulated:
+    return allocates(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
+
+
+def foreseer(script: Script = grows) -> tuple[Foreseer, Scripted, list[str]]:
+    simulator, told = Scripted(FACTS, script), []
+    made = Foreseer(
+        simulator=simulator, ask_of=ask_of, key_of=key_of, limits={"device": 16 * GIB}, emulated=True, tell=told.append
+    )
+    return made, simulator, told
+
+
+@pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])
+def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: str) -> None:
+    forecast = foreseer()[0].forecast(trial(micro_batch=micro_batch))
+    assert forecast is not None
+    assert forecast.verdict == verdict
+    assert forecast.memory["device"].limit_bytes == 16 * GIB
+
+
+def test_a_trial_whose_allocator_has_expandable_segments_is_forecast_with_them() -> None:
+    events, marks = grown(steps=3)
+
+    def pieces(ask: Ask, micro_batch: int) -> Simulated:
+        made = allocates(micro_batch, init=GIB, backward=3020 * MIB)
+        return replace(made, traces={"device": Trace(events=events, marks=marks)})
+
+    held = []
+    for expandable in (False, True):
+        made = replace(foreseer(pieces)[0], expandable=expandable, ask_of=lambda trial: on_card(ask_of(trial)))
+        said = made.forecast(trial())
+        assert said is not None
+        held.append(said.memory["device"].peak_bytes)
+    assert held[1] < 0.9 * held[0]
+
+
+def on_card(ask: Ask) -> Ask:
+    return replace(ask, device="cuda")
+
+
+def test_trials_that_allocate_the_same_are_simulated_once() -> None:
+    made, simulator, _ = foreseer()
+    for accumulation in (2, 4, 8):
+        made.forecast(trial(accumulation=accumulation))
+    assert len(simulator.measured) == 1
+
+
+def test_the_first_forecast_of_a_rung_is_kept_for_the_report() -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    made.forecast(trial(micro_batch=2))
+    assert made.said["zero1"].micro_batch == 1
+
+
+def test_a_simulation_that_fails_is_told_once_and_foresees_nothing() -> None:
+    made, _, told = foreseer(failing("unsupported", "flash_attn has no fake implementation"))
+    assert made.forecast(trial()) is None
+    assert made.forecast(trial("zero2")) is None
+    assert made.largest(trial(), range(1, 9), 15 * GIB) is None
+    assert told == ["no forecast of zero1, so it is tried: flash_attn has no fake implementation"]
+
+
+def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
+    made, simulator, _ = foreseer()
+    found = made.largest(trial(), range(1, 65), 15 * GIB)
+    assert found is not None
+    assert 9 <= found <= 13  # 2 GiB and one a sample, and what a process needs besides
+    assert len(simulator.engines) == 1
+
+
+def test_a_batch_that_cannot_be_simulated_bounds_the_search_and_ends_no_forecast() -> None:
+    def little_data(ask: Ask, micro_batch: int) -> Simulated:
+        if micro_batch > 5:
+            failing("user_code", "its data ends before a micro batch is full")(ask, micro_batch)
+        return grows(ask, micro_batch)
+
+    made, _, told = foreseer(little_data)
+    assert made.largest(trial(), range(1, 65), 15 * GIB) == 5
+    assert told == []
+
+
+def test_what_a_trial_measures_corrects_the_next_forecast() -> None:
+    made, _, _ = foreseer()
+    before = made.forecast(trial())
+    assert before is not None
+    peak = before.memory["device"].peak_bytes
+    for micro_batch in (1, 2, 3):
+        made.forecast(trial(micro_batch=micro_batch))
+        assert made.learn(trial(micro_batch=micro_batch), fit(peak_bytes=int((peak + (micro_batch - 1) * GIB) * 1.1)))
+    after = made.forecast(trial())
+    assert after is not None
+    assert 1.05 < after.memory["device"].peak_bytes / peak < 1.12
+
+
+def test_a_trial_teaches_once() -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    assert made.learn(trial(), fit(peak_bytes=GIB)) is not None
+    assert made.learn(trial(), fit(peak_bytes=GIB)) is None
+
+
+@pytest.mark.parametrize("outcome", [out_of_memory(tier="host"), out_of_memory(missing_bytes=5)])
+def test_what_ran_out_elsewhere_or_of_an_unknown_limit_teaches_nothing(outcome: Outcome) -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    assert made.learn(trial(), outcome) is None
+
+
+def test_a_trial_without_the_limit_teaches_what_it_measured() -> None:
+    made, _, _ = foreseer()
+    made.forecast(trial())
+    assert made.learn(replace(trial(), limited=False), fit(peak_bytes=4 * GIB)) is not None
+
+
+def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
+    under_way, begin = threading.Barrier(3), threading.Event()
+
+    def slow(ask: Ask, micro_batch: int) -> Simulated:
+        if micro_batch < 3:
+            under_way.wait(20)
+        assert begin.wait(20)
+        return allocates(micro_batch, init=GIB)
+
+    made, simulator, _ = foreseer(slow)
+    made.prepare(trial(micro_batch=size) for size in range(1, 10))
+    under_way.wait(20)
+    settling = threading.Thread(target=made.settle)
+    settling.start()
+    while len(made._seen) > 2:  # it drops what has not begun, and then waits
+        time.sleep(0.001)
+    begin.set()
+    settling.join()
+    assert len(simulator.measured) == 2  # those that were under way
+    assert made.forecast(trial(micro_batch=9)) is not None
+
+
+def of_two_at_least(ask: Ask, micro_batch: int) -> Simulated:
+    if micro_batch < 2:
+        failing("user_code", "Expected more than 1 value per channel when training, got [1, 64]")(ask, micro_batch)
+    return grows(ask, micro_batch)
+
+
+def test_what_cannot_be_trained_with_one_sample_is_forecast_with_two() -> None:
+    made, simulator, told = foreseer(of_two_at_least)
+    said = [made.forecast(trial(rung)) for rung in ("zero1", "zero2")]
+    assert [one.micro_batch for one in said if one is not None] == [2, 2]
+    assert simulator.measured == [("zero1", 1), ("zero1", 2), ("zero2", 2)]
+    assert told == []
+
+
+def test_a_search_for_the_largest_begins_where_the_model_can_be_trained() -> None:
+    made, _, told = foreseer(of_two_at_least)
+    assert made.largest(trial(), range(1, 65), 15 * GIB) == foreseer()[0].largest(trial(), range(1, 65), 15 * GIB)
+    assert told == []
+
+
+def test_what_wants_ever_more_samples_gets_no_forecast_and_that_is_told_once() -> None:
+    made, simulator, told = foreseer(failing("user_code", "Expected more than 1 value per channel when training"))
+    assert made.forecast(trial()) is None
+    assert [size for _, size in simulator.measured] == [1, 2, 4, 8]
+    assert len(told) == 1

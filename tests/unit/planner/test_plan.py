@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from autods.errors import EnvironmentBroken, InputError, Interrupted
+from autods.forecast.scripted import Scripted, allocates, failing
+from autods.forecast.simulator import SimulationFailed
+from autods.forecast.values import Ask, Forecasted, ForecastPhase, Simulated, Trace
+from autods.planner.plan import plan
+from autods.planner.simulate import Sizing, ask_for, groups_of
+from autods.types import ModelFacts, Tier
+from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
+
+
+def test_every_rung_of_the_ladder_gets_a_verdict_and_the_fastest_that_fits_is_the_best() -> None:
+    planned = Planned(question(largest=False))
+    verdicts = planned.verdicts()
+    assert list(verdicts) == list(NEEDS)
+    assert verdicts["ddp"] == "cannot_fit"
+    assert verdicts["zero2-offload"] == "fits"
+    assert verdicts["zero3-nvme"] == "not_applicable"
+    site = planned.forecast.sites[0]
+    assert site.best is not None
+    assert site.best.verdict == "fits"
+    fitting = [rung.rung for rung in site.rungs if rung.verdict == "fits"]
+    assert site.best_rung == fitting[0]
+    assert planned.forecast.status == "fits"
+
+
+def test_each_rung_is_told_when_it_is_done() -> None:
+    planned = Planned(question(largest=False))
+    done = [event for event in planned.events if isinstance(event, Forecasted)]
+    assert {event.forecast.rung for event in done} == set(NEEDS)
+    assert max(event.done for event in done) == done[0].total == 8
+
+
+def test_one_engine_serves_a_rung_and_its_search_for_the_largest_micro_batch() -> None:
+    planned = Planned(question(ladder=("zero3",)))
+    (rung,) = planned.forecast.sites[0].rungs
+    assert len(planned.simulator.engines) == 1
+    assert rung.largest_micro_batch is not None
+    measured = [batch for _, batch in planned.simulator.measured]
+    assert len(measured) == len(set(measured)) <= 9
+    assert rung.largest_micro_batch in measured
+    assert rung.largest_micro_batch + 1 in measured
+    assert 30 < rung.largest_micro_batch < 60  # (40 − 10) GiB, half a GiB a sample, less what the runtime holds
+
+
+def test_the_largest_micro_batch_of_a_rung_that_is_too_large_as_asked_is_a_smaller_one() -> None:
+    (rung,) = Planned(question(ladder=("zero3",), micro_batch=128)).forecast.sites[0].rungs
+    assert rung.verdict == "cannot_fit"
+    assert rung.largest_micro_batch is not None
+    assert rung.largest_micro_batch < 128
+
+
+@pytest.mark.parametrize("kind", ["user_code", "crashed"])
+def test_a_larger_batch_that_cannot_be_simulated_bounds_the_search_and_is_said(kind: str) -> None:
+    def little_data(ask: Ask, micro_batch: int) -> Simulated:
+        if micro_batch > 5:
+            failing(kind, "its data ends")(ask, micro_batch)
+        return shrinking(ask, micro_batch)
+
+    (rung,) = Planned(question(ladder=("zero3",)), little_data).forecast.sites[0].rungs
+    assert (rung.verdict, rung.largest_micro_batch) == ("fits", 5)
+    assert "zero3: micro batch 6 was not simulated: its data ends" in rung.assumed
+
+
+def test_no_search_is_made_when_none_was_asked_for() -> None:
+    planned = Planned(question(largest=False))
+    assert {batch for _, batch in planned.simulator.measured} == {1}
+    assert all(rung.largest_micro_batch is None for rung in planned.forecast.sites[0].rungs)
+
+
+def test_that_nothing_fits_is_a_result() -> None:
+    planned = Planned(question(gpu_memory="2GiB", largest=False))
+    assert planned.forecast.status == "nothing_fits"
+    assert planned.forecast.sites[0].best is None
+
+
+def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        if ask.rung == "zero1":
+            raise SimulationFailed(kind="engine", what="AssertionError: zero1 is out of order")
+        return shrinking(ask, micro_batch)
+
+    planned = Planned(question(largest=False), script)
+    rungs = {rung.rung: rung for rung in planned.forecast.sites[0].rungs}
+    assert rungs["zero1"].verdict == "not_applicable"
+    assert "could not be simulated: AssertionError: zero1 is out of order" in rungs["zero1"].reason
+    assert rungs["zero2-offload"].verdict == "fits"
+
+
+def test_when_no_rung_can_be_simulated_the_first_failure_is_the_answer() -> None:
+    with pytest.raises(InputError, match="refused"):
+        Planned(question(), failing("engine", "ValueError: refused"))
+
+
+@pytest.mark.parametrize("kind", ["user_code", "data_dependent", "unsupported"])
+def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Planned(question(), failing(kind, "NameError: x", where="model.py:3", mend="define x"))
+    assert str(caught.value) == "model.py:3: NameError: x\n  define x"
+
+
+def test_a_model_that_wants_more_samples_is_told_how_to_give_them() -> None:
+    said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
+    with pytest.raises(InputError, match="--micro-batch 2"):
+        Planned(question(), failing("user_code", said, where="model.py:3", mend="real trials measure it"))
+
+
+def test_a_missing_compiler_is_a_broken_environment() -> None:
+    with pytest.raises(EnvironmentBroken, match="g\\+\\+"):
+        Planned(question(), failing("no_compiler", "no C++ compiler", mend="apt-get install g++"))
+
+
+def test_ctrl_c_is_an_interrupt() -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with pytest.raises(Interrupted):
+        Planned(question(), script)
+    for thread in set(threading.enumerate()) - before:  # they end, too
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_checkpointing_is_on_where_the_model_can_and_refused_where_it_cannot() -> None:
+    assert Planned(question(largest=False)).simulator.engines[0].checkpointing
+    cannot = replace(FACTS, checkpointing=False)
+    planned = Planned(question(largest=False), facts=cannot)
+    assert not planned.simulator.engines[0].checkpointing
+    assert any("no gradient checkpointing" in said for said in planned.forecast.all_assumed)
+    with pytest.raises(InputError, match="gradient_checkpointing_enable"):
+        Planned(question(checkpointing="on"), facts=cannot)
+    assert not Planned(question(checkpointing="off", largest=False)).simulator.engines[0].checkpointing
+
+
+def test_accumulation_is_no_longer_than_what_changes_memory() -> None:
+    planned = Planned(question(global_batch=1024, largest=False))
+    assert {ask.ds_config["gradient_accumulation_steps"] for ask in planned.simulator.engines} == {2}
+
+
+def test_machines_with_the_same_ranks_share_one_simulation_of_a_rung() -> None:
+    planned = Planned(question(on="a100-40gb,a100-80gb,h200-141gb", gpus=8, largest=False))
+    asked = [ask.rung for ask in planned.simulator.engines]
+    assert len(asked) == len(set(asked))
+    assert [site.site.machine.name for site in planned.forecast.sites] == ["a100-40gb", "a100-80gb", "h200-141gb"]
+    assert any("share simulations" in said for said in planned.forecast.assumed)
+    assert planned.verdicts(2)["ddp"] == "fits"
+    assert planned.verdicts(0)["ddp"] == "cannot_fit"
+
+
+def test_a_larger_machine_is_not_asked_about_rungs_below_the_first_that_fits() -> None:
+    planned = Planned(question(on="a100-40gb,h200-141gb", gpus=8, largest=False))
+    assert list(planned.verdicts(1)) == ["ddp"]
+
+
+def test_of_several_machines_only_the_best_rung_of_each_is_searched() -> None:
+    planned = Planned(question(on="a100-40gb,h200-141gb", gpus=8))
+    for site in planned.forecast.sites:
+        assert site.best is not None
+        assert site.best.largest_micro_batch is not None
+        others = [rung for rung in site.rungs if rung.rung != site.best_rung]
+        assert all(rung.largest_micro_batch is None for rung in others)
+
+
+def test_a_smaller_card_is_simulated_itself_where_deepspeed_would_branch_on_its_free_memory() -> None:
+    # Flattened on the device, init needs 50 GiB: on the smaller card DeepSpeed flattens in host memory instead.
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        init = 50 if ask.device_bytes > 60 * GIB else 12
+        return allocates(micro_batch, init=init * GIB, backward=20 * GIB)
+
+    planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
+    assert len(planned.simulator.engines) == 2
+    assert planned.verdicts(0) == {"zero1": "fits"}
+
+
+def test_it_is_not_simulated_again_where_another_phase_decides_anyway() -> None:
+    def script(ask: Ask, micro_batch: int) -> Simulated:
+        return allocates(micro_batch, init=50 * GIB, backward=70 * GIB)
+
+    planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
+    assert len(planned.simulator.engines) == 1
+    assert planned.verdicts(0) == {"zero1": "cannot_fit"}
+
+
+def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
+    sites = question(on="t4-16gb,v100-16gb,a100-80gb").sites
+    assert [[site.machine.name for site in group] for _, group in groups_of(sites)] == [
+        ["t4-16gb"], ["v100-16gb"], ["a100-80gb"],
+    ]  # fmt: skip
+
+
+def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
+    asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
+    sizing = Sizing(buckets_bytes=40 * GIB, device_bytes=40 * GIB)
+    asks = [ask_for(rung, asked.sites[0], asked, FACTS, sizing) for rung in asked.ladder]
+    assert all(isinstance(ask, Ask) for ask in asks)
+    nvme = asks[-1]
+    assert isinstance(nvme, Ask)
+    assert nvme.ds_config["zero_optimization"]["offload_param"]["nvme_path"] == "/local_nvme"
+    assert nvme.ds_config["train_batch_size"] == 8
+    assert (nvme.zero_init, nvme.checkpointing, nvme.device_bytes) == (True, False, 40 * GIB)
+    ddp = asks[0]
+    assert isinstance(ddp, Ask)
+    assert not ddp.zero_init
+
+
+def test_a_bucket_of_the_base_config_that_is_not_taken_is_told() -> None:
+    zero = {"stage": 3, "stage3_max_live_parameters": 3e10, "reduce_bucket_size": 1000, "overlap_comm": True}
+    planned = Planned(question(ladder=("zero3",), base_config={"zero_optimization": zero}, largest=False))
+    (said,) = [said for said in planned.forecast.all_assumed if "base config's" in said]
+    assert "zero3: stage3_max_live_parameters" in said
+    assert "not the base config's 30,000,000,000" in said
+    assert planned.simulator.engines[0].ds_config["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+def test_a_config_is_forecast_as_written_where_that_is_asked() -> None:
+    zero = {"stage3_max_live_parameters": 3e10}
+    ladder = ("zero3", "zero3-nvme")
+    planned = Planned(
+        question(ladder=ladder, base_config={"zero_optimization": zero}, as_written=True, nvme="1TiB", largest=False)
+    )
+    written, nvme = (engine.ds_config["zero_optimization"] for engine in planned.simulator.engines)
+    assert written["stage3_max_live_parameters"] == 3e10
+    assert "reduce_bucket_size" not in written  # DeepSpeed's own
+    assert nvme["offload_param"]["buffer_size"] >= FACTS.largest_parameter  # or DeepSpeed stops
+    assert not [said for said in planned.forecast.all_assumed if "base config's" in said]
+
+
+def deep(ask: Ask, micro_batch: int) -> Simulated:
+    """2 GiB of 40 layers that lie on the device while initialising."""
+    layers = ask.layers or 40
+    trace = Trace(events=[GIB] * (2 * layers), marks=((0, "init"),))
+    live: dict[ForecastPhase, dict[Tier, int]] = {"init": {"device": 2 * layers * GIB}}
+    return Simulated(micro_batch=micro_batch, live_bytes=live, traces={"device": trace})
+
+
+DEEP = replace(FACTS, parameters=41 * 10**9, layers=40, layer_parameters=10**9)
+
+
+def test_a_deep_model_gets_rows_of_estimates_before_the_exact_ones() -> None:
+    planned = Planned(question(largest=False, ladder=("zero3",), gpu_memory="160GiB"), deep, DEEP)
+    told = [event.forecast for event in planned.events if isinstance(event, Forecasted)]
+    assert [row.exact for row in told] == [False, True]
+    assert told[0].memory["device"].peak_bytes == pytest.approx(told[1].memory["device"].peak_bytes, rel=0.03)
+    assert planned.forecast.sites[0].rungs == (told[1],)
+    assert [ask.layers for ask in planned.simulator.engines][-1] is None
+
+
+def test_no_estimate_where_only_the_whole_model_does_not_fit_while_it_is_flattened() -> None:
+    planned = Planned(question(largest=False, ladder=("zero2",), gpu_memory="40GiB"), deep, DEEP)
+    assert [event.forecast.exact for event in planned.events if isinstance(event, Forecasted)] == [True]
+
+
+class Crowd(Scripted):
+    """Of a script that insists on its number of ranks."""
+
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+        if ranks == 1:
+            raise SimulationFailed(kind="user_code", what="ValueError: devices=8 does not match the world size (1)")
+        return self.known
+
+
+def test_a_script_that_does_not_run_on_one_rank_is_looked_at_among_all_of_its_ranks() -> None:
+    asked, told = question(), []
+    script = replace(asked, source=replace(SOURCE, kind="script", path="/home/me/train.py"))
+    found = plan(script, listen=told.append, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))
+    assert found.facts == FACTS
+    assert any("looked at on 8" in getattr(one, "text", "") for one in told)
+
+
+def test_a_model_that_cannot_be_looked_at_is_not_looked_at_twice() -> None:
+    with pytest.raises(InputError, match="devices=8"):
+        plan(question(), listen=lambda event: None, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))

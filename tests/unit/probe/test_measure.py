@@ -1,0 +1,116 @@
+"""Turns, noise and ratios: what a table says of cells that were measured several times."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from autods.probe.grid import cells_of
+from autods.probe.measure import compared, in_turns, result_of, shared
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.comparison import ratios, spread_of
+from autods.types import Outcome, Trial
+from tests.support.probes import FACTS, LIMIT, MIB, ask
+
+
+def test_turns_run_forth_and_back_and_each_repeat_is_a_trial_of_its_own(tmp_path: Path) -> None:
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=MIB))
+    cells = cells_of(ask(tmp_path, "micro_batch=1,2,4"), lambda conditions: (FACTS, {}))
+    in_turns(cells, runner.run, repeats=3)
+    asked = [(trial.repeat, trial.knobs.micro_batch) for trial in runner.trials]
+    assert asked == [(0, 1), (0, 2), (0, 4), (1, 4), (1, 2), (1, 1), (2, 1), (2, 2), (2, 4)]
+
+
+def test_what_ran_out_of_memory_or_cannot_be_mended_by_asking_is_not_asked_again(tmp_path: Path) -> None:
+    answers: dict[int, Outcome] = {
+        1: fit(peak_bytes=MIB), 2: out_of_memory(), 3: failed(failure="user_code", action="fix_code"),
+        4: failed(failure="communication"),
+    }  # fmt: skip
+    runner = ScriptedRunner(lambda trial: answers[trial.knobs.micro_batch])
+    cells = cells_of(ask(tmp_path, "micro_batch=1,2,3,4"), lambda conditions: (FACTS, {}))
+    found = in_turns(cells, runner.run, repeats=3)
+    assert [len(found[number]) for number in (1, 2, 3, 4)] == [3, 1, 1, 3]
+
+
+def test_cells_that_are_the_same_in_effect_share_one_trial(tmp_path: Path) -> None:
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=MIB, samples_per_second=7))
+    cells = cells_of(ask(tmp_path, "rung=zero1", "pin_memory=on,off"), lambda conditions: (FACTS, {}))
+    found = in_turns(cells, runner.run, repeats=2)
+    own, reference = compared({1: result_of(cells[0], found[1])}, found, by_tokens=False)
+    first, second = shared(cells, own)
+    assert len(runner.trials) == 2
+    assert (reference, second.same_as, second.samples_per_second) == (1, 1, 7)
+    assert (first.values["pin_memory"], second.values["pin_memory"]) == (True, False)
+
+
+def test_a_cell_shows_the_median_speed_the_highest_peak_and_how_much_was_missing(tmp_path: Path) -> None:
+    rates, peaks = iter([3.0, 1.0, 2.0]), iter([5 * MIB, 9 * MIB, 7 * MIB])
+    cells = cells_of(ask(tmp_path, "micro_batch=1,64"), lambda conditions: (FACTS, {}))
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.knobs.micro_batch > 1:
+            return out_of_memory(missing_bytes=64 * MIB)
+        return fit(peak_bytes=next(peaks), samples_per_second=next(rates), limit_bytes=LIMIT)
+
+    found = in_turns(cells, ScriptedRunner(answer).run, repeats=3)
+    fits, lacks = (result_of(cell, found[cell.number]) for cell in cells)
+    assert (fits.status, fits.samples_per_second, fits.repeats) == ("fit", 2.0, 3)
+    assert fits.memory["device"].peak_bytes == 9 * MIB
+    assert fits.spread == pytest.approx(0.5)
+    assert (lacks.status, lacks.tier, lacks.missing_bytes) == ("out_of_memory", "device", 64 * MIB)
+    assert "wanted 64.0 MiB" in lacks.reason
+
+
+def test_a_fluke_among_repeats_is_said_and_the_cell_still_fits(tmp_path: Path) -> None:
+    cells = cells_of(ask(tmp_path), lambda conditions: (FACTS, {}))
+    answers = iter([failed(failure="communication"), fit(peak_bytes=MIB), fit(peak_bytes=MIB)])
+    found = in_turns(cells, ScriptedRunner(lambda trial: next(answers)).run, repeats=3)
+    result = result_of(cells[0], found[1])
+    assert (result.status, result.repeats) == ("fit", 2)
+    assert "failed (communication)" in result.reason
+
+
+def made_up(
+    speeds: dict[int, float], *, noise: float, drift: float, turns: int, seed: int
+) -> dict[int, dict[int, float]]:
+    """Cell → turn → rate, on a machine that becomes slower by `drift` from turn to turn."""
+    draw = random.Random(seed)
+    return {
+        cell: {turn: speed * (1 - drift) ** turn * (1 + draw.gauss(0, noise)) for turn in range(turns)}
+        for cell, speed in speeds.items()
+    }
+
+
+def test_drift_from_turn_to_turn_is_no_noise() -> None:
+    found = ratios(made_up({1: 10, 2: 11}, noise=0.002, drift=0.3, turns=4, seed=1), 1, within={})
+    assert found[2].differs
+    assert found[2].times == pytest.approx(1.1, rel=0.01)
+
+
+def test_equal_cells_are_told_apart_in_at_most_one_of_ten_probes_and_unequal_ones_in_most() -> None:
+    equal = unequal = 0
+    for seed in range(200):
+        found = ratios(made_up({1: 10, 2: 10, 3: 12}, noise=0.05, drift=0.1, turns=3, seed=seed), 1, within={})
+        equal += found[2].differs
+        unequal += found[3].differs
+    assert equal <= 20
+    assert unequal >= 140
+
+
+def test_without_repeats_only_what_usual_noise_cannot_explain_differs() -> None:
+    found = ratios({1: {0: 10.0}, 2: {0: 10.5}, 3: {0: 20.0}}, 1, within={1: 0.01, 2: 0.01, 3: 0.02})
+    assert not found[2].differs
+    assert found[3].differs
+    wide = ratios({1: {0: 10.0}, 3: {0: 13.0}}, 1, within={1: 0.3, 3: 0.01})
+    assert not wide[3].differs
+
+
+def test_a_cell_that_shares_no_turn_with_the_reference_is_not_compared() -> None:
+    assert ratios({1: {0: 10.0}, 2: {1: 10.0}}, 1, within={}) == {}
+
+
+def test_one_measurement_has_no_spread() -> None:
+    assert spread_of([1.0]) is None
+    assert spread_of([1.0, 3.0]) == pytest.approx(0.7071, rel=1e-3)

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
+from autods.report import Report, text
+from autods.report.fit_view import remedies, rows_of, shortage
+from autods.report.live import Progress
+from autods.types import Examined, Knobs, Record, Skipped, TierUse
+from tests.support.reports import failed as failure
+from tests.support.reports import fit, fitting_report, hopeless_report, memory, oom, record
+from tests.support.terminal import shown
+
+EVENTS: tuple[Event, ...] = (
+    Note(text="starting Ray"),
+    TrialStarted(id=1, trial=record(1, "ddp", oom()).trial),
+    TrialMoved(id=1, phase="backward", step=2),
+    TrialFinished(record=record(1, "ddp", oom())),
+    TrialFinished(record=record(2, "zero3", fit()), replayed=True),
+    Skipped(rung="zero3-nvme", reason="no --nvme-path was given"),
+)
+
+
+def heard(*, terminal: bool) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=terminal, legacy_windows=False, _environ={"TERM": "xterm"})
+    with Progress(console) as listen:
+        for event in EVENTS:
+            listen(event)
+            if terminal:
+                assert listen._live is not None
+                listen._live.refresh()
+    return out.getvalue()
+
+
+def test_an_out_of_memory_says_tier_rank_phase_wanted_and_free() -> None:
+    assert text.of_outcome(oom()) == (
+        "out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB"
+    )
+
+
+def test_a_trial_that_was_examined_says_so() -> None:
+    did = Examined(batch_shape=(4, 128), draws=16, evaluated=True)
+    assert text.of_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
+    assert text.of_outcome(fit()).endswith("samples/s")
+
+
+def test_an_out_of_memory_without_numbers_shows_its_evidence() -> None:
+    bare = replace(oom(wanted=None), free_bytes=None, limit_bytes=None, step=3, phase="step")
+    assert text.of_outcome(bare).startswith("out of memory on device, rank 1, step, step 3: DefaultCPUAllocator")
+
+
+def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
+    said = text.of_outcome(failure())
+    assert said == "failed (toolchain), node, init: Unable to JIT load the async_io op: libaio headers are missing"
+
+
+@pytest.mark.parametrize(
+    ("peak", "limit", "said"),
+    [
+        (380 * 2**20, 416 * 2**20, "380.0 / 416.0 MiB"),
+        (3 * 2**20, 64 * 2**30, "3.0 MiB / 64.0 GiB"),
+        (3 * 2**20, None, "3.0 MiB"),
+        (0, 416 * 2**20, "0 B / 416.0 MiB"),
+    ],
+)
+def test_peak_and_limit_share_a_unit_where_that_can_be_read(peak: int, limit: int | None, said: str) -> None:
+    assert text.of_use(TierUse(peak_bytes=peak, limit_bytes=limit)) == said
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"), [(0.000012, "1.2e-05"), (0.0412, "0.0412"), (12.34, "12.3"), (1234.5, "1,234")]
+)
+def test_a_rate_has_three_digits_that_mean_something(rate: float, said: str) -> None:
+    assert text.of_rate(rate) == said
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_names_every_rung_its_outcome_and_why_it_was_left(width: int) -> None:
+    text = shown(fitting_report(), width)
+    for rung in ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-nvme"):
+        assert rung in text
+    for said in ("out of memory", "failed", "✓ fits", "skipped", "393.4 / 416.0 MiB", "≥505.4 / 416.0 MiB", "41.7"):
+        assert said in text
+    assert "35.1 MiB free" in " ".join(text.split())
+    assert "no --nvme-path was given" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_is_wider_than_the_terminal_but_those_to_be_copied(width: int) -> None:
+    lines = (shown(fitting_report(), width) + shown(hopeless_report(), width)).splitlines()
+    long = [line for line in lines if len(line) > width]
+    assert all("ds_config" in line or "accelerate.yaml" in line for line in long)
+
+
+def test_rungs_that_were_not_needed_are_named_in_one_line() -> None:
+    assert "not needed: a faster rung fits: zero3-offload-param, zero3-offload" in shown(fitting_report(), 100)
+
+
+def test_the_winner_shows_its_batch_and_what_to_type_next() -> None:
+    text = shown(fitting_report(), 100)
+    assert "4 micro batch × 2 accumulation × 2 ranks = 16 train batch" in text
+    assert "gradient_checkpointing_enable()" in text
+    assert "--deepspeed_config autods-out/gpt-2xcpu-1a2b3c/ds_config.json" in text
+
+
+def test_without_checkpointing_nobody_is_told_to_switch_it_on() -> None:
+    report = replace(fitting_report(), knobs=Knobs(checkpointing=False))
+    assert "gradient_checkpointing_enable" not in shown(report, 100)
+
+
+def test_the_winning_trial_stands_for_its_rung() -> None:
+    row = rows_of(fitting_report())["zero3"]
+    assert isinstance(row, Record)
+    assert row.id == 6
+
+
+def test_of_a_rung_that_lost_the_fastest_trial_is_shown() -> None:
+    trials = (
+        record(1, "ddp", fit(300.0, 1.8)),
+        record(2, "ddp", fit(320.0, 6.9), purpose="grow", knobs=Knobs(micro_batch=14)),
+        record(3, "ddp", fit(340.0, 6.1), purpose="grow", knobs=Knobs(micro_batch=31)),
+        record(4, "ddp", oom("backward"), purpose="grow", knobs=Knobs(micro_batch=64)),
+        *fitting_report().trials,
+    )
+    row = rows_of(replace(fitting_report(), trials=trials))["ddp"]
+    assert isinstance(row, Record)
+    assert row.id == 2
+
+
+def test_a_rung_that_fits_only_with_a_stand_in_optimizer_is_not_shown_as_fitting() -> None:
+    trials = (
+        record(1, "zero2-offload", fit(), native_optimizer=False),
+        record(2, "zero2-offload", oom("step"), purpose="verify"),
+    )
+    row = rows_of(replace(hopeless_report(), trials=trials))["zero2-offload"]
+    assert isinstance(row, Record)
+    assert row.outcome.kind == "out_of_memory"
+
+
+def test_a_trial_without_the_limit_does_not_count_as_a_fit() -> None:
+    row = rows_of(hopeless_report())["zero3"]
+    assert isinstance(row, Record)
+    assert row.outcome.kind == "out_of_memory"
+
+
+def test_rungs_stand_in_the_order_of_the_ladder() -> None:
+    report = replace(hopeless_report(), skipped=(Skipped(rung="zero1", reason="one rank"),))
+    assert list(rows_of(report)) == ["ddp", "zero1", "zero3"]
+
+
+def test_when_nothing_fits_the_closest_rung_and_the_missing_bytes_are_named() -> None:
+    assert shortage(hopeless_report()) == "zero3 comes closest, 64.0 MiB of device memory are missing"
+    assert "at least 64.0 MiB" in shortage(hopeless_report(exact=False))
+
+
+def test_when_nothing_fits_every_way_out_is_offered() -> None:
+    advice = list(remedies(hopeless_report()))
+    assert advice[0] == "--gpu-memory 512MiB"  # 416 + 64 and a little room
+    assert any("--nvme-path" in line for line in advice)
+    assert any("--gpus 4" in line for line in advice)
+
+
+def test_when_every_rung_failed_the_advice_of_the_failures_is_given() -> None:
+    report = Report(status="nothing_fits", trials=(record(1, "ddp", failure()), record(2, "ddp", failure())))
+    assert shortage(report) == "no rung could be run to its end"
+    assert next(iter(remedies(report))) == "ddp: apt-get install libaio-dev"
+    assert "libaio-dev" in shown(report, 80)
+
+
+def test_an_empty_report_can_be_shown() -> None:
+    assert "nothing fits" in shown(Report(status="nothing_fits"), 80)
+
+
+def test_all_four_tiers_are_shown_when_they_were_measured() -> None:
+    tiers = {**memory(380), "pinned": TierUse(peak_bytes=2**20), "nvme": TierUse(peak_bytes=2**30)}
+    text = shown(replace(fitting_report(), memory=tiers), 100)
+    assert all(tier in text for tier in ("device", "host", "pinned", "nvme"))
+
+
+def test_progress_elsewhere_is_one_plain_line_for_each_event() -> None:
+    text = heard(terminal=False)
+    assert "\x1b" not in text
+    assert text.splitlines() == [
+        "starting Ray",
+        "trial 1: ddp, micro batch 1 (walk): out of memory on device, rank 1, init: wanted 124.5 MiB, "
+        "35.1 MiB free of 416.0 MiB [2.9 s]",
+        "trial 2: zero3, micro batch 1 (walk): fits: 380.0 / 416.0 MiB, 12.3 samples/s [from the journal]",
+        "skipped zero3-nvme: no --nvme-path was given",
+    ]
+
+
+def test_progress_on_a_terminal_shows_the_phase_and_step_of_the_running_trial() -> None:
+    text = heard(terminal=True)
+    assert "backward, step 2" in text
+    assert "walk 1×1" in text
+
+
+def test_markup_in_what_the_users_code_says_is_not_interpreted() -> None:
+    nasty = replace(failure(), evidence="[/red] [bold]KeyError: [0]")
+    report = replace(hopeless_report(), trials=(record(1, "ddp", nasty),))
+    for width in (80, 120):
+        assert "[/red] [bold]KeyError: [0]" in " ".join(shown(report, width).split())
+    for terminal in (True, False):
+        out = io.StringIO()
+        with Progress(Console(file=out, width=120, force_terminal=terminal)) as listen:
+            listen(TrialFinished(record=record(1, "ddp", nasty)))
+        assert "[/red] [bold]KeyError" in out.getvalue()
+
+
+def test_trials_that_run_side_by_side_have_a_line_each() -> None:
+    listen = Progress(Console(file=io.StringIO()))
+
+    def now() -> list[str]:
+        out = io.StringIO()
+        Console(file=out, width=120).print(listen._now())
+        return out.getvalue().splitlines()
+
+    for id, rung in ((1, "ddp"), (2, "zero2")):
+        listen(TrialStarted(id=id, trial=record(id, rung, fit()).trial))
+    listen(TrialMoved(id=1, phase="backward", step=3))
+    first, second = now()
+    assert "ddp" in first
+    assert "backward, step 3" in first
+    assert "zero2" in second
+    listen(TrialFinished(record=record(1, "ddp", failure())))
+    (left,) = now()
+    assert "zero2" in left
+
+
+@pytest.mark.parametrize(
+    ("visible", "option"),
+    [((0, 1), "deepspeed --num_gpus 2 train.py"), ((2, 5), "deepspeed --include localhost:2,5 train.py")],
+)
+def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...], option: str) -> None:
+    report = fitting_report()
+    cards = [{"index": index, "name": "H100", "total_bytes": 1, "free_bytes": 1} for index in visible]
+    on_cards = replace(report, question={**report.question, "device": "cuda"}, hardware={"cards": cards})
+    assert option in shown(on_cards, 120)

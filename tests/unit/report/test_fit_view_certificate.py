@@ -1,0 +1,136 @@
+"""The certificate as a person reads it, and as report.json keeps it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autods.report import from_dict, to_dict
+from autods.report.fit_view import certificate_lines as lines_of
+from autods.report.fit_view import headline, show
+from tests.support.reports import fitting_report
+
+GIB = 2**30
+CERTIFICATE: dict[str, Any] = {
+    "passed": True,
+    "batch_shape": (8, 2048),
+    "draws": 256,
+    "optimizer_steps": 2,
+    "evaluated": True,
+    "checkpoint": {"bytes": 3 * GIB // 2, "save_s": 3.14, "load_s": 2.0, "gathered": True, "restored": True},
+    "alloc_retries": 0,
+    "headroom_bytes": {"host": 30 * GIB, "device": 2 * GIB},
+    "headroom_kept": True,
+    "parity": {
+        "reference": "ddp",
+        "steps": 6,
+        "tolerance": 0.02,
+        "largest_difference": 0.0041,
+        "within": True,
+        "changed_by": (),
+    },
+    "backed_off": (),
+    "failures": (),
+    "not_checked": (),
+}
+
+
+def said(**changes: object) -> dict[str, str]:
+    return {name: str(text) for name, text in lines_of({**CERTIFICATE, **changes})}
+
+
+def parity(**changes: object) -> str:
+    return said(parity={**CERTIFICATE["parity"], **changes})["parity"]
+
+
+def shown(certificate: dict[str, Any], width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(replace(fitting_report(), certificate=certificate), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_part_that_was_proven_has_its_line() -> None:
+    assert said() == {
+        "longest batch": "8 × 2,048, the longest of 256 draws",
+        "steps": "2 optimizer steps without an allocation retry",
+        "evaluation": "fits",
+        "checkpoint": "1.5 GiB saved in 3.1 s, loaded in 2.0 s, evaluates to the same loss, whole weights gathered",
+        "headroom": "device 2.0 GiB, host 30.0 GiB",
+        "parity": "losses within 0.41 % of ddp's over 6 steps, tolerance 2 %",
+    }
+
+
+def test_a_batch_that_the_workload_made_itself_is_called_so() -> None:
+    assert said(draws=0)["longest batch"] == "8 × 2,048, by the workload's own build_longest_batch"
+
+
+def test_headroom_below_the_share_that_the_search_leaves_free_is_said() -> None:
+    assert "less than the share" in said(headroom_kept=False)["headroom"]
+
+
+def test_losses_that_differ_are_said_with_the_knob() -> None:
+    apart = parity(within=False, largest_difference=0.123, changed_by=("zero_optimization.overlap_comm",))
+    assert apart == (
+        "losses differ by 12.3 % from ddp's over 6 steps, tolerance 2 %; changed by zero_optimization.overlap_comm"
+    )
+    mended = parity(changed_by=("a", "b"), taken_back="a")
+    assert mended.endswith("tolerance 2 %, since a, which changed them, was taken back")
+    assert parity(largest_difference=0.0) == "losses within 0 % of ddp's over 6 steps, tolerance 2 %"
+
+
+@pytest.mark.parametrize("apart", [None, math.inf])  # JSON has no infinity
+def test_a_loss_that_is_no_number_is_said(apart: float | None) -> None:
+    assert "a loss is not finite where ddp's is" in parity(within=False, largest_difference=apart)
+
+
+def test_what_was_backed_off_failed_or_not_checked_has_a_line_for_each_sentence() -> None:
+    pairs = [
+        (name, str(text))
+        for name, text in lines_of(
+            {"passed": False, "backed_off": ["a", "b"], "failures": ["c"], "not_checked": ["d", "e"]}
+        )
+    ]
+    assert pairs == [("backed off", "a"), ("", "b"), ("failed", "c"), ("not checked", "d"), ("", "e")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, "passed"),
+        ({"passed": False, "failures": ["x"]}, "not passed"),
+        ({"passed": False, "not_checked": ["x"]}, "incomplete, what was checked holds"),
+    ],
+)
+def test_the_headline_tells_failed_from_incomplete(changes: dict[str, Any], ends: str) -> None:
+    assert str(headline({**CERTIFICATE, **changes})).strip() == f"Certificate: {ends}"
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_finished_fit_shows_its_certificate_before_what_to_type_next(width: int) -> None:
+    text = shown(CERTIFICATE, width)
+    assert text.index("Certificate: passed") < text.index("Next")
+    assert "longest batch" in text
+    assert all(len(line) <= width for line in text.partition("Next")[0].splitlines())
+
+
+def test_a_fit_without_a_certificate_says_nothing_of_one() -> None:
+    assert "Certificate" not in shown({})
+
+
+def test_markup_in_a_sentence_is_not_interpreted() -> None:
+    assert "[/red] [bold]KeyError" in " ".join(shown({"failures": ["[/red] [bold]KeyError"]}).split())
+
+
+def test_a_certificate_read_back_from_the_report_shows_the_same() -> None:
+    infinite = {**CERTIFICATE, "parity": {**CERTIFICATE["parity"], "largest_difference": math.inf, "within": False}}
+    for certificate in (CERTIFICATE, infinite):
+        written = to_dict(replace(fitting_report(), certificate=certificate))
+        read = from_dict(json.loads(json.dumps(written, allow_nan=False))).certificate
+        assert shown(dict(read)) == shown(certificate)

@@ -1,0 +1,180 @@
+import itertools
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.config.deepspeed import DEFAULT_OPTIMIZER, for_trainer, get
+from autods.report import Report, to_dict, write
+from autods.report.launch import accelerate_yaml, commands, filled, lines, trainer_arguments
+from autods.workload import source_of
+from autods.workload.script_source import launched
+from tests.support.reports import fitting_report, hopeless_report
+
+ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+CONFIG = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": False},
+    "optimizer": ADAM,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000},
+}
+
+
+def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_local_rank: bool = True) -> Report:
+    script = {"path": "train.py", "argv": list(argv), "kind": kind, "takes_local_rank": takes_local_rank}
+    report = fitting_report("out")
+    return replace(report, ds_config=CONFIG, question={**report.question, "device": device, "script": script})
+
+
+def test_a_scripts_own_command_comes_back_with_its_placeholders_filled():
+    said = commands(scripted("--epochs", "3", "--deepspeed_config", "{ds_config}", "--batch={micro_batch_size}"))
+    assert said["torchrun"] == (
+        "torchrun --standalone --nproc_per_node 2 train.py --epochs 3 --deepspeed_config out/ds_config.json --batch=4"
+    )
+    assert said["deepspeed"].startswith("deepspeed --num_gpus 2 train.py --epochs 3")
+    assert said["accelerate"].startswith("accelerate launch --config_file out/accelerate.yaml train.py --epochs 3")
+
+
+def test_each_rank_gets_the_threads_that_it_had_in_trials():
+    report = scripted(device="cpu")
+    report = replace(report, question={**report.question, "threads": 4})
+    assert commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
+
+
+def test_braces_that_are_no_placeholder_stay():
+    assert filled(('{"a": 1}', "{seed}", "{micro_batch_size}x"), {"micro_batch_size": 4}) == (
+        '{"a": 1}',
+        "{seed}",
+        "4x",
+    )
+
+
+def test_what_a_shell_would_split_is_quoted():
+    said = commands(scripted("--prompt", "two words"))["torchrun"]
+    assert shlex.split(said)[-1] == "two words"
+
+
+def test_cpu_ranks_are_asked_for_by_name_also_where_there_are_gpus():
+    said = commands(scripted(device="cpu"))
+    assert said["deepspeed"] == "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train.py"
+
+
+def test_on_several_nodes_each_launcher_is_told_how_many_ranks_a_node_has():
+    report = scripted()
+    said = commands(replace(report, question={**report.question, "gpus": 8, "nodes": 2}))
+    assert said["deepspeed"] == "deepspeed --hostfile HOSTFILE --num_nodes 2 --num_gpus 4 train.py"
+    assert said["torchrun"].startswith(
+        "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --nproc"
+    )
+    assert "--nproc_per_node 4" in said["torchrun"]
+
+
+def test_a_script_that_knows_no_local_rank_is_not_given_one():
+    assert "--no_local_rank train.py" in commands(scripted(takes_local_rank=False))["deepspeed"]
+
+
+def test_a_trainer_script_gets_the_config_that_it_may_fill_in():
+    said = commands(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"))["torchrun"]
+    assert said.endswith("--deepspeed out/ds_config_hf.json")
+
+
+def test_a_script_without_a_place_for_the_config_is_told_where_it_goes():
+    assert dict(lines(scripted("--epochs", "3")))["code"] == "deepspeed.initialize(…, config='out/ds_config.json')"
+    assert "code" not in dict(lines(scripted("--deepspeed_config", "{ds_config}")))
+
+
+def test_auto_stands_exactly_where_the_trainer_fills_in():
+    config = for_trainer(CONFIG)
+    autos = {
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16.enabled",
+        "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay",
+    }  # fmt: skip
+    assert all(get(config, key) == "auto" for key in autos)
+    assert json.dumps(config).count('"auto"') == len(autos)
+    assert config["zero_optimization"] == CONFIG["zero_optimization"]
+    assert "scheduler" not in config
+    assert "fp16" not in config
+
+
+def test_the_trainers_arguments_say_what_auto_took_out_of_the_config():
+    said = trainer_arguments(scripted(), "c.json")
+    pairs = dict(itertools.pairwise(said))
+    assert pairs["--per_device_train_batch_size"] == "4"
+    assert pairs["--gradient_accumulation_steps"] == "2"
+    assert (pairs["--learning_rate"], pairs["--adam_beta2"], pairs["--max_grad_norm"]) == ("0.0003", "0.95", "0.5")
+    assert "--bf16" in said
+    assert "--fp16" not in said
+    assert "--gradient_checkpointing" in said
+
+
+def test_a_learning_rate_that_nobody_asked_for_is_not_handed_on():
+    report = replace(scripted(), ds_config={**CONFIG, "optimizer": DEFAULT_OPTIMIZER})
+    assert "--learning_rate" not in trainer_arguments(report, "c.json")
+
+
+def test_accelerates_file_names_the_config_and_nothing_that_the_config_says():
+    yaml = pytest.importorskip("yaml")
+    said = yaml.safe_load(accelerate_yaml(scripted(device="cpu"), "/out/ds config.json"))
+    assert said["deepspeed_config"] == {"deepspeed_config_file": "/out/ds config.json"}
+    assert (said["distributed_type"], said["num_processes"], said["use_cpu"]) == ("DEEPSPEED", 2, True)
+    assert "mixed_precision" not in said
+
+
+def test_accelerates_file_says_that_the_config_brings_the_optimizer():
+    assert "DummyOptim" in accelerate_yaml(scripted(), "c.json")
+    assert "DummyOptim" not in accelerate_yaml(fitting_report(), "c.json")
+
+
+def test_the_files_are_those_that_the_commands_name(tmp_path: Path):
+    report = replace(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"), out=str(tmp_path))
+    write(report, tmp_path)
+    launch = to_dict(report)["launch"]
+    named = {word for line in launch.values() for word in (shlex.split(line) if isinstance(line, str) else line)}
+    assert {str(tmp_path / name) for name in ("ds_config_hf.json", "accelerate.yaml")} <= named
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "accelerate.yaml", "ds_config.json", "ds_config_hf.json", "report.json",
+    ]  # fmt: skip
+
+
+def test_a_lightning_script_gets_a_config_without_accumulation_steps(tmp_path: Path):
+    report = replace(scripted("--config", "{ds_config}", kind="lightning"), out=str(tmp_path))
+    write(report, tmp_path)
+    config = json.loads((tmp_path / "ds_config_lightning.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert not {"gradient_accumulation_steps", "train_batch_size"} & config.keys()
+    assert commands(report)["torchrun"].endswith("ds_config_lightning.json")
+
+
+def test_an_accelerate_script_that_takes_no_config_is_launched_by_accelerate():
+    assert [name for name, _ in lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
+    assert dict(lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
+
+
+def test_what_accelerate_makes_of_cpu_ranks_is_said():
+    said = dict(lines(scripted("--epochs", "3", kind="accelerate", device="cpu")))
+    assert "does not share out the data" in said["note"]
+
+
+def test_where_nothing_fits_there_is_nothing_to_launch():
+    assert to_dict(hopeless_report())["launch"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "knows"),
+    [
+        ("import deepspeed\nparser.add_argument('--local_rank')", True),
+        ("import deepspeed\ndeepspeed.add_config_arguments(parser)", False),
+        ("import deepspeed\ndeepspeed.initialize()", False),
+        ("from transformers import TrainingArguments", True),
+    ],
+)
+def test_the_deepspeed_launcher_gives_local_rank_only_to_a_script_that_knows_it(tmp_path: Path, text: str, knows: bool):
+    (tmp_path / "train.py").write_text(text)
+    said = launched(source_of(tmp_path / "train.py", argv=("--a", "{ds_config}")))
+    assert said["takes_local_rank"] is knows
+    assert said["argv"] == ["--a", "{ds_config}"]

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from autods.events import Note
+from autods.forecast.values import Forecasted, Simulating
+from autods.report.live import PlanProgress
+from autods.report.plan_view import bar, of_predicted, shares, show
+from autods.report.results import Forecast
+from autods.report.serialize import plan_to_dict as to_dict
+from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung
+
+
+def printed(said: Forecast, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(said, console)
+    out: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in out.splitlines())
+    return out
+
+
+def sentence(text: str) -> str:
+    """With the line breaks of a narrow terminal undone."""
+    return " ".join(text.split())
+
+
+def test_the_head_says_what_was_asked() -> None:
+    assert (
+        "llama, 6.74B parameters, sequence 2048, checkpointing on, micro batch 1, bf16: 8 cuda ranks × 80.0 GiB"
+        in sentence(printed(forecast()))
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 112, 125, 160, 200])
+def test_every_rung_has_its_verdict_peak_bar_and_reason_at_any_width(width: int) -> None:
+    text = printed(forecast(), width)
+    flat = sentence(text)
+    for said in RUNGS:
+        assert said.rung in text
+    assert "✗ cannot fit" in text
+    assert "~ tight" in text
+    assert "40.0 (36.0–44.0) / 80.0 GiB" in text
+    assert "needs 40 GiB of 80.0 GiB" in sentence(text.replace("│", "│ ")) or width >= 150
+    assert "█" in text
+    assert "▒ optimizer" in flat
+    assert "no NVMe was named" in flat
+
+
+def test_a_narrow_terminal_loses_no_end_of_a_line() -> None:
+    for width in (60, 80):
+        text = printed(forecast(), width)
+        assert "…" not in text
+        assert all(rung.rung in text for rung in RUNGS)
+        assert "– n/a" in text
+
+
+def test_the_recommendation_names_the_fastest_that_fits_and_its_neighbours() -> None:
+    text = sentence(printed(forecast()))
+    assert "zero2 is the fastest rung that fits, up to micro batch 6" in text
+    assert "faster, but tight: zero1; only a real trial can tell" in text
+    assert "the next faster one, zero1, needs 77.0 GiB of device memory" in text
+    assert "zero3-offload leaves more room: needs 6.0 GiB of device memory, up to micro batch 40" in text
+
+
+def test_a_faster_rung_that_cannot_fit_is_said_to_lack_so_much() -> None:
+    text = sentence(printed(forecast((RUNGS[0], RUNGS[2]))))
+    assert "the next faster one, ddp, needs 131.0 GiB of device memory, 51.0 GiB more than there is" in text
+
+
+def test_where_only_a_tight_one_is_left_a_real_trial_is_recommended() -> None:
+    text = sentence(printed(forecast((RUNGS[0], RUNGS[1]))))
+    assert "zero1 is the fastest rung that may fit" in text
+    assert "only a real trial can tell" in text
+
+
+def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:
+    text = sentence(printed(hopeless()))
+    assert "nothing fits" in text
+    assert "zero3-offload comes closest: it needs 96.0 GiB of device memory, 16.0 GiB more than there is" in text
+    assert "--nvme 2TiB, if a node has a disk" in text
+    assert "more ranks (--gpus 16)" in text
+
+
+def test_where_the_host_is_what_lacks_splitting_the_model_at_once_is_advised() -> None:
+    text = sentence(printed(forecast((rung("zero3", 20, verdict="cannot_fit", host=2048),))))
+    assert "zero3 comes closest: it needs 2.0 TiB of host memory on a node, 1.0 TiB more than there is" in text
+    assert "--zero-init" in text
+
+
+def test_what_was_assumed_is_told_once() -> None:
+    text = sentence(printed(forecast()))
+    assert "sequences of 2048 tokens, the config's longest, at most 2048 (--seq-len)" in text
+    assert "micro batch 1 (--micro-batch)" in text
+    assert text.count("the loss scale starts at 65536") == 1
+
+
+def test_several_machines_are_a_table_with_the_smallest_that_is_enough() -> None:
+    text = sentence(printed(comparison()))
+    assert "l4-24gb" in text
+    assert "none" in text
+    assert "a100-80gb is the smallest that is enough: zero2 on 8 bf16" in text
+
+
+def test_json_keeps_the_contract() -> None:
+    data = json.loads(json.dumps(to_dict(forecast())))
+    assert set(data) >= {"rungs", "hardware", "workload", "versions", "assumed", "status"}
+    row = data["rungs"][2]
+    assert (row["rung"], row["verdict"], row["largest_micro_batch"]) == ("zero2", "fits", 6)
+    assert row["reason"]
+    assert set(row["device"]) >= {"peak_bytes", "live_peak_bytes", "low_bytes", "high_bytes", "by_phase", "breakdown"}
+    assert row["device"]["peak_bytes"] == 40 * GIB
+    assert list(row["device"]["by_phase"]) == ["init", "forward", "backward", "step"]
+    assert row["nvme"]["peak_bytes"] == 0
+    assert data["rungs"][4]["device"] is data["rungs"][4]["nvme"] is None
+    assert data["hardware"]["device_bytes"] == LIMIT
+    assert (data["workload"]["seq_len"], data["workload"]["parameters"]) == (2048, 6_738_415_616)
+    assert [said["verdict"] for said in data["rungs"]] == ["cannot_fit", "tight", "fits", "fits", "not_applicable"]
+
+
+def test_host_bytes_are_a_ranks_and_a_nodes() -> None:
+    row = to_dict(forecast())["rungs"][3]
+    assert row["host"]["node"]["peak_bytes"] == 320 * GIB
+    assert row["host"]["node"]["limit_bytes"] == 1024 * GIB
+    assert row["host"]["peak_bytes"] == 40 * GIB
+    assert row["pinned"]["node"]["peak_bytes"] == 8 * row["pinned"]["peak_bytes"]
+
+
+def test_several_machines_each_have_their_rungs_in_json() -> None:
+    data = to_dict(comparison())
+    assert [machine["hardware"]["name"] for machine in data["machines"]] == ["l4-24gb", "a100-80gb", "h200-141gb"]
+    assert [machine["best"] for machine in data["machines"]] == [None, "zero2", "ddp"]
+    assert data["status"] == "fits"
+
+
+def test_a_bar_is_as_long_as_the_card_and_shows_what_lies_beyond() -> None:
+    fits, beyond = bar(RUNGS[2], LIMIT).plain, bar(RUNGS[0], LIMIT).plain
+    assert len(fits) == len(beyond) == 21
+    assert fits.endswith("│")
+    assert beyond.endswith("▶")
+    assert len(fits.rstrip("│ ")) == 10  # half of the card
+    assert bar(left_out("x", "y"), LIMIT).plain == ""
+
+
+def test_what_the_tensors_do_not_explain_is_other() -> None:
+    parts = shares(RUNGS[2])
+    assert sum(parts.values()) == 40 * GIB
+    assert parts["other"] == 40 * GIB - sum(RUNGS[2].breakdown.values())
+
+
+def test_a_limit_far_larger_than_the_peak_has_its_own_unit() -> None:
+    assert of_predicted(predicted(0.25, 1024 * GIB)) == "256.0 (230.4–281.6) MiB / 1.0 TiB"
+    assert of_predicted(predicted(2, None)) == "2.0 (1.8–2.2) GiB"
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_rung() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with PlanProgress(console) as listen:
+        for event in events():
+            listen(event)
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "preparing the simulated device",
+        "✓ zero2: fits: needs 40 GiB of 80.0 GiB; the optimizer step decides",
+        "zero2: up to micro batch 6",
+        "– zero3-nvme: not applicable: no NVMe was named (--nvme 2TiB)",
+    ]
+
+
+def test_progress_on_a_terminal_leaves_nothing_behind_but_shows_the_rows() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with PlanProgress(console) as listen:
+        for event in events():
+            listen(event)
+        shown = Console(file=io.StringIO(), width=130)
+        shown.print(listen._now())
+    assert "zero2" in shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 of at most 5" in shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def events() -> Iterator[Note | Simulating | Forecasted]:
+    without = rung("zero2", 40, verdict="fits")
+    yield Note(text="preparing the simulated device")
+    yield Simulating(rung="zero2", micro_batch=1)
+    yield Forecasted(machine="asked", forecast=without, done=1, total=5)
+    yield Forecasted(machine="asked", forecast=RUNGS[2], done=1, total=5)
+    yield Forecasted(machine="asked", forecast=RUNGS[4], done=2, total=5)

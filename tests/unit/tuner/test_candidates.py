@@ -1,0 +1,89 @@
+"""Which rungs a model's parts leave, in a fit and in a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autods.errors import InputError
+from autods.report.plan_view import sentences
+from autods.tuner.candidates import Candidate, candidates, check_ranks, idle, tunable, unforeseeable
+from autods.types import ModelFacts
+from tests.support.planned import FACTS as LARGE
+from tests.support.planned import Planned, question
+from tests.support.walks import FACTS, SETTINGS
+
+PIPELINE = replace(FACTS, pipeline_stages=2, replica_ranks=2)
+EXPERTS = replace(FACTS, experts=8)
+
+
+def skips(facts: ModelFacts, gpus: int) -> dict[str, str | None]:
+    return {one.rung.name: one.skip for one in candidates(replace(SETTINGS, gpus=gpus), facts, {})}
+
+
+def first(facts: ModelFacts, gpus: int, global_batch: int | None = None) -> Candidate:
+    return candidates(replace(SETTINGS, gpus=gpus, global_batch=global_batch), facts, {})[0]
+
+
+def test_a_pipeline_leaves_the_rungs_that_keep_gradients_whole() -> None:
+    found = skips(PIPELINE, gpus=4)
+    assert {name for name, reason in found.items() if reason is None} == {"ddp", "zero1"}
+    assert "pipeline with ZeRO-2: DeepSpeed refuses it" in str(found["zero2-offload"])
+    assert "pipeline with ZeRO-3: DeepSpeed refuses it" in str(found["zero3"])
+
+
+def test_one_replica_of_a_pipeline_has_no_sharding_to_gain() -> None:
+    assert skips(PIPELINE, gpus=2)["zero1"] == "1 replica of the pipeline: no sharding to gain"
+
+
+def test_experts_leave_all_rungs_but_stage_3() -> None:
+    found = skips(EXPERTS, gpus=2)
+    assert {name for name, reason in found.items() if reason is None} == {"ddp", "zero1", "zero2", "zero2-offload"}
+    assert "experts with ZeRO-3" in str(found["zero3"])
+
+
+def test_a_model_of_plain_layers_keeps_every_rung() -> None:
+    assert set(skips(FACTS, gpus=2).values()) == {None}
+
+
+def test_a_global_batch_is_split_over_replicas_and_not_over_ranks() -> None:
+    assert PIPELINE.replicas(4) == 2
+    assert first(PIPELINE, gpus=4, global_batch=4).knobs.accumulation == 2
+    assert first(FACTS, gpus=4, global_batch=4).knobs.accumulation == 1
+
+
+def test_ranks_that_no_pipeline_fits_into_are_the_user_s_to_change() -> None:
+    check_ranks(PIPELINE, 4)
+    with pytest.raises(InputError, match="takes 2 ranks, and 3 cannot be split") as refused:
+        check_ranks(PIPELINE, 3)
+    assert "--gpus 2" in str(refused.value)
+
+
+def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
+    facts = replace(LARGE, pipeline_stages=2, replica_ranks=2)
+    planned = Planned(question(largest=False), facts=facts)
+    said = {rung.rung: rung.reason for rung in planned.forecast.sites[0].rungs}
+    assert set(planned.verdicts().values()) == {"not_applicable"}
+    assert "DeepSpeed refuses" in said["zero2"]
+    assert said["ddp"] == unforeseeable(facts)
+    assert not planned.simulator.measured
+    assert planned.forecast.status == "not_forecast"
+    assert planned.forecast.sites[0].to_try == ("ddp", "zero1")
+    assert list(sentences(planned.forecast, planned.forecast.sites[0])) == [
+        "ddp and zero1 may fit: autods fit tries them"
+    ]
+
+
+def test_what_experts_fix_is_not_tuned() -> None:
+    key = "zero_optimization.contiguous_gradients"
+    zero2 = next(rung for rung in SETTINGS.ladder if rung.name == "zero2")
+    assert key in tunable(zero2, FACTS).tune
+    assert key not in tunable(zero2, EXPERTS).tune
+    assert "zero_optimization.reduce_bucket_size" in tunable(zero2, EXPERTS).tune
+
+
+def test_a_pipeline_without_a_global_batch_is_told_that_its_stages_wait() -> None:
+    assert "2 stages then wait" in str(idle(PIPELINE, None))
+    assert idle(PIPELINE, 8) is None
+    assert idle(FACTS, None) is None

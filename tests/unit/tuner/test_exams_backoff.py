@@ -1,0 +1,160 @@
+"""How the certificate finds the micro batch that holds on the longest batch: in few exams, and not too small a one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.certify import Certified
+from autods.tuner.exams import Backoff, usual_peaks
+from autods.types import Knobs, Outcome, Record, Trial
+from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
+
+USABLE = 950 * MIB
+
+
+@dataclass(frozen=True)
+class Model:
+    """Its memory: state, and of a sample linear layers and attention that is written out, on a usual text."""
+
+    state: int
+    linear: float
+    square: float = 0.0
+    longer: float = 8.0
+    tells: bool = True  # what an allocation lacked
+
+    def peak(self, micro_batch: int, *, longest: bool) -> int:
+        times = self.longer if longest else 1.0
+        return int(self.state + micro_batch * (self.linear * times + self.square * times**2))
+
+    def holds(self, *, longest: bool) -> int:
+        """The largest micro batch that leaves the headroom."""
+        each = self.peak(1, longest=longest) - self.state
+        return int((USABLE - self.state) / each)
+
+    def __call__(self, asked: Trial) -> Outcome:
+        longest = asked.exam == "worst_case"
+        peak = self.peak(asked.knobs.micro_batch, longest=longest)
+        if peak > LIMIT:
+            lacking = int(self.peak(1, longest=longest) - self.state) // 4 + MIB  # one tensor of a layer
+            return out_of_memory(missing_bytes=lacking if self.tells else None)
+        return passes(asked, peak)
+
+
+def certified_by(
+    answer: Callable[[Trial], Outcome], sizes: Sequence[int], *, longest_ratio: float, most_trials: int = 8
+) -> tuple[Certified, list[int]]:
+    """The last of `sizes` is the winner's, the others were tried before; losses are compared with another rung's."""
+    *before, winner = (known(trial("zero1", size), answer) for size in sizes)
+    reference = known(trial("ddp", 1), answer)
+    run = certifying(
+        answer, winner, alternates=before, reference=reference, most_trials=most_trials, longest_ratio=longest_ratio
+    )
+    return run.certified, [size for _, size in run.exams]
+
+
+def known(asked: Trial, answer: Callable[[Trial], Outcome]) -> Record:
+    return Record(id=asked.knobs.micro_batch, trial=asked, outcome=answer(asked), seconds=1.0)
+
+
+def test_the_first_step_back_goes_by_the_length_of_the_longest_batch() -> None:
+    model = Model(state=150 * MIB, linear=13 * MIB)  # 61 of the usual texts fit, 7 of the longest
+    found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
+    assert exams == [59, 7]
+    assert found.certificate.passed
+    assert found.best.trial.knobs.micro_batch == 7
+
+
+def test_without_a_line_as_many_elements_are_tried_as_were_seen_to_fit() -> None:
+    model = Model(state=0, linear=13 * MIB)
+    _, exams = certified_by(model, (59,), longest_ratio=8.0)
+    assert exams[:2] == [59, 7]
+
+
+def test_attention_that_is_written_out_needs_a_further_step() -> None:
+    model = Model(state=50 * MIB, linear=10 * MIB, square=5 * MIB)  # the square of eight times the length
+    assert model.holds(longest=True) == 2
+    found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
+    assert exams == [59, 7, 2]
+    assert found.certificate.passed
+    assert found.certificate.parity is not None
+
+
+def test_a_length_that_nobody_told_is_found_in_longer_steps_and_the_way_back_by_measured_peaks() -> None:
+    model = Model(state=150 * MIB, linear=13 * MIB, tells=False)
+    found, exams = certified_by(model, (1, 30, 59), longest_ratio=1.0)
+    assert exams == [59, 29, 7]
+    longer = replace(model, linear=2.0 * MIB, longer=16.0)  # 25 of the longest fit
+    found, exams = certified_by(longer, (1, 64, 200), longest_ratio=1.0)
+    assert exams == [200, 100, 25]
+    assert found.certificate.passed
+    between = replace(model, linear=1.0 * MIB, longer=8.0)  # 100 fit; 3/4 of the way between two steps
+    found, exams = certified_by(between, (1, 200, 799), longest_ratio=1.0)
+    assert exams == [799, 399, 99]
+    assert found.certificate.passed
+
+
+# Attention's share of what linear layers take on the usual text: none, little, as much.
+MODELS = [
+    Model(state=state * MIB, linear=4 * MIB, square=4 * MIB * share, longer=longer, tells=False)
+    for longer in (1.2, 1.5, 2.0, 4.0, 8.0, 32.0)
+    for share in (0.0, 0.02, 0.2, 1.0)
+    for state in (20, 400)
+]
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model.holds(longest=True)])
+@pytest.mark.parametrize("told", [True, False])
+def test_what_holds_is_found_and_compared_within_the_trials_of_a_certificate(model: Model, told: bool) -> None:
+    most, holds, longer = model.holds(longest=False), model.holds(longest=True), model.longer
+    found, exams = certified_by(model, (1, most // 2, most), longest_ratio=longer if told else 1.0)
+    assert found.certificate.passed
+    assert found.certificate.parity is not None
+    size = found.best.trial.knobs.micro_batch
+    # Exams may fill the headroom, too: they only have to fit.
+    assert holds * 0.8 - 1 <= size, (exams, holds)
+    assert len(exams) <= 5
+
+
+def test_room_above_what_holds_is_used_where_the_comparison_can_still_be_paid() -> None:
+    model = Model(state=100 * MIB, linear=10 * MIB, longer=5.0, tells=False)  # 17 of the longest hold
+    exams = certified_by(model, (1, 42, 85), longest_ratio=1.0)[1]
+    assert exams == [85, 42, 10, 17]
+    assert certified_by(model, (1, 42, 85), longest_ratio=1.0, most_trials=6)[1] == [85, 42, 10]
+
+
+def test_the_way_up_does_not_stop_at_one_disappointment() -> None:
+    """What a larger batch needs at once bends the line: after it ran short, the middle is tried."""
+
+    def answer(asked: Trial) -> Outcome:
+        size = asked.knobs.micro_batch
+        if asked.exam == "worst_case" and size > 13:
+            return out_of_memory()
+        peak = 10 * MIB * size + 100 * MIB
+        return passes(asked, peak)
+
+    assert certified_by(answer, (1, 40, 80), longest_ratio=1.0, most_trials=7)[1] == [80, 40, 10, 39]
+    found, exams = certified_by(answer, (1, 40, 80), longest_ratio=1.0)
+    assert exams == [80, 40, 10, 39, 19]
+    assert found.best.trial.knobs.micro_batch == 10
+    assert found.certificate.passed
+
+
+def test_peaks_of_other_rungs_and_of_exams_say_nothing_of_the_usual_batch() -> None:
+    ours = Record(id=1, trial=trial("zero1", 4), outcome=fit(peak_bytes=400), seconds=1.0)
+    others = [
+        replace(ours, trial=trial("zero3", 8)),
+        replace(ours, trial=replace(trial("zero1", 8), exam="worst_case")),
+        replace(ours, trial=replace(trial("zero1", 8), knobs=Knobs(micro_batch=8, checkpointing=True))),
+        replace(ours, trial=trial("zero1", 16), outcome=out_of_memory()),
+    ]
+    assert usual_peaks(trial("zero1", 2), [ours, *others]) == {4: 400}
+
+
+def test_a_peak_that_has_not_begun_to_grow_promises_nothing() -> None:
+    flat = Backoff(peaks={1: 600 * MIB, 14: 600 * MIB}, usable_bytes=USABLE, limit_bytes=LIMIT, longest_ratio=8.0)
+    short = Record(id=1, trial=trial("zero1", 14), outcome=out_of_memory(), seconds=1.0)
+    assert flat.down([short], range(1, 14)) == 1  # 14 / 8: as many elements as were seen to fit

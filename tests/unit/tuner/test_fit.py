@@ -1,0 +1,202 @@
+"""The whole search on made-up machines: the answer holds, and a search that was killed goes on to the same one."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from autods.config.profiles import Budget
+from autods.journal import Memory, key_of
+from autods.tuner.conclude import Found
+from autods.tuner.fit import Search
+from autods.types import Fit, Record, Trial
+from tests.support.surfaces import Surface, searching
+
+SEEDS = (0, 3, 6, 16)  # 16: two variants of one rung lie so close that both are tuned, 3 and 16: several rungs climb
+
+
+@pytest.fixture(autouse=True)
+def no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process loses nothing that it wrote; waiting for the disk is most of a made-up search's time."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@dataclass(slots=True)
+class Killable:
+    """Runs trials on a surface, and is stopped with Ctrl-C under one of them."""
+
+    surface: Surface
+    at: int | None = None
+    ran: list[Trial] = field(default_factory=list)
+
+    def run(self, trial: Trial, id: int) -> Record:
+        if self.at is not None and len(self.ran) + 1 == self.at:
+            raise KeyboardInterrupt
+        self.ran.append(trial)
+        return self.surface.run(trial, id=id)
+
+
+@contextmanager
+def folder(seed: int, **asked: Any) -> Iterator[Search]:
+    """A search whose tuning stops before the Gaussian process begins: that one needs torch."""
+    with searching(Surface(seed), **asked) as search:
+        profile = search.settings.profile
+        short = replace(profile, tune=replace(profile.tune, trials=2))
+        yield replace(search, settings=replace(search.settings, profile=short))
+
+
+def started(search: Search, runner: Killable) -> Search:
+    """A new process in the same folder."""
+    journal = search.memory.journal
+    past = journal.open(fingerprint="surface")
+    return replace(search, memory=Memory(journal, past, runner.run, lambda event: None))
+
+
+def searched(search: Search, seed: int, at: int | None = None) -> tuple[Found, list[Trial]]:
+    runner = Killable(Surface(seed), at)
+    found = started(search, runner).found()
+    assert isinstance(found, Found)
+    return found, runner.ran
+
+
+def answer(found: Found) -> tuple[object, ...]:
+    """All that a report says of what was found."""
+    assert found.certified is not None
+    return (
+        found.best, found.walked.skipped, found.raced.best, found.raced.others, found.raced.reasons,
+        found.raced.grown, found.tuned.reason, found.certified.certificate, found.certified.reason,
+    )  # fmt: skip
+
+
+def keys(trials: list[Trial]) -> list[str]:
+    return [key_of(trial) for trial in trials]
+
+
+@pytest.mark.parametrize("seed", range(0, 30, 5))
+def test_what_is_found_fits_with_the_headroom_and_is_certified(seed: int) -> None:
+    surface = Surface(seed)
+    with folder(seed) as search:
+        found, _ = searched(search, seed)
+        assert isinstance(found.best.outcome, Fit)
+        assert surface.peak_bytes(found.best.trial) <= search.usable_bytes
+        assert found.certified is not None
+        assert found.certified.certificate.passed
+        rungs = [rung.name for rung in search.settings.ladder]
+        best, _ = surface.optimum(search.usable_bytes, rungs)
+        assert surface.rate(found.best.trial) >= 0.8 * best
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_config_that_fits_is_told_as_soon_as_there_is_one_and_whenever_a_better_one_is(seed: int) -> None:
+    surface = Surface(seed)
+    with folder(seed) as search:
+        told: list[Record] = []
+        found, _ = searched(replace(search, so_far=told.append), seed)
+        assert told == [found.walked.winner, found.raced.best, found.tuned.best]
+        rates = [surface.rate(record.trial) for record in told]
+        assert rates[0] <= 1.05 * rates[-1]
+
+
+@pytest.mark.parametrize("seed", range(0, 30, 5))
+def test_no_question_is_asked_twice_in_a_search(seed: int) -> None:
+    with folder(seed) as search:
+        _, ran = searched(search, seed)
+        assert [count for count in Counter(keys(ran)).values() if count > 1] == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_finished_search_is_read_back_without_a_trial(seed: int) -> None:
+    with folder(seed) as search:
+        first, _ = searched(search, seed)
+        second, again = searched(search, seed)
+        assert again == []
+        assert answer(second) == answer(first)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("share", [0.0, 0.35, 0.7, 1.0])
+def test_a_killed_search_goes_on_where_it_stopped_to_the_same_answer(seed: int, share: float) -> None:
+    with folder(seed) as search:
+        whole, trials = searched(search, seed)
+    at = 1 + round(share * (len(trials) - 1))
+    with folder(seed) as search:
+        killed = Killable(Surface(seed), at)
+        with pytest.raises(KeyboardInterrupt):
+            started(search, killed).found()
+        resumed, rest = searched(search, seed)
+    assert keys(killed.ran + rest) == keys(trials)
+    assert answer(resumed) == answer(whole)
+
+
+def test_a_search_killed_again_and_again_comes_to_the_same_answer() -> None:
+    seed = 16
+    ran: list[Trial] = []
+    with folder(seed) as search:
+        whole, trials = searched(search, seed)
+    with folder(seed) as search:
+        while len(ran) + 8 <= len(trials):
+            killed = Killable(Surface(seed), 8)
+            with pytest.raises(KeyboardInterrupt):
+                started(search, killed).found()
+            ran += killed.ran
+        resumed, rest = searched(search, seed)
+    assert keys(ran + rest) == keys(trials)
+    assert answer(resumed) == answer(whole)
+
+
+@pytest.mark.parametrize("budget", [Budget(trials=9), Budget(seconds=75.0)])
+def test_race_and_tune_stop_where_the_budget_is_spent_and_a_resumed_search_does_not_begin_it_anew(
+    budget: Budget,
+) -> None:
+    seed = 3
+    with folder(seed) as search:
+        _, unlimited = searched(search, seed)
+    with folder(seed, budget=budget) as search:
+        whole, trials = searched(search, seed)
+    with folder(seed, budget=budget) as search:
+        with pytest.raises(KeyboardInterrupt):
+            searched(search, seed, at=len(trials) - 1)
+        resumed, _ = searched(search, seed)
+    assert len(trials) < len(unlimited)
+    assert not budget.trials or len(trials) <= budget.trials
+    assert "not tried: the budget is spent" in whole.raced.reasons.values()
+    assert answer(resumed) == answer(whole)
+
+
+def test_forecasts_save_trials_and_change_the_answer_by_noise_alone() -> None:
+    rates, counts = [], []
+    for blind in (False, True):
+        with folder(3, blind=blind) as search:
+            found, ran = searched(search, 3)
+            rates.append(Surface(3).rate(found.best.trial))
+            counts.append(len(ran))
+    assert counts[0] < counts[1]
+    assert rates[1] == pytest.approx(rates[0], rel=0.1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_are_compared_with_a_plain_config_at_the_largest_micro_batch_that_it_fitted(seed: int) -> None:
+    """It trains on the winner's samples: at micro batch 1 that would take many times as long."""
+    with folder(seed) as search:
+        found, ran = searched(search, seed)
+        usable = search.usable_bytes
+    assert found.walked.winner is not None
+    plain, surface = found.walked.winner.trial, Surface(seed)
+
+    def is_plain(trial: Trial) -> bool:
+        same = (trial.rung, trial.knobs.checkpointing, trial.knobs.settings)
+        return same == (plain.rung, plain.knobs.checkpointing, plain.knobs.settings)
+
+    usual = [one for one in ran if is_plain(one) and one.exam is None and surface.peak_bytes(one) <= usable]
+    largest = max(one.knobs.micro_batch for one in usual)
+    for trial in ran:
+        if trial.exam == "parity" and is_plain(trial):
+            samples = trial.knobs.micro_batch * trial.knobs.accumulation
+            divisors = [size for size in range(1, samples + 1) if samples % size == 0]
+            assert trial.knobs.micro_batch == max(size for size in divisors if size <= largest)

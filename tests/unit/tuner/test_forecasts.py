@@ -1,0 +1,148 @@
+"""What the search does with forecasts: it saves trials, proves what it is told, and never loses an answer by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.config.profiles import GrowLimits, TuneLimits
+from autods.forecast.values import RungForecast, Verdict
+from autods.runner.testing import ScriptedRunner, surface
+from autods.tuner.batch_size import Grown, Rules, grow
+from autods.tuner.candidates import candidates
+from autods.tuner.ladder_walk import Walked, walk
+from autods.tuner.optuna_search import Tuned, tune
+from autods.types import Outcome, Trial
+from tests.support.foresights import Scripted, said
+from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
+
+GIB = 2**30
+
+
+def climb(answers: Mapping[str, Outcome], verdicts: Mapping[str, RungForecast]) -> tuple[Walked, list[str], Scripted]:
+    runner = ScriptedRunner(lambda trial: answers.get(trial.rung, OOM))
+    foresight = Scripted(lambda trial: verdicts.get(trial.rung))
+    walked = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS, foresight=foresight)
+    return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), foresight
+
+
+def test_rungs_are_forecast_with_as_many_samples_as_the_model_was_seen_to_need() -> None:
+    asked: list[int] = []
+
+    def answer(trial: Trial) -> Outcome:
+        fits_or_not = FITS if trial.rung == "zero2" else OOM
+        return TOO_SMALL if trial.knobs.micro_batch < 2 else fits_or_not
+
+    foresight = Scripted(lambda trial: asked.append(trial.knobs.micro_batch))
+    walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, foresight=foresight)
+    assert asked == [1] + [2] * (len(asked) - 1)
+    assert len(asked) > 1
+
+
+def test_a_rung_that_cannot_fit_is_not_tried_and_the_reason_is_said() -> None:
+    walked, tried, _ = climb({"zero2": FITS}, {"ddp": said("ddp", "cannot_fit"), "zero1": said("zero1", "tight")})
+    assert tried == ["zero1", "zero2"]
+    assert {skip.rung: skip.reason for skip in walked.skipped} == {"ddp": "cannot fit by the forecast: needs more"}
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2"
+
+
+@pytest.mark.parametrize("verdict", ["fits", "tight", None])
+def test_only_trials_decide_what_may_fit(verdict: Verdict | None) -> None:
+    verdicts = {} if verdict is None else {"ddp": said("ddp", verdict)}
+    _, tried, _ = climb({"zero1": FITS}, verdicts)
+    assert tried == ["ddp", "zero1"]
+
+
+def test_where_nothing_fits_the_rung_that_lacks_least_is_tried_all_the_same() -> None:
+    rungs = [rung.name for rung in SETTINGS.ladder]
+    verdicts = {name: said(name, "cannot_fit", low=10 - index) for index, name in enumerate(rungs)}
+    walked, tried, _ = climb({}, verdicts)
+    assert tried == [rungs[-1]]
+    assert rungs[-1] not in {skip.rung for skip in walked.skipped}
+
+
+def test_a_forecast_that_was_wrong_costs_no_answer() -> None:
+    verdicts = {rung.name: said(rung.name, "cannot_fit") for rung in SETTINGS.ladder}
+    walked, _, _ = climb({rung.name: FITS for rung in SETTINGS.ladder}, verdicts)
+    assert walked.winner is not None
+
+
+def test_forecasts_are_prepared_ahead_and_given_up_when_the_walk_ends() -> None:
+    _, _, foresight = climb({"ddp": FITS}, {})
+    assert foresight.prepared == [rung.name for rung in SETTINGS.ladder]
+    assert foresight.asked == ["ddp"]
+    assert foresight.settled
+
+
+def test_no_simulation_runs_beside_a_trial() -> None:
+    rungs = [rung.name for rung in SETTINGS.ladder]
+    seen = []
+
+    def answer(trial: Trial) -> Outcome:
+        seen.append((trial.rung, foresight.settled))
+        foresight.settled = False  # what is prepared after it begins anew
+        return FITS if trial.rung == "zero2" else OOM
+
+    foresight = Scripted(lambda trial: None)
+    walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, foresight=foresight)
+    assert seen == [("ddp", True), ("zero1", True), ("zero2", True)]
+    assert foresight.prepared == [*rungs, *rungs[1:], *rungs[2:]]
+
+
+ANSWER = surface(limit_bytes=16 * GIB, state_bytes=2 * GIB, sample_bytes=GIB // 4)
+
+
+def grown(batch: int | None) -> tuple[Grown, ScriptedRunner]:
+    runner = ScriptedRunner(ANSWER)
+    first = runner.run(Trial(rung="zero2", knobs=candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk"))
+    rules = Rules(
+        run=runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
+        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None, foresight=Scripted(lambda trial: None, batch),
+    )  # fmt: skip
+    return grow(first, rules), runner
+
+
+def test_growth_begins_at_the_foreseen_micro_batch() -> None:
+    found, runner = grown(52)
+    assert runner.trials[1].knobs.micro_batch == 52
+    assert found.largest_micro_batch == 52
+    assert len(runner.trials) < len(grown(None)[1].trials)
+
+
+@pytest.mark.parametrize("wrong", [20, 80, 400])
+def test_growth_finds_the_same_micro_batch_by_a_wrong_forecast(wrong: int) -> None:
+    assert abs(grown(wrong)[0].largest_micro_batch - grown(None)[0].largest_micro_batch) <= 3
+
+
+def tuned(tmp_path: Path, foresight: Scripted) -> tuple[Tuned, ScriptedRunner]:
+    runner = ScriptedRunner(ANSWER)
+    candidate = candidates(SETTINGS, FACTS, {})[2]
+    start = runner.run(Trial(rung="zero2", knobs=replace(candidate.knobs, micro_batch=8), purpose="grow"))
+    rung = next(rung for rung in SETTINGS.ladder if rung.name == "zero2")
+    found = tune(
+        start, runner.run, rung=rung, limits=TuneLimits(trials=6, gain=1.03, turns=1), steps=STEPS,
+        limit_bytes=16 * GIB, headroom=0.05, seed=1, study_path=tmp_path / "study.jsonl", foresight=foresight,
+    )  # fmt: skip
+    return found, runner
+
+
+def test_tuning_runs_no_setting_that_cannot_fit(tmp_path: Path) -> None:
+    key = "zero_optimization.reduce_bucket_size"
+
+    def too_large(trial: Trial) -> RungForecast | None:
+        large = int(trial.knobs.settings[key]) > SMALL
+        return said("zero2", "cannot_fit", low=17 * GIB, limit=16 * GIB) if large else None
+
+    SMALL = int(candidates(SETTINGS, FACTS, {})[2].knobs.settings[key])
+    found, runner = tuned(tmp_path, Scripted(too_large))
+    assert all(int(trial.knobs.settings[key]) <= SMALL for trial in runner.trials)
+    assert "cannot fit by the forecast" in found.reason
+
+
+def test_the_same_search_without_forecasts_asks_for_more_trials(tmp_path: Path) -> None:
+    blind, trials = tuned(tmp_path, Scripted(lambda trial: None))
+    assert len(blind.records) == len(trials.trials) - 1 == 6

@@ -1,0 +1,279 @@
+"""Walking the ladder: which rung is tried, which wins, and what is said when none does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from autods.requests import Settings
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.tuner.candidates import Candidate, candidates
+from autods.tuner.ladder_walk import Closest, Walked, shortfall, walk
+from autods.tuner.trials import accumulation_for
+from autods.types import Action, Outcome, Skipped, Tier, Trial
+from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
+
+BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")
+NO_DISK = out_of_memory(tier="nvme", action="fix_environment")
+
+
+def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[Walked, ScriptedRunner]:
+    """Walk the whole ladder; answers by rung, or by 'rung native' / 'rung stand-in' / 'rung again'."""
+
+    def answer(trial: Trial) -> Outcome:
+        optimizer = "native" if trial.native_optimizer else "stand-in"
+        names = (f"{trial.rung} again" if trial.repeat else "", f"{trial.rung} {optimizer}", trial.rung)
+        return next((answers[name] for name in names if name in answers), default)
+
+    runner = ScriptedRunner(answer)
+    return walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+
+
+def rungs_tried(runner: ScriptedRunner) -> list[str]:
+    return list(dict.fromkeys(trial.rung for trial in runner.trials))
+
+
+def by_name(settings: Settings, op_problems: Mapping[str, str] | None = None) -> dict[str, Candidate]:
+    return {one.rung.name: one for one in candidates(settings, FACTS, op_problems or {})}
+
+
+def test_walk_stops_at_the_first_rung_that_fits() -> None:
+    walked, runner = climb({"ddp": FITS}, default=FITS)
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "ddp"
+    assert len(runner.trials) == 1
+
+
+def test_walk_tries_every_rung_although_a_faster_one_ran_out() -> None:
+    walked, runner = climb({"zero3-nvme": FITS})
+    assert rungs_tried(runner) == [rung.name for rung in SETTINGS.ladder]
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero3-nvme"
+
+
+def test_walk_asks_with_micro_batch_one_checkpointing_and_buckets_sized_to_the_device() -> None:
+    _, runner = climb({})
+    for trial in runner.trials:
+        assert (trial.purpose, trial.steps, trial.limited) == ("walk", STEPS, True)
+        assert (trial.knobs.micro_batch, trial.knobs.accumulation, trial.knobs.checkpointing) == (1, 1, True)
+    zero2 = next(trial for trial in runner.trials if trial.rung == "zero2")
+    bucket = zero2.knobs.settings["zero_optimization.reduce_bucket_size"]
+    assert isinstance(bucket, int)
+    assert bucket * 2 <= SETTINGS.device_bytes * 0.005
+
+
+def test_a_rung_whose_op_must_be_built_is_first_looked_at_with_torchs_adam() -> None:
+    walked, runner = climb({"zero2-offload": FITS})
+    looked, verified = runner.trials[-2:]
+    assert (looked.rung, looked.native_optimizer, looked.purpose) == ("zero2-offload", False, "walk")
+    assert (verified.rung, verified.native_optimizer, verified.purpose) == ("zero2-offload", True, "verify")
+    assert walked.winner is not None
+    assert walked.winner.trial == verified
+
+
+@pytest.mark.parametrize("verdict", [OOM, BROKEN_OP])
+def test_a_rung_that_fits_only_with_the_stand_in_does_not_win(verdict: Outcome) -> None:
+    walked, _ = climb({"zero2-offload stand-in": FITS, "zero2-offload native": verdict, "zero3": FITS})
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero3"
+
+
+def test_no_op_is_built_for_a_rung_that_ran_out() -> None:
+    _, runner = climb({})
+    with_ops = [trial for trial in runner.trials if trial.rung in ("zero2-offload", "zero3-offload", "zero3-nvme")]
+    assert [trial.native_optimizer for trial in with_ops] == [False, False, False]
+
+
+def test_a_broken_op_disables_only_the_rungs_that_need_it() -> None:
+    walked, runner = climb({"zero2-offload stand-in": FITS, "zero2-offload native": BROKEN_OP})
+    tried, skipped = rungs_tried(runner), {skip.rung: skip.reason for skip in walked.skipped}
+    assert "zero3" in tried
+    assert "zero3-offload-param" in tried  # its optimizer stays on the device
+    assert skipped == dict.fromkeys(("zero3-offload", "zero3-nvme"), "it needs cpu_adam: ninja: not found")
+
+
+def test_a_machine_that_has_to_be_mended_stops_the_walk() -> None:
+    lost = failed(failure="infrastructure", action="fix_environment", evidence="GPU has fallen off the bus")
+    for fault in (lost, NO_DISK):
+        walked, runner = climb({"zero1": fault, "zero2": FITS})
+        assert rungs_tried(runner) == ["ddp", "zero1"]
+        assert walked.stopped is not None
+        assert walked.stopped.outcome == fault
+        assert len(runner.trials) == 2  # and it is not asked again
+
+
+def test_a_rung_whose_pinned_memory_ran_out_is_tried_unpinned() -> None:
+    pins = "zero_optimization.offload_optimizer.pin_memory"
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.rung != "zero2-offload":
+            return OOM
+        return FITS if trial.knobs.settings.get(pins) is False else out_of_memory(tier="pinned")
+
+    walked = walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS)
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2-offload"
+    assert walked.winner.trial.knobs.settings[pins] is False
+
+
+def test_where_unpinned_runs_out_too_no_rung_is_tried_that_keeps_as_much_on_the_host() -> None:
+    walked, runner = climb({"zero2-offload": out_of_memory(tier="pinned")})
+    assert [trial.rung for trial in runner.trials].count("zero2-offload") == 2
+    assert "zero3-offload" in {skip.rung for skip in walked.skipped}
+    assert "zero3-nvme" in rungs_tried(runner)
+
+
+def test_a_rung_whose_allocator_runs_full_in_the_steps_loses_to_a_leaner_one() -> None:
+    walked, _ = climb({"zero1": fit(peak_bytes=1, alloc_retries=3), "zero2": FITS})
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2"
+
+
+def test_it_wins_where_no_other_rung_fits_at_all() -> None:
+    walked, runner = climb({"zero1": fit(peak_bytes=1, alloc_retries=3)})
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero1"
+    assert rungs_tried(runner) == [rung.name for rung in SETTINGS.ladder]
+
+
+@pytest.mark.parametrize(("action", "asked"), [("retry", 2), ("leaner_rung", 2), ("fix_environment", 1)])
+def test_only_what_may_be_a_fluke_is_asked_once_more(action: Action, asked: int) -> None:
+    _, runner = climb({"zero1": failed(action=action)})
+    assert [trial.rung for trial in runner.trials].count("zero1") == asked
+
+
+@pytest.mark.parametrize("action", ["fix_code", "fix_config"])
+def test_a_failure_that_every_rung_shares_stops_the_walk(action: str) -> None:
+    user_code = replace(failed(failure="user_code"), action=action)  # type: ignore[arg-type]
+    walked, runner = climb({"zero1": user_code, "zero2": FITS})
+    assert [trial.rung for trial in runner.trials] == ["ddp", "zero1"]
+    assert walked.winner is None
+    assert walked.stopped is not None
+    assert walked.stopped.outcome == user_code
+
+
+def test_a_fluke_is_asked_once_more() -> None:
+    walked, runner = climb({"ddp": failed(), "ddp again": FITS})
+    assert [trial.repeat for trial in runner.trials] == [0, 1]
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "ddp"
+    assert len(walked.records) == 2
+
+
+def test_a_rung_that_fails_twice_is_left() -> None:
+    walked, runner = climb({"ddp": failed(), "zero1": FITS})
+    assert [trial.rung for trial in runner.trials] == ["ddp", "ddp", "zero1"]
+    assert walked.winner is not None
+    assert walked.stopped is None
+
+
+def test_one_rank_has_no_sharding_to_gain() -> None:
+    found = by_name(replace(SETTINGS, gpus=1))
+    skipped = {name for name, one in found.items() if one.skip}
+    assert skipped == {"zero1", "zero2", "zero3"}
+    assert found["zero1"].skip == "one rank: no sharding to gain"
+
+
+def test_rungs_that_lack_something_are_skipped_with_the_reason() -> None:
+    told: list[Skipped] = []
+    listed = candidates(replace(SETTINGS, nvme_path=None), FACTS, {"cpu_adam": "no C++ compiler"})
+    runner = ScriptedRunner(lambda trial: OOM)
+    walked = walk(listed, runner.run, STEPS, told.append)
+    reasons = {one.rung: one.reason for one in walked.skipped}
+    assert told == list(walked.skipped)
+    assert reasons["zero3-nvme"] == "no --nvme-path was given"
+    assert reasons["zero2-offload"] == "its op cpu_adam cannot be built: no C++ compiler"
+    assert not set(reasons) & set(rungs_tried(runner))
+
+
+def test_the_walk_accumulates_at_most_twice() -> None:
+    assert by_name(replace(SETTINGS, global_batch=64))["ddp"].knobs.accumulation == 2
+    assert by_name(replace(SETTINGS, global_batch=2))["ddp"].knobs.accumulation == 1
+
+
+def test_a_global_batch_that_cannot_be_split_is_an_error_not_a_rounding() -> None:
+    assert accumulation_for(64, 4, 2) == 8
+    with pytest.raises(ValueError, match="no multiple of 3 × 2"):
+        accumulation_for(64, 3, 2)
+
+
+def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 100) -> Closest | None:
+    """The shortfall when the named rungs ran out of device memory and would peak there without the limit."""
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.rung not in peaks:
+            return failed()
+        return out_of_memory(missing_bytes=3) if trial.limited else fit(peak_bytes=peaks[trial.rung])
+
+    runner = ScriptedRunner(answer)
+    walked = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS)
+    assert walked.winner is None
+    return shortfall(walked.records, runner.run, STEPS, limit, can_unlimit)
+
+
+def test_the_closest_rung_is_the_one_that_lacks_least() -> None:
+    assert closest({"ddp": 500, "zero3": 120, "zero3-offload": 300}) == Closest(
+        rung="zero3", missing_bytes=20, exact=True
+    )
+
+
+def test_a_limit_that_cannot_be_lifted_leaves_a_lower_bound() -> None:
+    assert closest({"zero3": 120}, can_unlimit=False) == Closest(rung="zero3", missing_bytes=3, exact=False)
+
+
+def test_a_peak_below_the_limit_falls_back_on_what_the_allocation_lacked() -> None:
+    assert closest({"zero3": 90}) == Closest(rung="zero3", missing_bytes=3, exact=False)
+
+
+def test_nothing_is_closest_when_no_rung_ran_out_of_device_memory() -> None:
+    assert closest({}) is None
+
+
+def test_the_shortfall_is_measured_with_the_optimizer_that_ran_out() -> None:
+    _, runner = climb({})
+    records = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS).records
+    free = ScriptedRunner(lambda trial: fit(peak_bytes=2**30))
+    shortfall(records, free.run, STEPS, SETTINGS.device_bytes, True)
+    assert [(one.rung, one.native_optimizer) for one in free.trials] == [
+        (record.trial.rung, record.trial.native_optimizer) for record in records
+    ]
+    assert not any(trial.limited for trial in free.trials)
+
+
+@pytest.mark.parametrize("tier", ["host", "pinned"])
+def test_after_the_host_ran_out_no_rung_that_keeps_as_much_there_is_tried(tier: Tier) -> None:
+    walked, runner = climb({"zero2-offload": replace(OOM, tier=tier), "zero3-nvme": OOM})
+    tried = rungs_tried(runner)
+    assert "zero3" in tried
+    assert "zero3-offload-param" in tried  # the parameters alone are less than the optimizer
+    assert "zero3-offload" not in tried
+    reason = next(skip.reason for skip in walked.skipped if skip.rung == "zero3-offload")
+    assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
+
+
+def walked_with_least(least: int) -> tuple[Walked, ScriptedRunner]:
+    """Of a model that needs so many samples; zero2 is the first rung that fits."""
+
+    def answer(trial: Trial) -> Outcome:
+        fits_or_not = FITS if trial.rung == "zero2" else OOM
+        return TOO_SMALL if trial.knobs.micro_batch < least else fits_or_not
+
+    runner = ScriptedRunner(answer)
+    return walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+
+
+def test_what_cannot_be_trained_with_one_sample_is_tried_with_more_and_no_rung_asks_again() -> None:
+    walked, runner = walked_with_least(3)
+    sizes = [trial.knobs.micro_batch for trial in runner.trials]
+    assert sizes == [1, 2] + [4] * (len(sizes) - 2)
+    assert walked.winner is not None
+    assert (walked.winner.trial.rung, walked.winner.trial.knobs.micro_batch) == ("zero2", 4)
+
+
+def test_what_wants_ever_more_samples_stops_the_walk() -> None:
+    walked, runner = walked_with_least(100)
+    assert [trial.knobs.micro_batch for trial in runner.trials] == [1, 2, 4, 8]
+    assert walked.stopped is not None
+    assert walked.stopped.outcome == TOO_SMALL

@@ -1,0 +1,370 @@
+"""Parity: losses beside a plain config's on the same samples; which knob parts them; what is then done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from autods.runner.testing import failed, out_of_memory
+from autods.tuner.loss_parity import cut_alike, difference, differing, set_back
+from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
+from tests.support.certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
+
+OVERLAP, BUCKET, TYPE = (
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "communication_data_type",
+)
+PLAIN = timed(trial("zero2", 1, settings={OVERLAP: True, BUCKET: 1000}), 1)
+
+Bends = Callable[[Trial], bool]
+
+
+def losing(bends: Bends, by: float = 0.1) -> Callable[[Trial], Outcome]:
+    """Everything fits; the losses of a config that `bends` them are `by` higher, relatively."""
+
+    def answer(asked: Trial) -> Outcome:
+        ran = passes(asked)
+        if asked.exam != "parity" or not bends(asked):
+            return ran
+        return replace(ran, losses=tuple(loss * (1 + by * step) for step, loss in enumerate(ran.losses)))
+
+    return answer
+
+
+def winner_with(
+    settings: Mapping[str, Scalar], *, rung: str = "zero2", micro_batch: int = 4, checkpointing: bool = False
+) -> Record:
+    return timed(trial(rung, micro_batch, settings=settings, checkpointing=checkpointing), 60)
+
+
+def against(winner: Record, answer: Callable[[Trial], Outcome], **more: object) -> Certifying:
+    return certifying(answer, winner, **{"reference": PLAIN, **more})  # type: ignore[arg-type]
+
+
+def parities(run: Certifying) -> list[Trial]:
+    return [one for one in run.trials if one.exam == "parity"]
+
+
+def never(asked: Trial) -> bool:
+    return False
+
+
+def by_overlap(asked: Trial) -> bool:
+    return asked.knobs.settings.get(OVERLAP) is False
+
+
+def test_a_tuned_config_has_to_compute_what_the_plain_one_does() -> None:
+    run = against(winner_with({OVERLAP: False, BUCKET: 5000}), losing(lambda asked: by_overlap(asked), by=0.001))
+    parity = run.certified.certificate.parity
+    assert run.certified.certificate.passed
+    assert parity is not None
+    assert (parity.reference, parity.steps, parity.within, parity.changed_by) == ("zero2", 6, True, ())
+    assert parity.largest_difference == pytest.approx(0.005)
+    ours, theirs = parities(run)
+    assert ours.steps == theirs.steps == PARITY
+    assert ours.purpose == theirs.purpose == "certify"
+
+
+def test_both_run_on_as_many_samples() -> None:
+    winner = timed(trial("zero1", 6, accumulation=2, settings={BUCKET: 7}), 60)
+    reference = timed(trial("zero2", 4, settings={BUCKET: 7}), 1)
+    ours, theirs = parities(certifying(losing(never), winner, reference=reference))
+    assert (ours.knobs.micro_batch, ours.knobs.accumulation) == (6, 2)
+    assert (theirs.knobs.micro_batch, theirs.knobs.accumulation) == (4, 3)
+    assert ours.knobs.train_batch(2) == theirs.knobs.train_batch(2) == 24
+
+
+@pytest.mark.parametrize(
+    ("plain", "winner", "size"), [((1, 1), (12, 1), 1), ((5, 1), (12, 1), 4), ((8, 4), (3, 1), 3), ((2, 1), (7, 3), 1)]
+)
+def test_the_reference_takes_the_largest_micro_batch_that_divides_the_samples(
+    plain: tuple[int, int], winner: tuple[int, int], size: int
+) -> None:
+    cut = cut_alike(
+        Knobs(micro_batch=plain[0], accumulation=plain[1]), Knobs(micro_batch=winner[0], accumulation=winner[1])
+    )
+    assert cut.micro_batch == size
+    assert cut.micro_batch * cut.accumulation == winner[0] * winner[1]
+
+
+def test_a_config_that_differs_in_the_batch_only_is_not_compared() -> None:
+    run = against(winner_with(PLAIN.trial.knobs.settings, micro_batch=8), losing(never))
+    assert parities(run) == []
+    assert run.certified.certificate.parity is None
+    assert run.certified.certificate.passed
+
+
+def test_without_a_reference_nothing_is_compared() -> None:
+    run = against(winner_with({OVERLAP: False}), losing(by_overlap), reference=None)
+    assert parities(run) == []
+    assert run.certified.certificate.parity is None
+
+
+def test_a_knob_that_changes_the_maths_is_named_and_taken_back() -> None:
+    run = against(winner_with({OVERLAP: False, BUCKET: 5000}, checkpointing=True), losing(by_overlap))
+    certificate, best = run.certified.certificate, run.certified.best.trial
+    assert certificate.parity is not None
+    assert (certificate.parity.changed_by, certificate.parity.taken_back) == ((OVERLAP,), OVERLAP)
+    assert certificate.parity.within
+    assert certificate.parity.largest_difference == 0
+    assert certificate.passed
+    assert best.knobs == Knobs(micro_batch=4, checkpointing=True, settings={OVERLAP: True, BUCKET: 5000})
+    assert (best.purpose, best.steps, best.exam) == ("verify", TIMED, None)  # its speed is measured anew
+    examined = [one.knobs.settings[OVERLAP] for one in run.trials if one.exam == "worst_case"]
+    assert examined == [False, True]  # and the worst case is examined again
+    assert f"{OVERLAP} taken back to true: with false losses differ by 50 % from zero2's" in run.said
+    assert run.said in run.certified.reason
+
+
+def test_each_knob_is_set_back_alone() -> None:
+    run = against(winner_with({OVERLAP: False, TYPE: "bf16"}, checkpointing=True), losing(by_overlap))
+    tried = [one.knobs for one in parities(run)[2:]]
+    assert [(knobs.settings, knobs.checkpointing) for knobs in tried] == [
+        ({OVERLAP: True, TYPE: "bf16"}, True),
+        ({OVERLAP: False}, True),
+        ({OVERLAP: False, TYPE: "bf16", BUCKET: 1000}, True),
+        ({OVERLAP: False, TYPE: "bf16"}, False),
+    ]
+
+
+def test_checkpointing_that_changes_the_maths_is_taken_back() -> None:
+    winner = winner_with(PLAIN.trial.knobs.settings, checkpointing=True)
+    run = against(winner, losing(lambda asked: asked.knobs.checkpointing))
+    assert run.certified.best.trial.knobs.checkpointing is False
+    assert run.certified.certificate.parity is not None
+    assert run.certified.certificate.parity.changed_by == ("checkpointing",)
+    assert "checkpointing taken back to false" in run.said
+
+
+def test_of_two_knobs_that_change_the_maths_together_one_is_taken_back_and_both_are_named() -> None:
+    run = against(
+        winner_with({OVERLAP: False, BUCKET: 5000}),
+        losing(lambda asked: by_overlap(asked) and asked.knobs.settings.get(BUCKET) == 5000),
+    )
+    assert run.certified.certificate.parity is not None
+    assert run.certified.certificate.parity.changed_by == (OVERLAP, BUCKET)
+    assert differing(run.certified.best.trial.knobs, PLAIN.trial.knobs) == (BUCKET,)
+
+
+def test_when_no_knob_alone_changes_the_maths_the_rung_or_a_combination_does_and_nothing_passes() -> None:
+    winner = winner_with({OVERLAP: False, BUCKET: 5000}, rung="zero3")
+    run = against(winner, losing(lambda asked: asked.rung == "zero3"))
+    certificate = run.certified.certificate
+    assert run.certified.best is winner
+    assert not certificate.passed
+    assert certificate.parity is not None
+    assert not certificate.parity.within
+    assert certificate.parity.changed_by == ()
+    assert "zero3 itself or a combination of its knobs changes the maths" in run.said
+    assert "50 %" in run.certified.reason
+
+
+@pytest.mark.parametrize("who", ["zero3", "zero2"])
+def test_parity_that_cannot_be_run_is_said(who: str) -> None:
+    def answer(asked: Trial) -> Outcome:
+        broken = asked.exam == "parity" and asked.rung == who
+        return failed(evidence="RuntimeError: cannot cut a list\nmore") if broken else passes(asked)
+
+    winner = winner_with({}, rung="zero3")
+    run = against(winner, answer)
+    assert run.certified.best is winner
+    assert not run.certified.certificate.passed
+    assert run.certified.certificate.parity is None
+    (said,) = run.certified.certificate.not_checked
+    assert said.startswith(f"parity was not checked: {who}")
+    assert said.endswith("failed in step: RuntimeError: cannot cut a list")
+
+
+def test_parity_that_ran_out_of_memory_or_of_trials_is_said() -> None:
+    winner = winner_with({}, rung="zero3")
+    full = against(winner, lambda asked: out_of_memory() if asked.exam == "parity" else passes(asked))
+    assert "parity was not checked: zero3 ran out of device memory in forward" in full.said
+    spent = against(winner, losing(never), most_trials=2)
+    assert "parity was not checked: zero2, the reference, was not run, all 2 trials" in spent.said
+    assert not full.certified.certificate.passed
+    assert not spent.certified.certificate.passed
+
+
+def test_trials_spent_before_the_knob_was_found_are_said() -> None:
+    winner = winner_with({BUCKET: 5000, OVERLAP: False})
+    run = against(winner, losing(by_overlap), most_trials=4)
+    assert run.certified.best is winner
+    assert not run.certified.certificate.passed
+    assert f"with {OVERLAP} set back it was not run, all 4 trials of the certificate are spent" in run.said
+
+
+def test_a_config_that_no_longer_fits_without_its_knob_makes_way_for_the_runner_up() -> None:
+    def answer(asked: Trial) -> Outcome:
+        if asked.rung == "zero1" and asked.exam == "worst_case" and not asked.knobs.checkpointing:
+            return out_of_memory()
+        return losing(lambda one: one.knobs.checkpointing and one.rung == "zero1")(asked)
+
+    settings = PLAIN.trial.knobs.settings
+    winner = winner_with(settings, rung="zero1", checkpointing=True, micro_batch=1)
+    runner_up = timed(trial("zero2", 2, settings=settings), 61)
+    taken = against(winner, answer, alternates=[runner_up])
+    assert taken.certified.best is runner_up
+    assert taken.certified.certificate.passed
+    alone = against(winner, answer)
+    assert alone.certified.best is winner
+    assert not alone.certified.certificate.passed
+    assert "changed by checkpointing; without it, the config was not seen to hold" in alone.certified.reason
+    assert alone.certified.certificate.backed_off == ()
+    assert alone.certified.certificate.parity is not None
+    assert not alone.certified.certificate.parity.within
+
+
+@pytest.mark.parametrize(
+    ("losses", "plain", "apart"),
+    [
+        ((2.0, 1.01), (2.0, 1.0), 0.01),
+        ((math.nan, 1.0), (1.0, 1.0), math.inf),
+        ((1.0, math.inf), (1.0, math.inf), 0.0),
+        ((0.5,), (0.0,), 5e11),
+        ((-1.1,), (-1.0,), 0.1),
+    ],
+)
+def test_losses_are_compared_step_by_step(losses: Sequence[float], plain: Sequence[float], apart: float) -> None:
+    assert difference(losses, plain) == pytest.approx(apart)
+
+
+def test_a_winner_whose_loss_is_no_number_does_not_pass() -> None:
+    def answer(asked: Trial) -> Outcome:
+        broken = asked.exam == "parity" and asked.rung == "zero3"
+        return replace(passes(asked), losses=(math.nan,) * 6) if broken else passes(asked)
+
+    run = against(winner_with(PLAIN.trial.knobs.settings, rung="zero3"), answer)
+    assert not run.certified.certificate.passed
+    assert "a loss is not finite" in run.said
+
+
+def test_losses_that_are_no_numbers_on_either_side_prove_nothing() -> None:
+    run = against(
+        winner_with({}, rung="zero3"),
+        lambda asked: replace(passes(asked), losses=(math.nan,) * 6) if asked.exam == "parity" else passes(asked),
+    )
+    assert run.certified.certificate.not_checked == (
+        "parity was not checked: no loss of zero2, the reference, is finite",
+    )
+
+
+def test_a_knob_is_set_back_to_what_the_plain_config_has() -> None:
+    knobs, plain = Knobs(settings={OVERLAP: False, TYPE: "bf16"}), Knobs(settings={OVERLAP: True}, checkpointing=False)
+    assert set_back(knobs, plain, OVERLAP).settings == {OVERLAP: True, TYPE: "bf16"}
+    assert set_back(knobs, plain, TYPE).settings == {OVERLAP: False}
+    assert set_back(knobs, plain, "checkpointing").checkpointing is False
+
+
+def test_the_reference_is_not_run_again_as_the_winner_with_its_knob_set_back() -> None:
+    reference = timed(trial("zero2", 4, settings={OVERLAP: True}), 1)
+    run = certifying(losing(by_overlap), timed(trial("zero2", 4, settings={OVERLAP: False}), 60), reference=reference)
+    assert len(parities(run)) == 2
+    assert run.certified.best is reference  # it was timed before
+    assert run.certified.certificate.passed
+
+
+def test_of_several_knobs_that_mend_the_losses_the_one_that_comes_closest_is_taken_back() -> None:
+    def answer(asked: Trial) -> Outcome:
+        ran, settings = passes(asked), asked.knobs.settings
+        by = 0.01 if by_overlap(asked) else 0.001
+        off = by * 5 if by_overlap(asked) and settings[BUCKET] == 5000 else by
+        if asked.exam != "parity" or settings == PLAIN.trial.knobs.settings:
+            return ran
+        return replace(ran, losses=tuple(loss * (1 + off) for loss in ran.losses))
+
+    for settings in ({OVERLAP: False, BUCKET: 5000}, {BUCKET: 5000, OVERLAP: False}):
+        run = against(winner_with(settings), answer)
+        parity = run.certified.certificate.parity
+        assert parity is not None
+        assert set(parity.changed_by) == {OVERLAP, BUCKET}
+        assert parity.taken_back == OVERLAP
+        assert parity.largest_difference == pytest.approx(0.001)
+
+
+def test_parity_asks_each_config_as_if_it_was_never_measured() -> None:
+    winner = replace(winner_with({}, rung="zero3"), trial=replace(trial("zero3", 4), purpose="verify", repeat=2))
+    assert [one.repeat for one in parities(against(winner, losing(never)))] == [0, 0]
+
+
+def test_of_several_configs_that_cannot_be_mended_the_first_is_told() -> None:
+    def answer(asked: Trial) -> Outcome:
+        if asked.exam == "worst_case" and not asked.knobs.checkpointing:
+            return out_of_memory()
+        return losing(lambda one: one.knobs.checkpointing)(asked)
+
+    settings = PLAIN.trial.knobs.settings
+    winner = winner_with(settings, rung="zero1", checkpointing=True, micro_batch=1)
+    runner_up = timed(trial("zero3", 1, settings=settings, checkpointing=True), 61)
+    run = against(winner, answer, alternates=[runner_up])
+    assert run.certified.best is winner
+    assert ("zero3", 1) in run.exams
+
+
+SAME = Trained(samples="12.000000", weights=4096.0)
+
+
+def of_a_script(trained: Callable[[Trial], Trained], bends: Bends = never) -> Callable[[Trial], Outcome]:
+    """As `losing`; a parity trial says what it trained."""
+
+    def answer(asked: Trial) -> Outcome:
+        ran = losing(bends)(asked)
+        return replace(ran, trained=trained(asked)) if asked.exam == "parity" else ran  # type: ignore[arg-type]
+
+    return answer
+
+
+def scripted(answer: Callable[[Trial], Outcome], winner: Record | None = None) -> Certifying:
+    reference = timed(trial("ddp", 4, settings={BUCKET: 7}), 1)
+    winner = winner or timed(trial("zero2", 16, settings={BUCKET: 7, OVERLAP: False}), 60)
+    return certifying(answer, winner, reference=reference, alike=True)
+
+
+def test_a_script_is_compared_at_the_micro_batch_that_both_configs_fit() -> None:
+    run = scripted(of_a_script(lambda asked: SAME))
+    assert [(one.rung, one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [
+        ("zero2", 4, 1),
+        ("ddp", 4, 1),
+    ]
+    parity = run.certified.certificate.parity
+    assert parity is not None
+    assert (parity.reference, parity.within) == ("ddp", True)
+    assert run.certified.certificate.passed
+
+
+def test_under_a_global_batch_both_configs_of_a_script_accumulate_alike() -> None:
+    run = scripted(of_a_script(lambda asked: SAME), timed(trial("zero2", 12, accumulation=2, settings={BUCKET: 7}), 60))
+    assert [(one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [(4, 6), (4, 6)]
+
+
+def test_a_knob_that_changes_a_scripts_losses_is_taken_back() -> None:
+    run = scripted(of_a_script(lambda asked: SAME, by_overlap))
+    parity = run.certified.certificate.parity
+    assert parity is not None
+    assert (parity.taken_back, parity.within) == (OVERLAP, True)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (Trained(samples="13.000000", weights=4096.0), "draws other samples in each run"),
+        (Trained(samples=None, weights=4096.0), "samples of the script were not seen"),
+        (Trained(samples="12.000000", weights=4096.1), "begins with other weights"),
+        (Trained(samples="12.000000", weights=None), "weights with which it begins were not seen"),
+    ],
+)
+def test_losses_of_a_script_that_trained_something_else_accuse_no_knob(other: Trained, why: str) -> None:
+    run = scripted(of_a_script(lambda asked: SAME if asked.rung == "ddp" else other, by_overlap))
+    certificate = run.certified.certificate
+    assert certificate.parity is None
+    assert not certificate.failures
+    assert why in run.said
+
+
+def test_weights_that_were_summed_in_another_order_are_the_same() -> None:
+    nearly = Trained(samples="12.000000", weights=4096.0 * (1 + 1e-12))
+    run = scripted(of_a_script(lambda asked: SAME if asked.rung == "ddp" else nearly))
+    assert run.certified.certificate.passed

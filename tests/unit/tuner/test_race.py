@@ -1,0 +1,534 @@
+"""The race: which rung wins with which micro batch, who is let in, who drops out when, and what is said of each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.config.profiles import Budget
+from autods.forecast.values import Predicted, RungForecast
+from autods.journal import Journal, Memory, key_of
+from autods.requests import Settings
+from autods.runner.testing import fit, out_of_memory
+from autods.tuner.conclude import Found, result_of
+from autods.tuner.fit import Search
+from autods.tuner.forecasts import BLIND, Foresight
+from autods.types import ModelFacts, Outcome, Record, Tier, Trial
+from tests.support.walks import FACTS, SETTINGS
+
+GIB = 2**30
+LIMIT = 16 * GIB
+RUNGS = {rung.name: rung for rung in SETTINGS.ladder}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """GiB that a rank holds whatever the batch, seconds of a micro step whatever the batch and per sample.
+
+    full: the tier that is too small for it from the micro batch `full_from` on, if one is; its pinned memory runs out
+    where it pins any.
+    """
+
+    gib: float = 2.0
+    fixed_s: float = 1.0
+    sample_s: float = 0.1
+    full: Tier | None = None
+    full_from: int = 1
+
+
+@dataclass(slots=True)
+class Machine:
+    """Rungs as one machine runs them. The rungs that are not named run out of memory at once.
+
+    kept_gib: of a sample's activations without checkpointing; recomputing them keeps a quarter of it and takes a third
+    more time. fp16: how many times as fast it is as bf16. Says where a measurement was flattered: trial → factor.
+    """
+
+    rungs: Mapping[str, Rung]
+    kept_gib: float = 2.0
+    fp16: float = 1.0
+    flattery: Callable[[Trial], float] = lambda trial: 1.0
+    ran: list[Trial] = field(default_factory=list)
+
+    def peak_gib(self, trial: Trial) -> float:
+        knobs = trial.knobs
+        return self.rungs[trial.rung].gib + self.kept_gib * knobs.micro_batch / (4 if knobs.checkpointing else 1)
+
+    def step_s(self, trial: Trial) -> float:
+        rung, knobs = self.rungs[trial.rung], trial.knobs
+        sample_s = rung.sample_s * (1.0 if knobs.checkpointing else 0.75)
+        faster = self.fp16 if knobs.settings.get("fp16.enabled") else 1.0
+        return knobs.accumulation * (rung.fixed_s + sample_s * knobs.micro_batch) / faster
+
+    def answer(self, trial: Trial) -> Outcome:
+        rung = self.rungs.get(trial.rung)
+        if rung is None:
+            return out_of_memory(missing_bytes=GIB)
+        pinned = RUNGS[trial.rung].places["optimizer"] == "host" and not unpinned(trial)
+        if trial.knobs.micro_batch >= rung.full_from and (rung.full == "host" or (rung.full == "pinned" and pinned)):
+            return out_of_memory(missing_bytes=GIB, tier=rung.full)
+        peak = self.peak_gib(trial) * GIB
+        if peak > LIMIT and trial.limited:
+            return out_of_memory(missing_bytes=int(peak - LIMIT))
+        step_s = self.step_s(trial) / self.flattery(trial)
+        rate = trial.knobs.train_batch(SETTINGS.gpus) / step_s
+        return fit(peak_bytes=int(peak), samples_per_second=rate, step_s=step_s, limit_bytes=LIMIT)
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        self.ran.append(trial)
+        return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=10.0)
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        return FACTS, {}
+
+    def final_config(self, trial: Trial) -> dict[str, Any]:
+        return {}
+
+    def sizes(self, rung: str) -> list[int]:
+        """The micro batches that were tried of it, the last comparison left out."""
+        return [trial.knobs.micro_batch for trial in self.ran if trial.rung == rung and trial.purpose in LOOKED]
+
+
+LOOKED = ("walk", "grow")
+
+
+class Foreseeing:
+    """Forecasts a machine's device memory exactly. obvious: it takes every model for a small one."""
+
+    def __init__(self, machine: Machine, *, obvious: bool = False) -> None:
+        self.machine, self.obvious = machine, obvious
+        self.said: dict[str, RungForecast] = {}
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        list(trials)
+
+    def settle(self) -> None:
+        pass
+
+    def is_obvious(self, trial: Trial) -> bool:
+        return self.obvious
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        if trial.rung not in self.machine.rungs:
+            return None
+        peak = int(self.machine.peak_gib(trial) * GIB)
+        use = Predicted(peak_bytes=peak, low_bytes=peak, high_bytes=peak, limit_bytes=LIMIT)
+        return RungForecast(
+            rung=trial.rung, verdict="fits" if peak <= LIMIT else "cannot_fit", reason=f"needs {peak // GIB} GiB",
+            micro_batch=trial.knobs.micro_batch, memory={"device": use},
+        )  # fmt: skip
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        sized = [replace(trial, knobs=replace(trial.knobs, micro_batch=size)) for size in sizes[:64]]
+        fitting = [one for one in sized if self.machine.peak_gib(one) * GIB <= usable_bytes]
+        return fitting[-1].knobs.micro_batch if fitting else None
+
+
+def unpinned(trial: Trial) -> bool:
+    return trial.knobs.settings.get("zero_optimization.offload_optimizer.pin_memory") is False
+
+
+@pytest.fixture
+def raced(tmp_path: Path) -> Callable[..., Found]:
+    """Searches a machine as a fit does, without tuning and certifying."""
+
+    def search(
+        machine: Machine,
+        *,
+        checkpointing: bool = False,
+        stop: str = "fastest",
+        turns: int = 2,
+        tune: int = 0,
+        certify: int = 0,
+        foresight: Foresight | None = None,
+        **asked: Any,
+    ) -> Found:
+        profile = SETTINGS.profile
+        profile = replace(
+            profile,
+            race=replace(profile.race, checkpointing=checkpointing, stop=stop, turns=turns),  # type: ignore[arg-type]
+            tune=replace(profile.tune, trials=tune),
+            certify=replace(profile.certify, most_trials=certify, parity=None),
+        )
+        journal = Journal(tmp_path / "journal.jsonl")
+        memory = Memory(
+            journal, journal.open(fingerprint="race"), lambda trial, id: machine.run(trial, id=id), lambda event: None
+        )
+        settings = replace(SETTINGS, device_bytes=LIMIT, profile=profile, **asked)
+        found = Search(
+            settings=settings, runner=machine, memory=memory, foresight=foresight or Foreseeing(machine),
+            study=tmp_path / "study.jsonl", check=lambda record: record,
+        ).found()  # fmt: skip
+        assert isinstance(found, Found)
+        assert {one.knobs.accumulation for one in machine.ran if one.purpose != "walk"} == {1} or settings.global_batch
+        return found
+
+    return search
+
+
+def won(found: Found) -> tuple[str, int]:
+    return found.raced.best.trial.rung, found.raced.best.trial.knobs.micro_batch
+
+
+def reasons_in_report(found: Found, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
+    records = [Record(id=1, trial=trial, outcome=fit(peak_bytes=1), seconds=1.0) for trial in machine.ran]
+    return result_of(settings, found, records, ({}, {}), 1.0).reasons
+
+
+def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})  # room for 4 samples, and for 24
+    found = raced(machine)
+    assert won(found) == ("zero3", 24)
+    assert found.raced.grown.largest_micro_batch == 24
+    assert found.raced.reasons["zero3"].startswith("fastest of 2 that fit: zero3 with micro batch 24")
+    assert "ddp" in found.raced.reasons
+
+
+def test_the_same_is_found_without_forecasts(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})
+    rung, size = won(raced(machine, foresight=BLIND))
+    assert rung == "zero3"
+    assert size >= 20
+
+
+def test_a_rung_that_ran_out_keeps_no_other_from_racing(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=13), "zero2": Rung(gib=40), "zero3": Rung(gib=3)})
+    found = raced(machine, foresight=BLIND)
+    assert won(found)[0] == "zero3"
+    assert found.raced.reasons["zero2"] == "ran out of device memory"
+
+
+def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=3), "zero1": Rung(gib=2, sample_s=0.5), "zero3": Rung(gib=2, sample_s=0.4)})
+    found = raced(machine)
+    assert won(found)[0] == "ddp"
+    assert 1 <= len(machine.sizes("zero1")) <= 2
+    assert 1 <= len(machine.sizes("zero3")) <= 2
+    assert "samples/s with micro batch" in found.raced.reasons["zero3"]
+    assert "by its steps at most 0." in found.raced.reasons["zero3"]
+    assert found.raced.reasons["zero3"].endswith("times as fast as ddp")
+
+
+def test_a_rung_that_cannot_fit_by_its_forecast_is_not_tried_and_says_so(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=40)})
+    found = raced(machine)
+    assert machine.sizes("zero3") == []
+    assert found.raced.reasons["zero3"] == "cannot fit by the forecast: needs 40 GiB"
+
+
+def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_runs_out(
+    raced: Callable[..., Found],
+) -> None:
+    class Hopeful(Foreseeing):
+        def forecast(self, trial: Trial) -> RungForecast | None:
+            fits = Predicted(peak_bytes=1, low_bytes=1, high_bytes=1, limit_bytes=LIMIT)
+            return RungForecast(rung=trial.rung, verdict="fits", reason="", memory={"device": fits}, micro_batch=1)
+
+    machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=7, sample_s=0.05)})  # room for 24 samples, and for 16
+    found = raced(machine, foresight=Hopeful(machine))
+    entry, smaller, *_ = machine.sizes("zero3")
+    assert entry == 2 * 24  # memory is what ended the leader's climb
+    assert smaller == 24
+    assert won(found) == ("zero3", 16)
+
+
+@pytest.mark.parametrize("tier", ["host", "pinned"])
+def test_where_the_host_is_full_rungs_that_keep_as_much_there_are_passed_over(
+    raced: Callable[..., Found], tier: Tier
+) -> None:
+    offloading = Rung(full="host")
+    machine = Machine({"ddp": Rung(gib=3), "zero2-offload": offloading, "zero3": Rung(gib=3), "zero3-offload": Rung()})
+    found = raced(machine)
+    assert found.raced.reasons["zero2-offload"] == "ran out of host memory"
+    assert machine.sizes("zero3-offload") == []
+    said = "it needs as much host memory as zero2-offload, which ran out of it"
+    assert found.raced.reasons["zero3-offload"] == said
+    assert machine.sizes("zero3") != []
+
+
+def test_a_host_that_is_full_at_a_large_batch_only_says_nothing_against_the_others(raced: Callable[..., Found]) -> None:
+    full = Rung(gib=3, full="host", full_from=4)
+    found = raced(machine := Machine({"ddp": Rung(gib=3), "zero2-offload": full, "zero3-offload": full}))
+    assert machine.sizes("zero3-offload") != []
+    assert "samples/s" in found.raced.reasons["zero3-offload"]
+
+
+def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=12), "zero2-offload": Rung(full="pinned"), "zero3-offload": Rung(full="pinned")})
+    found = raced(machine)
+    assert won(found)[0] == "zero2-offload"
+    assert unpinned(found.best.trial)
+    assert machine.sizes("zero3-offload") != []
+
+
+def test_without_checkpointing_it_is_faster_and_wins_where_memory_allows(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=3, fixed_s=0.05), "zero3": Rung(gib=3, fixed_s=0.1)}, kept_gib=0.5)
+    found = raced(machine, checkpointing=True)
+    assert found.best.trial.rung == "ddp"
+    assert not found.best.trial.knobs.checkpointing
+    assert found.raced.reasons["ddp without checkpointing"].startswith("fastest of ")
+    assert found.raced.reasons["ddp"].endswith("times as fast as ddp without checkpointing")
+
+
+def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., Found]) -> None:
+    """The leader has no room for its activations; the rival has, and is a tenth slower as long as it recomputes."""
+    machine = Machine(
+        {"ddp": Rung(gib=14, fixed_s=0.01), "zero3": Rung(gib=3, fixed_s=0.05, sample_s=0.116)}, kept_gib=2.1
+    )
+    found = raced(machine, checkpointing=True)
+    assert won(found)[0] == "zero3"
+    assert not found.best.trial.knobs.checkpointing
+
+
+def test_without_checkpointing_it_loses_where_the_batch_gets_too_small(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=10, fixed_s=1.0)}, kept_gib=2.0)  # room for 10 samples, and for 2
+    found = raced(machine, checkpointing=True)
+    assert won(found) == ("ddp", 10)
+    assert found.best.trial.knobs.checkpointing
+    assert "times as fast as ddp" in found.raced.reasons["ddp without checkpointing"]
+
+
+def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., Found], tmp_path: Path) -> None:
+    found = raced(Machine({"ddp": Rung(gib=3)}, fp16=1.5), precisions=("fp16",))
+    assert found.best.trial.knobs.settings["fp16.enabled"] is True
+    assert found.raced.reasons["ddp in fp16"].startswith("fastest of 2 that fit")
+    (tmp_path / "journal.jsonl").unlink()
+    machine = Machine({"ddp": Rung(gib=3)}, fp16=1.5)
+    assert "fp16.enabled" not in raced(machine).best.trial.knobs.settings
+
+
+def test_of_equal_rungs_the_earlier_of_the_ladder_wins(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(), "zero1": Rung(), "zero3": Rung()})
+    found = raced(machine)
+    assert won(found) == ("ddp", 26)
+    assert found.best.trial.rung == "ddp"
+    assert "1.00 times as fast" in found.raced.reasons["zero1"]
+
+
+def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Callable[..., Found]) -> None:
+    def flattered(trial: Trial) -> float:
+        return 1.2 if (trial.rung, trial.purpose) == ("zero1", "grow") else 1.0
+
+    machine = Machine({"ddp": Rung(sample_s=0.1), "zero1": Rung(sample_s=0.12)}, flattery=flattered)
+    found = raced(machine)
+    assert won(found)[0] == "ddp"
+    final = [trial for trial in machine.ran if trial.purpose == "race"]
+    assert {"ddp", "zero1"} <= {trial.rung for trial in final}
+    finals = SETTINGS.profile.race.finals
+    assert {(trial.steps.most_timed, trial.steps.spread) for trial in final} == {(finals.most_timed, finals.spread)}
+    assert all(2 <= trial.steps.timed < finals.timed for trial in final)  # each takes seconds
+    assert "measured again" in found.raced.reasons["ddp"]
+    flattered_one = found.raced.reasons["zero1"]  # its first timing was above the winner's
+    assert float(flattered_one.partition("measured again in turn, ")[2].partition(" times as fast as ddp")[0]) < 1
+    assert found.best.outcome == machine.answer(found.best.trial)
+
+
+@pytest.mark.parametrize("budget", [Budget(trials=4), Budget(seconds=40.0)])
+def test_a_spent_budget_ends_the_race_and_the_reasons_say_so(raced: Callable[..., Found], budget: Budget) -> None:
+    machine = Machine({name: Rung(gib=3) for name in ("ddp", "zero1", "zero2", "zero3")})
+    found = raced(machine, budget=budget, checkpointing=True)
+    assert len(machine.ran) <= 5  # what is under way is not cut short
+    assert found.best.trial.rung == "ddp"
+    assert found.raced.reasons["zero3"] == "not tried: the budget is spent"
+    assert found.raced.reasons["ddp"].endswith("was the fastest, and none was measured again") or (
+        "had no other to be compared with" in found.raced.reasons["ddp"]
+    )
+
+
+def test_every_rival_keeps_the_global_batch(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=13), "zero1": Rung(gib=9), "zero3": Rung(gib=3)}, fp16=1.1)
+    found = raced(machine, global_batch=48, checkpointing=True, precisions=("fp16",))
+    timed = [trial for trial in machine.ran if trial.purpose != "walk"]
+    assert {trial.rung for trial in timed} == {"ddp", "zero1", "zero3"}
+    assert {trial.knobs.train_batch(SETTINGS.gpus) for trial in timed} == {48}
+    assert found.best.trial.rung == "zero3"
+
+
+def test_for_memory_the_smallest_peak_wins(raced: Callable[..., Found]) -> None:
+    machine = Machine({"ddp": Rung(gib=9), "zero1": Rung(gib=5), "zero3": Rung(gib=3, fixed_s=9.0)})
+    found = raced(machine, objective="memory")
+    assert won(found) == ("zero3", 1)
+    assert {size for name in machine.rungs for size in machine.sizes(name)} == {1}
+    assert "fast" not in " ".join(found.raced.reasons.values())
+
+
+def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(gib=13), "zero3": Rung(gib=3)})
+    found = raced(machine, stop="first-fit")
+    assert found.best.trial.rung == "zero1"
+    assert set(machine.sizes("zero3") + machine.sizes("zero2")) == set()
+    assert found.raced.reasons == {"zero1": "the first rung of the ladder that fits"}
+
+
+def first_fit(raced: Callable[..., Found], machine: Machine, **asked: Any) -> Found:
+    return raced(machine, stop="first-fit", checkpointing=True, **asked)
+
+
+def test_first_fit_recomputes_nothing_where_memory_is_not_what_ends_growth(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
+    found = first_fit(raced, machine)
+    assert not found.best.trial.knobs.checkpointing
+    assert {one.knobs.micro_batch for one in machine.ran if one.knobs.checkpointing} == {1}  # the walk's look only
+    assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
+
+
+def test_first_fit_recomputes_where_that_makes_room_for_a_batch_that_pays(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})  # room for 3 samples without, for 13 with
+    found = first_fit(raced, machine)
+    assert found.best.trial.knobs.checkpointing
+    assert found.best.trial.knobs.micro_batch > 3
+    assert found.raced.reasons["zero1"] == "the first rung of the ladder that fits"
+    assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
+
+
+def test_first_fit_recomputes_nothing_where_a_larger_batch_does_not_pay_for_it(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(gib=6, fixed_s=0.01)})
+    found = first_fit(raced, machine)
+    assert not found.best.trial.knobs.checkpointing
+    assert found.raced.reasons["zero1"].endswith("times as fast as zero1 without checkpointing")
+
+
+@pytest.mark.parametrize("foresight", [None, BLIND])
+def test_first_fit_recomputes_where_nothing_fits_without(
+    raced: Callable[..., Found], foresight: Foresight | None
+) -> None:
+    machine = Machine({"zero1": Rung(gib=14)})  # 14.5 GiB for a sample that is recomputed, 16 and no headroom without
+    found = first_fit(raced, replace(machine, kept_gib=4.0), foresight=foresight)
+    assert found.best.trial.knobs.checkpointing
+    reason = found.raced.reasons["zero1 without checkpointing"]
+    assert "cannot fit by the forecast" in reason if foresight is None else "ran out of device memory" in reason
+
+
+def test_what_first_fit_did_not_recompute_may_back_off_to_recomputing(raced: Callable[..., Found]) -> None:
+    found = first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
+    assert [one.trial.knobs.checkpointing for one in found.raced.others] == [True]
+
+
+def looked(machine: Machine) -> list[bool]:
+    """Whether each first look recomputed."""
+    return [one.knobs.checkpointing for one in machine.ran if one.purpose == "walk"]
+
+
+def test_what_fits_by_far_is_looked_at_without_recomputing_and_that_is_all(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
+    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
+    assert looked(machine) == [False]
+    assert not found.best.trial.knobs.checkpointing
+    assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
+
+
+def test_what_fits_by_far_recomputes_where_memory_ends_its_growth_and_that_pays(raced: Callable[..., Found]) -> None:
+    machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})
+    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
+    assert looked(machine) == [False, True]
+    assert found.best.trial.knobs.checkpointing
+    assert found.best.trial.knobs.micro_batch > 3
+    assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
+
+
+def test_what_was_thought_to_fit_by_far_and_does_not_is_looked_at_again_with_recomputing(
+    raced: Callable[..., Found],
+) -> None:
+    machine = Machine({"zero1": Rung(gib=14)}, kept_gib=4.0)
+    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
+    assert looked(machine)[:2] == [False, True]
+    assert found.best.trial.knobs.checkpointing
+
+
+@dataclass(slots=True)
+class LongTexts(Machine):
+    """Its longest batch fits only where activations are recomputed."""
+
+    def answer(self, trial: Trial) -> Outcome:
+        return out_of_memory() if trial.exam and not trial.knobs.checkpointing else Machine.answer(self, trial)
+
+
+def test_what_was_never_looked_at_with_recomputing_may_back_off_to_it(raced: Callable[..., Found]) -> None:
+    machine = LongTexts({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
+    foresight = Foreseeing(machine, obvious=True)
+    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=foresight, certify=12)
+    assert found.best.trial.knobs.checkpointing
+    assert found.certified is not None
+    assert found.certified.certificate.backed_off
+    assert looked(machine) == [False, True]
+
+
+def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Found]) -> None:
+    machine = Machine({name: Rung() for name in RUNGS})
+    found = raced(machine)
+    assert machine.sizes("zero3-nvme") == []
+    assert "NVMe" in reasons_in_report(found, machine)["zero3-nvme"]
+
+
+def test_two_variants_of_a_rung_are_tuned_apart(raced: Callable[..., Found], tmp_path: Path) -> None:
+    """Here they have the same micro batch: all that differs is the checkpointing."""
+    machine = Machine({"zero2": Rung(sample_s=0.05)}, kept_gib=0.1)
+    usual = raced(replace(machine, ran=[]), global_batch=2 * SETTINGS.gpus, checkpointing=True).best.trial.knobs
+    (tmp_path / "journal.jsonl").unlink()
+    machine.flattery = lambda trial: 1.2 if trial.knobs.settings != usual.settings else 1.0
+    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=3)
+    assert "the runner-up" in found.tuned.reason
+    tuned = [trial for trial in machine.ran if trial.purpose == "tune" and trial.repeat == 0]
+    counted = Counter(trial.knobs.checkpointing for trial in tuned)
+    assert sorted(counted.values()) == [1, 3]  # the same settings: what they are worth is known by then
+    rows = [json.loads(line) for line in (tmp_path / "study.jsonl").read_text().splitlines()]
+    assert len({row["study_name"] for row in rows if "study_name" in row}) == 2
+
+
+def test_a_runner_up_with_the_same_settings_is_not_tuned_where_these_gave_the_winner_nothing(
+    raced: Callable[..., Found],
+) -> None:
+    machine = Machine({"zero2": Rung(sample_s=0.05)}, kept_gib=0.1)
+    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=2)
+    tuned = [trial for trial in machine.ran if trial.purpose == "tune"]
+    assert len({trial.knobs.checkpointing for trial in tuned}) == 1
+    assert "none was faster; zero2, as fast, has no other settings to try" in found.tuned.reason
+
+
+def test_of_two_sizes_that_lie_close_only_the_larger_is_measured_again(raced: Callable[..., Found]) -> None:
+    """Its speed is the higher one but for the noise."""
+    machine = Machine({"ddp": Rung(gib=2, fixed_s=3.0), "zero1": Rung(gib=2, fixed_s=3.0)})
+    raced(machine)
+    final = {(trial.rung, trial.knobs.micro_batch) for trial in machine.ran if trial.purpose == "race"}
+    sizes = sorted(size for rung, size in final if rung == "ddp")
+    assert all(larger >= 1.25 * smaller for smaller, larger in pairwise(sizes))
+
+
+CROWD = Machine({"ddp": Rung(gib=40), "zero2": Rung(gib=9), "zero2-offload": Rung(full="host"), "zero3": Rung(gib=3)})
+
+
+@pytest.mark.parametrize("stop", ["fastest", "first-fit"])
+@pytest.mark.parametrize("budget", [Budget(), Budget(trials=5)])
+def test_every_rung_of_the_ladder_has_a_reason_in_the_report(
+    raced: Callable[..., Found], stop: str, budget: Budget
+) -> None:
+    machine = replace(CROWD, ran=[])
+    found = raced(machine, stop=stop, budget=budget, checkpointing=True, precisions=("fp16",))
+    profile = replace(SETTINGS.profile, race=replace(SETTINGS.profile.race, stop=stop))  # type: ignore[arg-type]
+    reasons = reasons_in_report(found, machine, replace(SETTINGS, profile=profile))
+    assert set(RUNGS) <= set(reasons)
+    assert all(reasons.values())
+    if stop == "fastest":
+        assert sum(one.startswith("fastest of ") for one in reasons.values()) == 1
+
+
+@pytest.mark.parametrize("foresight", [None, BLIND])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        CROWD,
+        Machine({"ddp": Rung(), "zero1": Rung(), "zero2": Rung(), "zero3": Rung(gib=1.5)}),
+        Machine({"zero1": Rung(gib=14.5), "zero3": Rung(gib=14), "zero3-offload": Rung(full="pinned")}),
+    ],
+)
+def test_no_trial_is_run_twice(raced: Callable[..., Found], machine: Machine, foresight: Foresight | None) -> None:
+    machine = replace(machine, ran=[])
+    raced(machine, foresight=foresight, checkpointing=True, precisions=("fp16",))
+    assert [key for key, count in Counter(map(key_of, machine.ran)).items() if count > 1] == []
