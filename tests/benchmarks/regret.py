@@ -2,10 +2,11 @@
 
 python tests/benchmarks/regret.py [--seeds 200] [--first-seed 0] [--config default] [--blind] [--tune] [--json]
 
-Each seed draws a model and a machine (tests/support/surfaces.py): eight rungs, none of which is always the fastest, with
-and without checkpointing; step times that are 5 % noise each; cliffs; a forecast that is a few percent wrong. Share: the
-true speed of the answer over that of the best rung, micro batch and checkpointing within the memory, both with the best
-settings; what tuning adds is shown beside it. --blind: no forecast. --tune: with Optuna, which takes longer.
+Each seed draws a model and a machine (tests/support/surfaces.py): eight rungs, none of which is always the fastest,
+with and without checkpointing; step times that are 5 % noise each; cliffs; a forecast that is a few percent wrong.
+Share: the true speed of the answer over that of the best rung, micro batch and checkpointing within the memory, both
+with the best settings; what tuning adds is shown beside it. --blind: no forecast. --tune: with Optuna, which takes
+longer.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 python tests/benchmarks/scale.py [search failures plan] [--worlds 8,64,512,8192] [--seeds 3] [--json]
 
-search: whole fits (the default config, tuning and certificate included) of made-up machines (tests/support/surfaces.py)
-on a scripted cluster: every rank of every node reports each trial as a real one does, and what a fit does with that is what
-is measured: processor seconds of deciding (search, forecasts' correction, Optuna, journal), of joining all ranks'
-reports to one outcome, bytes of the journal, of report.json, and of the process at its peak.
+search: whole fits (the default config, tuning and certificate included) of made-up machines
+(tests/support/surfaces.py) on a scripted cluster: every rank of every node reports each trial as a real one does, and
+what a fit does with that is what is measured: processor seconds of deciding (search, forecasts' correction, Optuna,
+journal), of joining all ranks' reports to one outcome, bytes of the journal, of report.json, and of the process at
+its peak.
 
 failures: one trial in which every rank runs out of memory within a second, and one in which a rank does and the others
 notice: processor seconds until the first cause is found, bytes of its journal line.
