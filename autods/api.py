@@ -13,7 +13,7 @@ from .types import WorkloadSource
 
 if TYPE_CHECKING:
     from .forecast.values import ForecastListener
-    from .probe.request import Question as ProbeQuestion
+    from .prober.request import Question as ProbeQuestion
     from .report.results import Forecast, ProbeReport
     from .requests import Question
     from .system.host import Hardware
@@ -215,8 +215,8 @@ def probe(
 
 def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
     """Check the workload and what was asked (by `probe`'s names) against this machine. Raises InputError."""
-    from .probe.request import most_ranks
-    from .probe.request import settle as settle_probe
+    from .prober.request import most_ranks
+    from .prober.request import settle as settle_probe
 
     asked = typed(asked)
     source = _source_to_try(workload, asked)
@@ -226,7 +226,7 @@ def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
 
 def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeReport:
     """Run the probe; imported late, because it brings Ray."""
-    from .probe.run import probe
+    from .prober.run import probe
 
     return probe(question, listen=listen, fresh=fresh)
 

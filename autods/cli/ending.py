@@ -23,7 +23,7 @@ from ..report.serialize import SO_FAR, to_dict
 if TYPE_CHECKING:
     from ..events import Listener
     from ..forecast.values import ForecastListener
-    from ..probe.request import Question as ProbeQuestion
+    from ..prober.request import Question as ProbeQuestion
     from ..report.results import Forecast, ProbeReport
     from ..requests import Question, Settings
 

@@ -14,7 +14,7 @@ from .ending import Call, ended_by, named
 
 if TYPE_CHECKING:
     from ..events import Event, Listener
-    from ..probe.request import Question
+    from ..prober.request import Question
     from ..report.results import ProbeReport
 
 EPILOG = """
@@ -150,7 +150,7 @@ def _show(report: ProbeReport, *, as_json: bool, as_csv: bool) -> None:
 
 
 def _progress(question: Question, quiet: bool) -> AbstractContextManager[Listener]:
-    from ..probe.grid import label_of
+    from ..prober.grid import label_of
     from ..report.live import Progress
 
     return nullcontext(lambda event: None) if quiet else Progress(label=lambda trial: label_of(question, trial))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from autods.events import Listener
-from autods.probe.request import Question, settle
-from autods.probe.run import probe
+from autods.prober.request import Question, settle
+from autods.prober.run import probe
 from autods.report.results import ProbeReport
 from autods.requests import Settings
 from autods.runner.testing import Answer, ScriptedRunner

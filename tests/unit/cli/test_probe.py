@@ -14,7 +14,7 @@ from autods.cli.ending import UseCases
 from autods.cli.main import main
 from autods.errors import Interrupted
 from autods.events import Listener
-from autods.probe.request import Question
+from autods.prober.request import Question
 from autods.report.results import ProbeReport
 from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed

@@ -10,8 +10,8 @@ import pytest
 from autods.forecast.scripted import Scripted, allocates
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import Ask, Simulated
-from autods.probe.capacity import MOST_TRIALS
-from autods.probe.request import Question
+from autods.prober.capacity import MOST_TRIALS
+from autods.prober.request import Question
 from autods.report.results import CellResult
 from autods.runner.testing import failed, surface
 from autods.types import Outcome, Trial, WorkloadSource

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.probe.grid import Cell, cells_of, config_of
+from autods.prober.grid import Cell, cells_of, config_of
 from autods.types import ModelFacts, Scalar, Trial
 from tests.support.probes import FACTS, ask
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autods.probe.grid import cells_of
-from autods.probe.measure import compared, in_turns, result_of, shared
+from autods.prober.grid import cells_of
+from autods.prober.measure import compared, in_turns, result_of, shared
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import ratios, spread_of
 from autods.types import Outcome, Trial

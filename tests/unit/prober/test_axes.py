@@ -8,8 +8,8 @@ import pytest
 
 from autods.config.strategies import all_rungs
 from autods.errors import InputError
-from autods.probe.axes import all_keys, axes_of, known_keys, parsed
-from autods.probe.request import MOST_CELLS, experiment_rungs
+from autods.prober.axes import all_keys, axes_of, known_keys, parsed
+from autods.prober.request import MOST_CELLS, experiment_rungs
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
 from autods.workload.arguments import settings_under
@@ -169,7 +169,7 @@ def test_a_function_that_takes_anything_takes_any_argument(tmp_path: Path) -> No
 
 
 def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path) -> None:
-    from autods.probe.request import settle
+    from autods.prober.request import settle
 
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "gpt2", "n_layer": 2}')
@@ -182,7 +182,7 @@ def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path
 
 
 def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
-    from autods.probe.request import settle
+    from autods.prober.request import settle
     from autods.workload.arguments import source_under
 
     argv = ("--lr", "{lr}", "--config", "{ds_config}")

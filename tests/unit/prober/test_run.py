@@ -13,7 +13,7 @@ from rich.console import Console
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
-from autods.probe.grid import label_of
+from autods.prober.grid import label_of
 from autods.report.probe_view import show
 from autods.report.results import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict

@@ -15,7 +15,7 @@ import pytest
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import Journal
-from autods.probe.request import Question
+from autods.prober.request import Question
 from autods.report.results import ProbeReport
 from autods.requests import Settings
 from autods.runner.placement import NoRoom
