@@ -16,14 +16,14 @@ class AutodsError(Exception):
 
 
 class InputError(AutodsError):
-    """The user's input is wrong. `where` names the place, `mend` says how to mend it."""
+    """The user's input is wrong. `where` names the place, `hint` says how to fix it."""
 
     exit_code = 2
 
-    def __init__(self, what: str, *, where: str | None = None, mend: str | None = None) -> None:
-        self.what, self.where, self.mend = what, where, mend
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what, self.where, self.hint = what, where, hint
         line = f"{where}: {what}" if where else what
-        super().__init__(f"{line}\n  {mend}" if mend else line)
+        super().__init__(f"{line}\n  {hint}" if hint else line)
 
 
 class EnvironmentBroken(AutodsError):

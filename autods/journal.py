@@ -17,7 +17,7 @@ from .errors import InputError
 from .events import Listener, TrialFinished, TrialStarted
 from .schema import read_as
 from .types import Failed, Fit, Outcome, Record, Trial, is_machines_fault
-from .units import show_bytes
+from .units import format_bytes
 
 VERSION = 1
 _ROW_START = b'{"kind": "'
@@ -171,14 +171,14 @@ class Journal:
             raise InputError(
                 "is the journal of another fit (the workload, the settings or the version differ)",
                 where=str(self.path),
-                mend="give another --out, or --fresh to start over",
+                hint="give another --out, or --fresh to start over",
             )
 
     def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
-        return InputError(f"is damaged: {why}", where=f"{self.path}:{number}", mend="start over with --fresh")
+        return InputError(f"is damaged: {why}", where=f"{self.path}:{number}", hint="start over with --fresh")
 
-    def _unusable(self, act: str, error: OSError, mend: str) -> InputError:
-        return InputError(f"cannot be {act}: {error.strerror}", where=str(self.path), mend=mend)
+    def _unusable(self, act: str, error: OSError, hint: str) -> InputError:
+        return InputError(f"cannot be {act}: {error.strerror}", where=str(self.path), hint=hint)
 
 
 def _may_be_mended(outcome: Outcome) -> bool:
@@ -218,14 +218,14 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
         lock = open(out / _LOCK, "w")
     except OSError as error:
         raise InputError(
-            f"cannot be written: {error.strerror}", where=str(out), mend="give another folder with --out"
+            f"cannot be written: {error.strerror}", where=str(out), hint="give another folder with --out"
         ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                "another fit is running in this folder", where=str(out), mend="wait for it, or give another --out"
+                "another fit is running in this folder", where=str(out), hint="wait for it, or give another --out"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -240,7 +240,7 @@ def check_room(out: Path) -> None:
     free = shutil.disk_usage(out).free
     if free < _LEAST_FREE_BYTES:
         raise InputError(
-            f"the disk is full: {show_bytes(free)} are free", where=str(out), mend="free some, or give another --out"
+            f"the disk is full: {format_bytes(free)} are free", where=str(out), hint="free some, or give another --out"
         )
 
 
@@ -253,7 +253,7 @@ def _check_own(out: Path) -> None:
         raise InputError(
             f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
             where=str(out),
-            mend="give another --out, such as a new folder in it",
+            hint="give another --out, such as a new folder in it",
         )
 
 

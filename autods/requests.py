@@ -29,7 +29,7 @@ from .errors import EnvironmentBroken, InputError
 from .system.host import Hardware
 from .system.host import asked as asked_threads
 from .types import Device, ModelFacts, WorkloadSource
-from .units import parse_seconds, show_bytes
+from .units import format_bytes, parse_seconds
 
 _WHOLE = (
     "nodes", "global_batch", "seq_len", "target_len", "seed", "max_trials", "micro_batch", "parallel_trials",
@@ -90,13 +90,13 @@ def device_of(device: str, hardware: Hardware) -> Device:
     if device == "cpu":
         return "cpu"
     if device != "cuda":
-        raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
     if hardware.unusable is not None:
         raise EnvironmentBroken(hardware.unusable)
     if not hardware.cards:
         raise InputError(
             "no CUDA GPU is visible on this machine",
-            mend="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
+            hint="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
         )
     return "cuda"
 
@@ -108,7 +108,7 @@ def check_nodes(nodes: int | None, address: str | None) -> int:
     if nodes is not None and nodes > 1 and address is None:
         raise InputError(
             f"--nodes {nodes} needs a Ray cluster",
-            mend="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
+            hint="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
         )
     return nodes or 1
 
@@ -117,7 +117,7 @@ def ranks_of(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -
     """Of all nodes together; on CUDA all cards, if nothing was asked."""
     if gpus is None:
         if device == "cpu":
-            raise InputError("--device cpu needs the number of ranks", mend="give --gpus 2, say")
+            raise InputError("--device cpu needs the number of ranks", hint="give --gpus 2, say")
         return len(hardware.cards) * nodes
     if check_ranks(gpus) % nodes:
         raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
@@ -129,7 +129,7 @@ def ranks_of(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -
             )
         raise InputError(
             f"--gpus {gpus}: {shown}",
-            mend=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
+            hint=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
         )
     return gpus
 
@@ -140,18 +140,18 @@ def device_bytes_of(asked: int | None, device: Device, ranks: int, hardware: Har
         card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
         smallest = card.usable_bytes
         if asked is not None and asked > smallest:
-            shared = f", of which other processes hold {show_bytes(card.others_bytes)}" if card.others_bytes else ""
+            shared = f", of which other processes hold {format_bytes(card.others_bytes)}" if card.others_bytes else ""
             raise InputError(
-                f"--gpu-memory {show_bytes(asked)}: the card has {show_bytes(card.total_bytes)}{shared}",
-                mend=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
+                f"--gpu-memory {format_bytes(asked)}: the card has {format_bytes(card.total_bytes)}{shared}",
+                hint=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
         return asked or smallest
     fair = int(hardware.host_free_bytes * 0.8 / ranks)
     if asked is not None and asked * ranks > hardware.host_bytes:
         raise InputError(
-            f"{ranks} CPU ranks × {show_bytes(asked)} = {show_bytes(asked * ranks)}: "
-            f"this machine has {show_bytes(hardware.host_bytes)}",
-            mend=f"give --gpu-memory {fair // 2**20}MiB or less",
+            f"{ranks} CPU ranks × {format_bytes(asked)} = {format_bytes(asked * ranks)}: "
+            f"this machine has {format_bytes(hardware.host_bytes)}",
+            hint=f"give --gpu-memory {fair // 2**20}MiB or less",
         )
     _check_process(asked or fair, hardware.process_bytes)
     return asked or fair
@@ -163,9 +163,9 @@ def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
         return
     less = process_bytes - _OF_A_PROCESS
     raise InputError(
-        f"a CPU rank with {show_bytes(budget_bytes)} holds up to {show_bytes(_OF_A_PROCESS)} more of torch and"
-        f" DeepSpeed, and `ulimit -Hd` lets a process hold {show_bytes(process_bytes)}",
-        mend=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise it in a shell of root's",
+        f"a CPU rank with {format_bytes(budget_bytes)} holds up to {format_bytes(_OF_A_PROCESS)} more of torch and"
+        f" DeepSpeed, and `ulimit -Hd` lets a process hold {format_bytes(process_bytes)}",
+        hint=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise it in a shell of root's",
     )
 
 
@@ -175,7 +175,7 @@ def nvme_folder(path: str | Path | None) -> Path | None:
         return None
     folder = Path(path).absolute()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError("is not a folder that can be written", where=f"--nvme-path {path}", mend="create it first")
+        raise InputError("is not a folder that can be written", where=f"--nvme-path {path}", hint="create it first")
     return folder
 
 
@@ -265,7 +265,7 @@ def resolve(
     if not 0 <= seed < _SEEDS:
         raise InputError(f"--seed {seed}: seeds are 0 to {_SEEDS - 1}")
     if out is not None and not str(out):
-        raise InputError("--out is empty", mend="give a folder: --out autods-out/mine, or . for this one")
+        raise InputError("--out is empty", hint="give a folder: --out autods-out/mine, or . for this one")
     profile = _stopping(read_profile(config), stop)
     rungs = choose(ladder or profile.ladder, all_rungs(strategies))
     kind = device_of(device, hardware)
@@ -330,7 +330,7 @@ def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
 def _objective(objective: str) -> Objective:
     if objective not in get_args(Objective):
         raise InputError(
-            f"there is no objective {objective!r}", mend=f"give --objective {', '.join(get_args(Objective))}"
+            f"there is no objective {objective!r}", hint=f"give --objective {', '.join(get_args(Objective))}"
         )
     return cast(Objective, objective)
 
@@ -339,18 +339,18 @@ def _stopping(profile: Profile, stop: str | None) -> Profile:
     if stop is None:
         return profile
     if stop not in get_args(Stop):
-        raise InputError(f"--stop {stop!r} is neither first-fit nor fastest", mend="give --stop first-fit or fastest")
+        raise InputError(f"--stop {stop!r} is neither first-fit nor fastest", hint="give --stop first-fit or fastest")
     return replace(profile, race=replace(profile.race, stop=cast(Stop, stop)))
 
 
 def _budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
     """The profile's, unless something else was asked."""
     if trials is not None and trials < 1:
-        raise InputError(f"--max-trials {trials}: at least one trial is needed", mend="give --max-trials 25, say")
+        raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
     try:
         seconds = budget.seconds if time is None else parse_seconds(str(time))
     except ValueError as error:
-        raise InputError(f"--max-time {error}", mend="give a time such as 90s, 20m or 2h") from None
+        raise InputError(f"--max-time {error}", hint="give a time such as 90s, 20m or 2h") from None
     return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
 
 
@@ -502,13 +502,13 @@ def _check_script(source: WorkloadSource, *, checkpointing: str | None, zero_ini
             raise InputError(
                 f"{option} says nothing to a training script: it builds its model itself",
                 where=source.path,
-                mend="drop the option, or give the script's own arguments after --",
+                hint="drop the option, or give the script's own arguments after --",
             )
 
 
 def _device(device: str) -> Device:
     if device not in ("cuda", "cpu"):
-        raise InputError(f"there is no device {device!r}", mend="give --device cuda or --device cpu")
+        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
     return "cpu" if device == "cpu" else "cuda"
 
 
@@ -517,7 +517,7 @@ def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardw
     if on is not None:
         if asked is not None or device == "cpu":
             other = "--gpu-memory" if asked is not None else "--device cpu"
-            raise InputError(f"--on names a card, so {other} says nothing", mend="drop one of the two")
+            raise InputError(f"--on names a card, so {other} says nothing", hint="drop one of the two")
         return machines_named(on)
     cards = hardware.cards if device == "cuda" else ()
     if asked is not None:
@@ -526,8 +526,8 @@ def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardw
         what = (
             "no CUDA GPU is visible, so say which to forecast for" if device == "cuda" else "--device cpu has no card"
         )
-        mend = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
-        raise InputError(what, mend=mend)
+        hint = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
+        raise InputError(what, hint=hint)
     smallest = min(cards, key=lambda card: card.total_bytes)
     here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
     return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
@@ -539,7 +539,7 @@ def _ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device
         raise InputError(f"--nodes {nodes}: at least one node is needed")
     if gpus is None:
         if machine.gpus is None:
-            raise InputError("say how many ranks to forecast for", mend="give --gpus 8, say")
+            raise InputError("say how many ranks to forecast for", hint="give --gpus 8, say")
         return machine.gpus * (nodes or 1), machine.gpus
     if check_ranks(gpus) % (nodes or 1):
         raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
@@ -557,7 +557,7 @@ def _micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], 
     if total is not None and total % (micro * ranks):
         raise InputError(
             f"micro batch {micro} × {ranks} ranks does not divide the global batch {total}",
-            mend=f"give a --micro-batch that divides {total // ranks}",
+            hint=f"give a --micro-batch that divides {total // ranks}",
         )
     return micro
 
@@ -575,12 +575,12 @@ def _problem(site: Site) -> str | None:
 
 def _check_one(sites: Sequence[Site]) -> None:
     if len(sites) == 1 and (problem := sites[0].problem) is not None:
-        raise InputError(problem, mend='give --precision fp16, or "fp16": {"enabled": true} in the base config')
+        raise InputError(problem, hint='give --precision fp16, or "fp16": {"enabled": true} in the base config')
 
 
 def _checkpointing(said: str | None) -> bool | None:
     if said not in (None, "on", "off"):
-        raise InputError(f"--checkpointing {said!r}: it is on or off", mend="give --checkpointing on")
+        raise InputError(f"--checkpointing {said!r}: it is on or off", hint="give --checkpointing on")
     return None if said is None else said == "on"
 
 

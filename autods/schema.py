@@ -106,7 +106,7 @@ def checked(
     *,
     name: str,
     where: str,
-    mend: str,
+    hint: str,
     refusal: str | None = None,
 ) -> T:
     """A file's data as a `kind`, by its types and by `check`, which raises ValueError. Raises InputError.
@@ -117,5 +117,5 @@ def checked(
         file = read_as(kind, data, name=name)
         check(file)
     except ValueError as error:
-        raise InputError(f"{refusal or f'is not a {name}'}: {error}", where=where, mend=mend) from None
+        raise InputError(f"{refusal or f'is not a {name}'}: {error}", where=where, hint=hint) from None
     return file

@@ -39,13 +39,13 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-def show_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """436207616 → '416.0 MiB'; negative sizes keep their sign."""
     name, factor = unit_of(size)
     return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {name}"
 
 
-def show_count(count: float) -> str:
+def format_count(count: float) -> str:
     """32638976 → '32.6M'."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= factor:

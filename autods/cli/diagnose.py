@@ -64,12 +64,12 @@ def _diagnosed(logs: Sequence[Path], exit_code: int | None) -> Diagnosis:
     from ..errors import InputError
 
     if not logs and exit_code is None:
-        raise InputError("there is nothing to go by", mend="give a log, or --exit-code: autods diagnose train.log")
+        raise InputError("there is nothing to go by", hint="give a log, or --exit-code: autods diagnose train.log")
     if Path("-") in logs:
         return diagnose(sys.stdin.buffer.read().decode(errors="replace"), exit_code)
     said = diagnose(logs, exit_code)
     if said.kind == "unknown" and said.confidence <= 0.1:
         raise InputError(
-            "is not a text log", where=", ".join(map(str, logs)), mend="give the log itself (gzip is fine)"
+            "is not a text log", where=", ".join(map(str, logs)), hint="give the log itself (gzip is fine)"
         )
     return said

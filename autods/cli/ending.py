@@ -48,10 +48,10 @@ def printed(say: Callable[[], None]) -> None:
 
 
 def lines_of(error: AutodsError) -> list[str]:
-    """One or two lines: what is wrong and where, how to mend it."""
+    """One or two lines: what is wrong and where, how to fix it."""
     if isinstance(error, InputError):
         what = f"{error.where}: {error.what}" if error.where else error.what
-        parts = [what, error.mend or ""]
+        parts = [what, error.hint or ""]
     else:
         first, _, rest = str(error).strip().partition("\n")
         parts = [first, rest]

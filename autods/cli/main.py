@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, *, uses: UseCases | None = None) -> 
         return int(code or 0)
     except UsageError as error:
         command = f"{args[0]} " if args[0] in _COMMANDS else ""
-        wrong = InputError(error.format_message(), mend=f"see: autods {command}--help")
+        wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
         return ended_by(wrong, call=call, as_json="--json" in own_part(args), resumes=False)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -57,25 +57,25 @@ def read_base_config(path: Path) -> dict[str, Any]:
         )
     except OSError as error:
         raise InputError(
-            f"cannot be read: {error.strerror}", where=str(path), mend="give --base-config a DeepSpeed JSON file"
+            f"cannot be read: {error.strerror}", where=str(path), hint="give --base-config a DeepSpeed JSON file"
         ) from None
     except UnicodeDecodeError:
-        raise InputError("is not text", where=str(path), mend="give --base-config a DeepSpeed JSON file") from None
+        raise InputError("is not text", where=str(path), hint="give --base-config a DeepSpeed JSON file") from None
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         raise InputError(
-            f"is not JSON: {error.msg}", where=where, mend="give --base-config a DeepSpeed JSON file"
+            f"is not JSON: {error.msg}", where=where, hint="give --base-config a DeepSpeed JSON file"
         ) from None
     except _Refused as error:
-        what, mend = error.args
-        raise InputError(what, where=str(path), mend=mend) from None
+        what, hint = error.args
+        raise InputError(what, where=str(path), hint=hint) from None
     if not isinstance(config, dict):
-        raise InputError("is JSON but not an object", where=str(path), mend='a DeepSpeed config starts with "{"')
+        raise InputError("is JSON but not an object", where=str(path), hint='a DeepSpeed config starts with "{"')
     return config
 
 
 class _Refused(Exception):
-    """JSON by its form, and no config: what it says, how to mend it."""
+    """JSON by its form, and no config: what it says, how to fix it."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -117,23 +117,23 @@ def check_base_config(
         raise InputError(
             "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards",
             where=where,
-            mend='remove "amp" and use "bf16": {"enabled": true}',
+            hint='remove "amp" and use "bf16": {"enabled": true}',
         )
     if "amp" in on:
         raise InputError(
             "amp excludes ZeRO, and every rung but ddp is ZeRO",
             where=where,
-            mend='remove "amp" and use "bf16": {"enabled": true}',
+            hint='remove "amp" and use "bf16": {"enabled": true}',
         )
     if len(on) > 1:
         raise InputError(
             f"{on[0]} and {on[1]} are both enabled; a model trains in one precision",
             where=where,
-            mend='set "enabled": false in one of them',
+            hint='set "enabled": false in one of them',
         )
-    for key, (why, mend) in _DECIDE_THEMSELVES.items():
+    for key, (why, hint) in _DECIDE_THEMSELVES.items():
         if get(config, key):
-            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', where=where, mend=mend)
+            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', where=where, hint=hint)
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
         raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
     _check_batch(config, world_size, where)
@@ -159,7 +159,7 @@ def _check_auto(config: Mapping[str, Any], where: str) -> None:
             raise InputError(
                 f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
                 where=where,
-                mend="give the value that is to be trained with, or leave the key out",
+                hint="give the value that is to be trained with, or leave the key out",
             )
 
 
@@ -180,7 +180,7 @@ def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None
         raise InputError(
             f"train_batch_size {total} ≠ {product}",
             where=where,
-            mend=_meant_for(total, micro, accumulation)
+            hint=_meant_for(total, micro, accumulation)
             + "keep train_batch_size alone: autods solves for the other two",
         )
 
@@ -229,7 +229,7 @@ def size_of(given: str | int | None, option: str) -> int | None:
 def check_ranks(gpus: int) -> int:
     """At least one."""
     if gpus < 1:
-        raise InputError(f"--gpus {gpus}: at least one rank is needed", mend="give --gpus 1 or more")
+        raise InputError(f"--gpus {gpus}: at least one rank is needed", hint="give --gpus 1 or more")
     return gpus
 
 
@@ -242,7 +242,7 @@ def global_batch_of(given: int | None, base: Mapping[str, Any], ranks: int) -> i
         raise InputError(
             f"--global-batch {total} cannot be split over {ranks} ranks: "
             "global batch = micro batch × accumulation × ranks",
-            mend=f"give a multiple of {ranks}, such as {near} or {near + ranks}",
+            hint=f"give a multiple of {ranks}, such as {near} or {near + ranks}",
         )
     return total
 
@@ -250,13 +250,13 @@ def global_batch_of(given: int | None, base: Mapping[str, Any], ranks: int) -> i
 def with_precision(base: Mapping[str, Any], precision: str, where: str, *, otherwise: str = "bf16") -> dict[str, Any]:
     """The base config with a precision in it: the user's own, else the one asked for, else `otherwise`."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
-        raise InputError(f"there is no precision {precision!r}", mend="give --precision bf16, fp16 or fp32")
+        raise InputError(f"there is no precision {precision!r}", hint="give --precision bf16, fp16 or fp32")
     users = half_precision(base)
     if precision == "auto":
         return dict(base) if users or "bf16" in base or "fp16" in base else {**base, otherwise: {"enabled": True}}
     if users and users != precision:
         raise InputError(
-            f"--precision {precision}, but {users} is enabled there", where=where, mend="drop one of the two"
+            f"--precision {precision}, but {users} is enabled there", where=where, hint="drop one of the two"
         )
     return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
 
@@ -291,7 +291,7 @@ def precisions_of(given: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
     for name in names:
         if name not in ("bf16", "fp16", "fp32") and names != ("auto",):
-            raise InputError(f"there is no precision {name!r}", mend="give --precision bf16, fp16, fp32, or bf16,fp32")
+            raise InputError(f"there is no precision {name!r}", hint="give --precision bf16, fp16, fp32, or bf16,fp32")
     return names
 
 

@@ -88,13 +88,13 @@ def _one(name: str, known: Mapping[str, Machine]) -> Machine:
         return _machine(Path(name))
     machine = known.get(name.lower())
     if machine is None:
-        raise InputError(f"--on {name}: the catalogue has no such machine", mend=f"give all, or of: {', '.join(known)}")
+        raise InputError(f"--on {name}: the catalogue has no such machine", hint=f"give all, or of: {', '.join(known)}")
     return machine
 
 
 def _machine(path: Path) -> Machine:
-    mend = "compare with configs/hardware/a100-80gb.toml"
-    file = checked(_File, read_toml(path), _check, name="machine", where=str(path), mend=mend)
+    hint = "compare with configs/hardware/a100-80gb.toml"
+    file = checked(_File, read_toml(path), _check, name="machine", where=str(path), hint=hint)
     return Machine(
         name=file.name,
         title=file.title,

@@ -118,9 +118,9 @@ def read_profile(name: str) -> Profile:
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
-        raise InputError(f"there is no config {name!r}", mend=f"give one of {known}, or the path of a .toml file")
-    mend = "compare with configs/default.toml"
-    file = checked(_File, read_toml(path), _check, name="config", where=str(path), mend=mend)
+        raise InputError(f"there is no config {name!r}", hint=f"give one of {known}, or the path of a .toml file")
+    hint = "compare with configs/default.toml"
+    file = checked(_File, read_toml(path), _check, name="config", where=str(path), hint=hint)
     return Profile(
         name=file.name,
         ladder=file.ladder,

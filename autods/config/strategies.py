@@ -90,7 +90,7 @@ class _File:
 
 def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
     """A rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
-    file = checked(_File, data, _check, name="rung", where=where, mend="compare with strategies/zero3.toml")
+    file = checked(_File, data, _check, name="rung", where=where, hint="compare with strategies/zero3.toml")
     return Rung(
         name=file.name,
         order=file.order,
@@ -142,7 +142,7 @@ def all_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     for folder in (data_folder("strategies"), *folders):
         if not folder.is_dir():
             raise InputError(
-                "is not a folder of rungs", where=str(folder), mend="give --strategies a folder of .toml files"
+                "is not a folder of rungs", where=str(folder), hint="give --strategies a folder of .toml files"
             )
         for path in sorted(folder.glob("*.toml")):
             rung = parse_rung(read_toml(path), where=str(path))
@@ -155,7 +155,7 @@ def choose(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:
     wanted = tuple(names)
     for name in wanted:
         if name not in rungs:
-            raise InputError(f"there is no rung {name!r} in the ladder", mend=f"the rungs are: {', '.join(rungs)}")
+            raise InputError(f"there is no rung {name!r} in the ladder", hint=f"the rungs are: {', '.join(rungs)}")
     if not wanted:
-        raise InputError("the ladder is empty", mend=f"name at least one rung of: {', '.join(rungs)}")
+        raise InputError("the ladder is empty", hint=f"name at least one rung of: {', '.join(rungs)}")
     return tuple(sorted((rungs[name] for name in dict.fromkeys(wanted)), key=lambda rung: rung.order))

@@ -56,11 +56,11 @@ def names_of(paths: Iterable[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
-            raise InputError("no such file", where=str(path), mend="give the log of the run, or a folder of logs")
+            raise InputError("no such file", where=str(path), hint="give the log of the run, or a folder of logs")
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not inside:
-                raise InputError("the folder has no files", where=str(path), mend="give the log of the run")
+                raise InputError("the folder has no files", where=str(path), hint="give the log of the run")
             found |= {str(file.relative_to(path)): file for file in inside}
         else:
             found[path.name if path.name not in found else str(path)] = path

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
-from ..units import show_bytes
+from ..units import format_bytes
 from .exit_codes import MEANINGS
 from .messages import BOILERPLATE
 from .rules import Signature, first_match
@@ -43,11 +43,11 @@ class HostMemory:
     def killed(self) -> str | None:
         """What speaks for an OOM killer, if anything does; a SIGKILL alone does not."""
         if self.group_kills:
-            return f"the OOM killer of its cgroup struck ({show_bytes(self.limit_bytes)} are its limit)"
+            return f"the OOM killer of its cgroup struck ({format_bytes(self.limit_bytes)} are its limit)"
         if self.machine_kills:
-            return f"the kernel's OOM killer struck ({show_bytes(self.limit_bytes)} of memory)"
+            return f"the kernel's OOM killer struck ({format_bytes(self.limit_bytes)} of memory)"
         if self.least_free_bytes < _NEARLY_FULL * self.limit_bytes:
-            return f"only {show_bytes(self.least_free_bytes)} of {show_bytes(self.limit_bytes)} were free"
+            return f"only {format_bytes(self.least_free_bytes)} of {format_bytes(self.limit_bytes)} were free"
         return None
 
 
@@ -69,7 +69,7 @@ class Evidence:
     causes: tuple[tuple[str, str], ...] = ()  # type and message of what it was raised from, the nearest first
     user_frame: str | None = None
     contract: str | None = None  # what of the Workload contract was broken
-    mend: str | None = None
+    hint: str | None = None
     free_bytes: int | None = None
     log_tail: str = ""
     host: HostMemory | None = None
@@ -136,7 +136,7 @@ def from_end(
         causes=tuple((type, message) for type, message in error.get("causes", ())),
         user_frame=error.get("user_frame"),
         contract=error.get("contract"),
-        mend=error.get("mend"),
+        hint=error.get("hint"),
         free_bytes=record.get("free_bytes"),
         log_tail=end.get("log_tail", ""),
         host=HostMemory(**host) if host else None,
@@ -161,7 +161,7 @@ class Said:
 def meaning_of(cause: Evidence) -> Said:
     """By the strongest evidence there is."""
     if cause.contract:
-        return Said("user_code", "fix_code", cause.contract, cause.mend or "")
+        return Said("user_code", "fix_code", cause.contract, cause.hint or "")
     if cause.lost:
         return _lost(cause)
     if cause.signal_name:
@@ -219,7 +219,7 @@ def _killed(cause: Evidence) -> Said:
     held = cause.host.peak_rss_bytes.get(str(cause.rank))
     said = f"killed by SIGKILL while {why}" if why.startswith("only") else f"killed by SIGKILL: {why}"
     return Said(
-        "out_of_memory", "less_host_memory", f"{said}; it held {show_bytes(held)}" if held else said,
+        "out_of_memory", "less_host_memory", f"{said}; it held {format_bytes(held)}" if held else said,
         "the host's memory is full: offload less (or to NVMe), or give the node or its cgroup more memory", "host",
     )  # fmt: skip
 
@@ -387,4 +387,4 @@ def input_error(failure: Failed, path: str, log: Path) -> InputError:
     if where == path and (place := _PLACE.match(said)):  # a line of the workload, or of a module that it imports
         where, said = place[1], said[place.end() :]
     seen = f"rank {failure.rank}, {failure.phase}; log: {log}"
-    return InputError(said, where=where, mend=f"{failure.advice} ({seen})" if failure.advice else seen)
+    return InputError(said, where=where, hint=f"{failure.advice} ({seen})" if failure.advice else seen)

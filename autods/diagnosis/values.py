@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..types import Action, FailureKind, Tier
-from ..units import parse_bytes, show_bytes
+from ..units import format_bytes, parse_bytes
 
 Kind = Literal["out_of_memory", "none"] | FailureKind
 
@@ -73,10 +73,10 @@ class Shortage:
         said = []
         if self.fragmented:
             assert self.idle_bytes is not None
-            said.append(f"fragmentation: {show_bytes(self.idle_bytes)} reserved but unallocated: set {EXPANDABLE}")
+            said.append(f"fragmentation: {format_bytes(self.idle_bytes)} reserved but unallocated: set {EXPANDABLE}")
         if self.others_bytes and self.others_bytes > 2**30:
             said.append(
-                f"other processes hold {show_bytes(self.others_bytes)} of this card: end them first (nvidia-smi)"
+                f"other processes hold {format_bytes(self.others_bytes)} of this card: end them first (nvidia-smi)"
             )
         return tuple(said)
 

@@ -62,7 +62,7 @@ class WithFormulas(Simulator):
     def _remember(self, failed: SimulationFailed) -> None:
         if failed.kind not in _NO_DEVICE:
             raise failed
-        self.because = f"{failed.what}: {failed.mend}" if failed.mend else str(failed.what)
+        self.because = f"{failed.what}: {failed.hint}" if failed.hint else str(failed.what)
 
 
 @dataclass(frozen=True, slots=True)

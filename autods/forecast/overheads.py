@@ -84,7 +84,7 @@ def read_constants(path: Path | None = None) -> Constants:
         _check,
         name="constants",
         where=str(path),
-        mend="compare with the shipped file",
+        hint="compare with the shipped file",
         refusal="does not hold the forecast's constants",
     )
     return Constants(rows=file.constant, spread=file.spread, least=file.least)

@@ -57,10 +57,10 @@ class _ScriptedEngine:
         return self.simulator.script(self.ask, micro_batch)
 
 
-def failing(kind: str, what: str, *, where: str | None = None, mend: str | None = None) -> Script:
+def failing(kind: str, what: str, *, where: str | None = None, hint: str | None = None) -> Script:
     """A script that fails so."""
 
     def script(ask: Ask, micro_batch: int) -> Simulated:
-        raise SimulationFailed(kind=kind, what=what, where=where, mend=mend)
+        raise SimulationFailed(kind=kind, what=what, where=where, hint=hint)
 
     return script

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from ..events import Note
 from ..types import Device, ModelFacts, Tier, WorkloadSource
-from ..units import show_bytes
+from ..units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Interval:
 
     def __str__(self) -> str:
         """'28.3 GiB (27.1 to 30.0)'."""
-        peak, low, high = (show_bytes(size) for size in (self.peak_bytes, self.low_bytes, self.high_bytes))
+        peak, low, high = (format_bytes(size) for size in (self.peak_bytes, self.low_bytes, self.high_bytes))
         if low == peak == high:
             return peak
         units = {text.rpartition(" ")[2] for text in (peak, low, high)}

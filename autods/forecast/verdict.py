@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..types import Tier
-from ..units import show_bytes
+from ..units import format_bytes
 from .allocator import replay, squeezed
 from .calibration import Calibration, learned
 from .memory_model import Need, need_of
@@ -27,10 +27,10 @@ def advice_for(trace: Trace, *, limit_bytes: int, least_bytes: int, expandable: 
     if not expandable:
         other, _ = squeezed(trace, replay(trace, expandable=True), expandable=True)
         if other <= limit_bytes and least_bytes - other > _WORTH_SAYING * limit_bytes:
-            return f"PYTORCH_ALLOC_CONF=expandable_segments:True would save {show_bytes(least_bytes - other)}"
+            return f"PYTORCH_ALLOC_CONF=expandable_segments:True would save {format_bytes(least_bytes - other)}"
     tried = replay(trace, expandable=expandable, limit_bytes=limit_bytes)
     if tried.ran_out is not None:
-        wanted = show_bytes(tried.ran_out.wanted_bytes)
+        wanted = format_bytes(tried.ran_out.wanted_bytes)
         return f"{PHASE_WORDS[tried.ran_out.phase]} would find no {wanted} in one piece"
     if tried.late_retries:
         return "it would do by giving cached memory back in every step, which is slow"

@@ -168,7 +168,7 @@ def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
         return EnvironmentBroken(str(failed))
     where = failed.where or (None if failed.kind == "engine" else source.path)
     larger = "the model cannot be trained with so few samples: give --micro-batch 2 or more"
-    return InputError(failed.what, where=where, mend=larger if wants_larger_batch(failed.what) else failed.mend)
+    return InputError(failed.what, where=where, hint=larger if wants_larger_batch(failed.what) else failed.hint)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def checkpointing_of(question: Question, facts: ModelFacts) -> bool:
         raise InputError(
             "--checkpointing on: the model has no gradient_checkpointing_enable()",
             where=question.source.path,
-            mend="drop the option, or give the model that method",
+            hint="drop the option, or give the model that method",
         )
     return facts.checkpointing if question.checkpointing is None else question.checkpointing
 

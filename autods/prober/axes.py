@@ -38,14 +38,14 @@ class Keys:
 def known_keys() -> Keys:
     """The shipped file."""
     path = data_folder("configs") / "deepspeed" / "keys.toml"
-    return checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), mend="reinstall")
+    return checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), hint="reinstall")
 
 
 def check_key(key: str, axis: str) -> None:
     """Raises InputError when DeepSpeed has no such key, or something else decides it; `axis` is how it was asked."""
     keys = known_keys()
     if key in keys.instead:
-        raise InputError(f"{axis}: a rung or another axis decides it", mend=f"give --vary {keys.instead[key]}")
+        raise InputError(f"{axis}: a rung or another axis decides it", hint=f"give --vary {keys.instead[key]}")
     if key in keys.scalars:
         return
     first, _, rest = key.partition(".")
@@ -95,7 +95,7 @@ def unknown(axis: str, name: str) -> InputError:
     closest = f"did you mean {' or '.join(near)}? " if near else ""
     return InputError(
         f"{axis}: there is nothing of that name to vary",
-        mend=f"{closest}possible are {', '.join(AXES)}, and the keys of a DeepSpeed config, such as "
+        hint=f"{closest}possible are {', '.join(AXES)}, and the keys of a DeepSpeed config, such as "
         f"{ZERO}.reduce_bucket_size, optimizer.params.lr or gradient_clipping",
     )
 
@@ -137,7 +137,7 @@ def axes_of(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[st
     for name, values in given:
         axis = axis_of(name, values, rungs)
         if axis.name in axes:
-            raise InputError(f"--vary {axis.name} was given twice", mend="give all its values at once: NAME=A,B,C")
+            raise InputError(f"--vary {axis.name} was given twice", hint="give all its values at once: NAME=A,B,C")
         axes[axis.name] = axis
     return tuple(axes.values())
 
@@ -149,7 +149,7 @@ def axis_of(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
         values = [parsed(part) for part in values.split(",")]
     found = list(values) if isinstance(values, Iterable) else [values]
     if not found:
-        raise InputError(f"{said}: no value", mend="give at least one: NAME=A,B,C")
+        raise InputError(f"{said}: no value", hint="give at least one: NAME=A,B,C")
     name = _ALIASES.get(name, name)
     read = _reader(name, said, rungs)
     return Axis(name=name, values=tuple(_distinct(read(value) for value in found)))
@@ -171,7 +171,7 @@ def split(line: str) -> tuple[str, str]:
     """'NAME=A,B' → name and values."""
     name, equals, values = line.partition("=")
     if not equals or not name.strip() or not values.strip():
-        raise InputError(f"--vary {line}: it is NAME=A,B,C", mend="such as --vary rung=zero1,zero2")
+        raise InputError(f"--vary {line}: it is NAME=A,B,C", hint="such as --vary rung=zero1,zero2")
     return name.strip(), values
 
 
@@ -193,7 +193,7 @@ def _reader(name: str, said: str, rungs: Mapping[str, Rung]) -> Callable[[Any], 
         return lambda value: _switch(value, said)
     if first == "env" and rest:
         if rest in _OURS:
-            raise InputError(f"{said}: autods sets {rest} itself", mend="vary another variable, such as env.NCCL_ALGO")
+            raise InputError(f"{said}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO")
         return lambda value: _environment(value, said)
     if first in ("args", *FUNCTIONS) and rest:
         return lambda value: _plain(value, said)
@@ -205,7 +205,7 @@ def _reader(name: str, said: str, rungs: Mapping[str, Rung]) -> Callable[[Any], 
 
 def _one_of(value: object, said: str, known: Sequence[str], words: str) -> str:
     if value not in known:
-        raise InputError(f"{said}: there is no {value!r}", mend=f"{words}: {', '.join(known)}")
+        raise InputError(f"{said}: there is no {value!r}", hint=f"{words}: {', '.join(known)}")
     return str(value)
 
 
@@ -219,7 +219,7 @@ def _switch(value: object, said: str) -> bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.lower() not in _SWITCHES:
-        raise InputError(f"{said}: {value!r} is neither on nor off", mend="give on,off or true,false")
+        raise InputError(f"{said}: {value!r} is neither on nor off", hint="give on,off or true,false")
     return _SWITCHES[value.lower()]
 
 
@@ -255,9 +255,9 @@ def read_experiment(name: str) -> Experiment:
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
-        raise InputError(f"there is no experiment {name!r}", mend=f"give one of {known}, or the path of a .toml file")
-    mend = f"compare with {folder / 'stages.toml'}"
-    return checked(Experiment, read_toml(path), _check, name="experiment", where=str(path), mend=mend)
+        raise InputError(f"there is no experiment {name!r}", hint=f"give one of {known}, or the path of a .toml file")
+    hint = f"compare with {folder / 'stages.toml'}"
+    return checked(Experiment, read_toml(path), _check, name="experiment", where=str(path), hint=hint)
 
 
 def _check(experiment: Experiment) -> None:
@@ -281,6 +281,6 @@ def _by_name(lines: Sequence[str]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name, values in map(split, lines):
         if name in named:
-            raise InputError(f"--vary {name} was given twice", mend="give all its values at once: NAME=A,B,C")
+            raise InputError(f"--vary {name} was given twice", hint="give all its values at once: NAME=A,B,C")
         named[name] = values
     return named

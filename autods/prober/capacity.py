@@ -13,7 +13,7 @@ from ..report.results import Capacity, CellResult, CellStatus
 from ..schema import read_as
 from ..tuner.trials import accumulation_for, asked, fits_well
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Trial
-from ..units import show_bytes
+from ..units import format_bytes
 from .forecasts import NOT_SIMULATED, Facts, Forecasts, Foreseen, Simulators, sizes_of
 from .grid import Cell, settings_of
 from .measure import Bench, result_of, side_by_side
@@ -165,7 +165,7 @@ def _why(record: Record) -> str:
     match record.outcome:
         case OutOfMemory() as outcome:
             missing = outcome.missing_bytes
-            return f"{outcome.tier} lacks {show_bytes(missing)} or more" if missing else f"{outcome.tier} runs out"
+            return f"{outcome.tier} lacks {format_bytes(missing)} or more" if missing else f"{outcome.tier} runs out"
         case Fit():
             return "the device's allocator runs full"
         case Failed() as outcome:

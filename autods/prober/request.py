@@ -41,18 +41,18 @@ def machine_asked(
     if on is not None:
         if asked is not None or device == "cpu":
             raise InputError(
-                "--on names a card, so --gpu-memory and --device cpu say nothing", mend="drop one of the two"
+                "--on names a card, so --gpu-memory and --device cpu say nothing", hint="drop one of the two"
             )
         named = machines_named(on)
         if len(named) > 1:
             raise InputError(
-                "--on names several machines", mend="a probe forecasts for one; `autods plan` compares them"
+                "--on names several machines", hint="a probe forecasts for one; `autods plan` compares them"
             )
         return replace(named[0], host_bytes=host or named[0].host_bytes)
     if asked is not None:
         return Machine(name=ASKED, title="as asked", device_bytes=asked, host_bytes=host)
     if not here.cards or device == "cpu":
-        raise InputError("say which device to forecast for", mend="give --gpu-memory 80GiB, or --on a100-80gb")
+        raise InputError("say which device to forecast for", hint="give --gpu-memory 80GiB, or --on a100-80gb")
     smallest = min(card.total_bytes for card in here.cards)
     return Machine(
         name=HERE, title=here.cards[0].name, device_bytes=smallest, gpus=len(here.cards), host_bytes=here.host_bytes
@@ -88,14 +88,14 @@ def check_twice(
     for name, said in options.items():
         if said and name in named:
             option = "--global-batch" if name == "accumulation" else f"--{name.replace('_', '-')}"
-            raise InputError(f"--vary {name}=… and {option} contradict each other", mend="drop one of the two")
+            raise InputError(f"--vary {name}=… and {option} contradict each other", hint="drop one of the two")
     if capacity and "micro_batch" in named:
         raise InputError(
-            "--capacity looks for the largest micro batch itself", mend="drop --vary micro_batch=…, or --capacity"
+            "--capacity looks for the largest micro batch itself", hint="drop --vary micro_batch=…, or --capacity"
         )
     if "," in str(asked.get("precision", "")):
         raise InputError(
-            "--precision names one; several are an axis", mend=f"give --vary precision={asked['precision']}"
+            "--precision names one; several are an axis", hint=f"give --vary precision={asked['precision']}"
         )
 
 
@@ -105,7 +105,7 @@ def check_packed(ranks: int, settings: Settings) -> None:
     if ranks > each and ranks % each:
         raise InputError(
             f"--gpus {ranks}: {settings.nodes} nodes have {each} ranks each, and these fill no whole nodes",
-            mend=f"give {each} or fewer, or a multiple of {each}",
+            hint=f"give {each} or fewer, or a multiple of {each}",
         )
 
 
@@ -120,22 +120,22 @@ def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> N
             raise InputError(f"--vary {name}: {wrong}", where=source.path)
         return
     if name == "target_len":
-        raise InputError(f"--vary {name}: it is for a Hugging Face config", mend="give --vary build_batch.target_len=…")
+        raise InputError(f"--vary {name}: it is for a Hugging Face config", hint="give --vary build_batch.target_len=…")
     known = arguments(function)
     if known is None or argument in known:
         return
     where = source.path if source.kind != "pickle" else source.name
     if source.kind == "hf_config":
         what = f"the config has no {argument!r}" if function == "build_model" else "a config makes its own batches"
-        mend = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
+        hint = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
     else:
         what = f"its {function} has no argument {argument!r}"
-        mend = (
+        hint = (
             f"it has {', '.join(known)}"
             if known
             else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
         )
-    raise InputError(f"--vary {name}: {what}", where=where, mend=mend)
+    raise InputError(f"--vary {name}: {what}", where=where, hint=hint)
 
 
 def _check_script(name: str, source: WorkloadSource) -> None:
@@ -146,13 +146,13 @@ def _check_script(name: str, source: WorkloadSource) -> None:
         raise InputError(
             f"--vary {name}: a training script decides that itself",
             where=source.path,
-            mend="vary an argument of it: --vary args.length=128,256 -- --max_length {length}",
+            hint="vary an argument of it: --vary args.length=128,256 -- --max_length {length}",
         )
     if name.startswith(ARGS) and not has_placeholder(source.argv, name.removeprefix(ARGS)):
         raise InputError(
             f"--vary {name}: its arguments hold no {{{name.removeprefix(ARGS)}}}",
             where=source.path,
-            mend=f"write it where the value belongs: -- --option {{{name.removeprefix(ARGS)}}}",
+            hint=f"write it where the value belongs: -- --option {{{name.removeprefix(ARGS)}}}",
         )
 
 
@@ -237,7 +237,7 @@ def pose(
     rungs = all_rungs(folders)
     axes = _with_gpus(axes_of(vary, rungs), gpus)
     if ladder and any(axis.name == "rung" for axis in axes):
-        raise InputError("--ladder and an axis both say the rungs", mend="give them once: --vary rung=…")
+        raise InputError("--ladder and an axis both say the rungs", hint="give them once: --vary rung=…")
     axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
     named = {axis.name: axis.values for axis in axes}
     check_twice(named, source, asked, capacity=capacity)
@@ -269,7 +269,7 @@ def pose(
     )
     if (count := prod(len(axis.values) for axis in axes)) > MOST_CELLS:
         raise InputError(
-            f"--vary asks for {count:,} cells", mend=f"give fewer values; {MOST_CELLS:,} cells are the most"
+            f"--vary asks for {count:,} cells", hint=f"give fewer values; {MOST_CELLS:,} cells are the most"
         )
     name = f"{source.name}-probe-{question.fingerprint()[:6]}"
     folder = (Path(out) if out is not None else Path("autods-out") / name).absolute()
@@ -285,7 +285,7 @@ def _with_gpus(axes: tuple[Axis, ...], gpus: Sequence[int]) -> tuple[Axis, ...]:
     """Several numbers of ranks are an axis, however they are given."""
     if any(axis.name == "gpus" for axis in axes):
         if gpus:
-            raise InputError("--vary gpus=… and --gpus both say the ranks", mend="drop one of the two")
+            raise InputError("--vary gpus=… and --gpus both say the ranks", hint="drop one of the two")
         return axes
     for count in gpus:
         check_ranks(count)
@@ -321,7 +321,7 @@ def _parallel(trials: int, *, capacity: bool) -> int:
     if trials > 1 and not capacity:
         raise InputError(
             f"--parallel-trials {trials}: trials of a probe are timed, and would slow each other down",
-            mend="drop it, or ask for --capacity, whose trials only show what fits",
+            hint="drop it, or ask for --capacity, whose trials only show what fits",
         )
     return _at_least_one(trials, "--parallel-trials", 1)
 
@@ -358,7 +358,7 @@ def settle(
     machine = None
     if forecast_only and (asked.get("nodes") is not None or asked.get("address") is not None):
         raise InputError(
-            "--forecast-only runs nothing on a cluster", mend="`autods plan --nodes` forecasts several nodes"
+            "--forecast-only runs nothing on a cluster", hint="`autods plan --nodes` forecasts several nodes"
         )
     if forecast_only:
         machine = machine_asked(
@@ -372,10 +372,10 @@ def settle(
             asked = {**asked, "gpu_memory": None}  # the machine's card is of that size
             hardware = hardware_of(machine, max(_ranks(counts, vary)), hardware)
         if not asked.get("forecast", True):
-            raise InputError("--forecast-only and --no-forecast contradict each other", mend="drop one of the two")
+            raise InputError("--forecast-only and --no-forecast contradict each other", hint="drop one of the two")
     elif on is not None or host_memory is not None:
         option = "--on" if on is not None else "--host-memory"
-        raise InputError(f"{option} is of another machine: trials run on this one", mend="add --forecast-only")
+        raise InputError(f"{option} is of another machine: trials run on this one", hint="add --forecast-only")
     return pose(
         source, lambda function: names_of(said, source, function), hardware=hardware, vary=vary, gpus=counts,
         machine=machine, **asked,
@@ -396,13 +396,13 @@ def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
             return tuple(int(part) for part in gpus.split(","))
         return tuple(whole("gpus", part) for part in gpus)
     except (ValueError, TypeError):
-        raise InputError(f"--gpus {gpus}: these are no numbers", mend="give --gpus 8, or --gpus 1,2,4,8") from None
+        raise InputError(f"--gpus {gpus}: these are no numbers", hint="give --gpus 8, or --gpus 1,2,4,8") from None
 
 
 def _ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
     """How many cards the machine that is forecast for must show: all that any cell asks for."""
     if not (found := _said(counts, vary)):
-        raise InputError("say how many ranks to forecast for", mend="give --gpus 8, or --gpus 1,2,4,8")
+        raise InputError("say how many ranks to forecast for", hint="give --gpus 8, or --gpus 1,2,4,8")
     return found
 
 

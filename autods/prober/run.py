@@ -184,7 +184,7 @@ def _told(failed: SimulationFailed, question: Question) -> AutodsError:
     """Whose it is to mend: the machine's, else the workload's."""
     if failed.kind in ("no_compiler", "build_failed", "crashed"):
         return EnvironmentBroken(str(failed))
-    return InputError(failed.what, where=failed.where or question.settings.source.path, mend=failed.mend)
+    return InputError(failed.what, where=failed.where or question.settings.source.path, hint=failed.hint)
 
 
 def _on_ray(settings: Settings, listen: Listener, environments: int) -> AbstractContextManager[Bench]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..types import TIERS, Collective, Communication, Failed, Fit, OutOfMemory, Record, Tier, TierUse, first_line
-from ..units import show_bytes, show_count
+from ..units import format_bytes, format_count
 from . import text
 from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, lines
 from .live import mark_of
@@ -35,7 +35,7 @@ def shortage(report: Report) -> str:
     if missing is None:
         return f"{closest['rung']} comes closest"
     bound = "" if closest.get("exact") else "at least "
-    return f"{closest['rung']} comes closest, {bound}{show_bytes(missing)} of {_tier(closest)} memory are missing"
+    return f"{closest['rung']} comes closest, {bound}{format_bytes(missing)} of {_tier(closest)} memory are missing"
 
 
 def remedies(report: Report) -> Iterator[str]:
@@ -66,7 +66,7 @@ def remedies(report: Report) -> Iterator[str]:
 def _more_memory(report: Report, closest: Mapping[str, Any], missing: int) -> str:
     limit = report.question.get("device_bytes")
     if _tier(closest) != "device" or not isinstance(limit, int):
-        return f"{show_bytes(missing)} more {_tier(closest)} memory"
+        return f"{format_bytes(missing)} more {_tier(closest)} memory"
     enough = -(-int((limit + missing) * _ROOM) // (16 * _MIB)) * 16
     size = f"{enough}MiB" if enough < 10240 else f"{-(-enough // 1024)}GiB"
     if report.question.get("device") == "cuda":
@@ -113,11 +113,11 @@ def _sum(said: Communication) -> str:
     share = f", {said.share:.0%} of a step where nothing overlaps" if said.share is not None else ""
     named = {name: op for name, op in said.ops.items() if op.sent_bytes >= _LEAST * said.sent_bytes}
     parts = ", ".join(_op(name, op) for name, op in sorted(named.items(), key=lambda item: -item[1].sent_bytes))
-    return f"sends {show_bytes(said.sent_bytes)}{share}: {parts}"
+    return f"sends {format_bytes(said.sent_bytes)}{share}: {parts}"
 
 
 def _op(name: str, op: Collective) -> str:
-    return f"{name} {show_bytes(op.sent_bytes)} in {_counted(op.calls, 'call')}"
+    return f"{name} {format_bytes(op.sent_bytes)} in {_counted(op.calls, 'call')}"
 
 
 def _counted(number: int, name: str) -> str:
@@ -175,7 +175,7 @@ def _steps(steps: int, retries: int | None) -> str:
 
 def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     size, save_s, load_s = checkpoint.get("bytes"), checkpoint.get("save_s"), checkpoint.get("load_s")
-    saved = "saved" if size is None else f"{show_bytes(size)} saved"
+    saved = "saved" if size is None else f"{format_bytes(size)} saved"
     yield saved if save_s is None else f"{saved} in {text.of_seconds(save_s)}"
     if load_s is not None:
         yield f"loaded in {text.of_seconds(load_s)}"
@@ -186,7 +186,7 @@ def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _headroom(headroom: Mapping[str, int], kept: bool | None) -> str:
-    free = ", ".join(f"{tier} {show_bytes(headroom[tier])}" for tier in TIERS if tier in headroom)
+    free = ", ".join(f"{tier} {format_bytes(headroom[tier])}" for tier in TIERS if tier in headroom)
     return f"{free} (less than the share of the device that the search leaves free)" if kept is False else free
 
 
@@ -299,7 +299,7 @@ def _memory(report: Report, row: Record | str, winner: bool) -> Text:
         case OutOfMemory(limit_bytes=int(limit), missing_bytes=int(missing)):
             return _use(row.outcome.tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), sign="≥")
         case OutOfMemory(limit_bytes=int(limit)):
-            return Text.assemble((f"{row.outcome.tier:<8}", "dim"), f"full: {show_bytes(limit)}")
+            return Text.assemble((f"{row.outcome.tier:<8}", "dim"), f"full: {format_bytes(limit)}")
         case _:
             return Text()
 
@@ -364,8 +364,8 @@ def show(report: Report, console: Console) -> None:
 def _question(report: Report) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; what the question does not say is left out."""
     asked = report.question
-    size = f", {show_count(asked['parameters'])} parameters," if asked.get("parameters") else ""
-    memory = f" × {show_bytes(asked['device_bytes'])}" if asked.get("device_bytes") else ""
+    size = f", {format_count(asked['parameters'])} parameters," if asked.get("parameters") else ""
+    memory = f" × {format_bytes(asked['device_bytes'])}" if asked.get("device_bytes") else ""
     if asked.get("pipeline_stages"):
         size = f"{size} a pipeline of {asked['pipeline_stages']} stages,"
     if asked.get("experts"):

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..forecast.values import Predicted, RungForecast, Verdict
 from ..types import TIERS, Tier
-from ..units import show_bytes, show_count, unit_of
+from ..units import format_bytes, format_count, unit_of
 from .results import Forecast, SiteForecast
 from .text import of_ranks, of_seconds, pairs_grid
 
@@ -115,10 +115,10 @@ def _need(rung: RungForecast) -> str:
     over = missing(rung)
     if over is None:
         device = rung.memory.get("device")
-        return f"needs {show_bytes(device.peak_bytes)} of device memory" if device else rung.reason
+        return f"needs {format_bytes(device.peak_bytes)} of device memory" if device else rung.reason
     tier, said = over
     lacking = said.peak_bytes - (said.limit_bytes or 0)
-    return f"needs {show_bytes(said.peak_bytes)} {_TIERS[tier]}, {show_bytes(lacking)} more than there is"
+    return f"needs {format_bytes(said.peak_bytes)} {_TIERS[tier]}, {format_bytes(lacking)} more than there is"
 
 
 def _when_nothing_fits(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
@@ -264,7 +264,7 @@ def of_predicted(said: Predicted) -> str:
         return f"{peak}{between} {name}"
     if unit_of(said.limit_bytes)[0] == name:
         return f"{peak}{between} / {said.limit_bytes / factor:.1f} {name}"
-    return f"{peak}{between} {name} / {show_bytes(said.limit_bytes)}"
+    return f"{peak}{between} {name} / {format_bytes(said.limit_bytes)}"
 
 
 def _tiers(rung: RungForecast) -> Iterator[Text]:
@@ -288,7 +288,7 @@ def _machine_row(said: SiteForecast, *, wide: bool) -> list[RenderableType]:
     fitting = said.best is not None
     mark, word, style = MARKS[best.verdict if fitting or best.verdict == "not_applicable" else "cannot_fit"]
     device = best.memory.get("device")
-    memory = of_predicted(device) if device is not None else show_bytes(said.site.machine.device_bytes)
+    memory = of_predicted(device) if device is not None else format_bytes(said.site.machine.device_bytes)
     row: list[RenderableType] = [machine, Text(_ranks(said)), Text(best.rung if fitting else "none", style="bold")]
     row += [Text(f"{mark} {word}", style=style), Text(memory), Text(str(best.largest_micro_batch or ""))]
     return [*row, *([Text(best.reason)] if wide else [])]
@@ -307,7 +307,7 @@ def _question(forecast: Forecast, said: SiteForecast) -> str:
     card = f" ({site.machine.name})" if site.machine.links else ""
     return (
         f"{_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: "
-        f"{of_ranks(site.world_size, forecast.device)}{nodes} × {show_bytes(site.machine.device_bytes)}{card}"
+        f"{of_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
     )
 
 
@@ -317,7 +317,7 @@ def _workload(forecast: Forecast) -> str:
     sequence = f", sequence {facts.tokens_per_sample}{target}" if facts.tokens_per_sample else ""
     recomputes = "on" if forecast.checkpointing else "off"
     split = ", zero.Init" if forecast.zero_init else ""
-    return f"{source.name}, {show_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}{split}"
+    return f"{source.name}, {format_count(facts.parameters)} parameters{sequence}, checkpointing {recomputes}{split}"
 
 
 def _list(lines: Iterable[str], *, style: str = "") -> RenderableType:

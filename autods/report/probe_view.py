@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..types import TIERS, Scalar, Tier
-from ..units import show_bytes
+from ..units import format_bytes
 from .results import PROBE_CSV, CellResult, ProbeReport, Ratio
 from .text import of_ranks, of_rate, of_seconds, pairs_grid
 
@@ -72,7 +72,7 @@ def _measures(report: ProbeReport) -> Iterator[Column]:
     yield Column("× cell 1" if _reference(report) in (None, 1) else f"× cell {_reference(report)}", _times(report))
     for tier in TIERS:
         yield Column(tier, _memory(tier))
-    yield Column("sent\na step", lambda cell: show_bytes(cell.sent_bytes) if cell.sent_bytes else "")
+    yield Column("sent\na step", lambda cell: format_bytes(cell.sent_bytes) if cell.sent_bytes else "")
 
 
 def _outcome(cell: CellResult) -> Text:
@@ -80,7 +80,7 @@ def _outcome(cell: CellResult) -> Text:
     if cell.same_as is not None:
         return Text(f"= {cell.same_as}", style="dim")
     if cell.status == "out_of_memory" and cell.tier is not None:
-        missing = f" ≥ {show_bytes(cell.missing_bytes)}" if cell.missing_bytes is not None else ""
+        missing = f" ≥ {format_bytes(cell.missing_bytes)}" if cell.missing_bytes is not None else ""
         return Text(f"{mark} {cell.tier} lacks{missing}" if missing else f"{mark} {cell.tier} full", style=style)
     return Text(mark, style=style)
 
@@ -126,7 +126,7 @@ def _memory(tier: Tier) -> Callable[[CellResult], str]:
         use = cell.memory.get(tier)
         if use is None or not use.peak_bytes:
             return ""
-        return show_bytes(use.peak_bytes)
+        return format_bytes(use.peak_bytes)
 
     return text
 
@@ -255,4 +255,4 @@ def _question(report: ProbeReport) -> str:
     often = "once" if asked.get("repeats") == 1 else f"{asked.get('repeats')} times"
     repeats = f"each cell {often}" if not asked.get("capacity") else ""
     said = ", ".join(part for part in (*fixed, *precision, repeats) if part)
-    return f"{asked.get('workload')} on {ranks} × {show_bytes(float(str(asked.get('device_bytes') or 0)))}, {said}"
+    return f"{asked.get('workload')} on {ranks} × {format_bytes(float(str(asked.get('device_bytes') or 0)))}, {said}"

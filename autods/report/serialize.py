@@ -60,7 +60,7 @@ def from_dict(data: Mapping[str, Any]) -> Report:
         row["skipped"] = tuple(read_as(Skipped, item) for item in data.get("skipped", ()))
         return Report(**row)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"is not the report of a fit: {error!r}", mend="start over with --fresh") from None
+        raise InputError(f"is not the report of a fit: {error!r}", hint="start over with --fresh") from None
 
 
 def write(report: Report, folder: Path) -> None:
@@ -90,7 +90,7 @@ def read(folder: Path) -> Report:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except (ValueError, InputError):
-        raise InputError("is not the report of a fit", where=str(path), mend="start over with --fresh") from None
+        raise InputError("is not the report of a fit", where=str(path), hint="start over with --fresh") from None
 
 
 def _configs(report: Report) -> dict[str, str | None]:
@@ -169,7 +169,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         _remove(beside)
         raise InputError(
-            f"cannot be written: {error.strerror}", where=str(path), mend="free some space, or give another --out"
+            f"cannot be written: {error.strerror}", where=str(path), hint="free some space, or give another --out"
         ) from None
 
 
@@ -202,7 +202,7 @@ def check_writable(path: Path) -> None:
 
 
 def _unwritable(path: Path, why: str | None) -> InputError:
-    return InputError(f"cannot be written: {why}", where=str(path), mend="give another file")
+    return InputError(f"cannot be written: {why}", where=str(path), hint="give another file")
 
 
 _NOTHING = Predicted(peak_bytes=0, low_bytes=0, high_bytes=0)

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, TierUse, first_line
-from ..units import show_bytes, unit_of
+from ..units import format_bytes, unit_of
 
 
 def of_outcome(outcome: Outcome) -> str:
@@ -30,20 +30,20 @@ def of_outcome(outcome: Outcome) -> str:
 
 def of_shortage(outcome: OutOfMemory) -> str:
     """'wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB', or the evidence when the numbers are not known."""
-    limit = f" of {show_bytes(outcome.limit_bytes)}" if outcome.limit_bytes is not None else ""
-    free = f"{show_bytes(outcome.free_bytes)} free{limit}" if outcome.free_bytes is not None else ""
+    limit = f" of {format_bytes(outcome.limit_bytes)}" if outcome.limit_bytes is not None else ""
+    free = f"{format_bytes(outcome.free_bytes)} free{limit}" if outcome.free_bytes is not None else ""
     if outcome.wanted_bytes is None:
         return ", ".join(part for part in (first_line(outcome.evidence).rstrip("."), free) if part)
-    return f"wanted {show_bytes(outcome.wanted_bytes)}{', ' + free if free else limit}"
+    return f"wanted {format_bytes(outcome.wanted_bytes)}{', ' + free if free else limit}"
 
 
 def of_use(use: TierUse) -> str:
     """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it."""
     if use.limit_bytes is None:
-        return show_bytes(use.peak_bytes)
+        return format_bytes(use.peak_bytes)
     name, factor = unit_of(use.limit_bytes)
     if use.peak_bytes * 10 < factor:  # 3.0 MiB / 62.8 GiB would read 0.0 / 62.8 GiB
-        return f"{show_bytes(use.peak_bytes)} / {show_bytes(use.limit_bytes)}"
+        return f"{format_bytes(use.peak_bytes)} / {format_bytes(use.limit_bytes)}"
     digits = 1 if factor > 1 else 0
     return f"{use.peak_bytes / factor:.{digits}f} / {use.limit_bytes / factor:.{digits}f} {name}"
 

@@ -18,7 +18,7 @@ from ..system.host import MemoryGroup, host_memory, machine_oom_kills, memory_gr
 from ..trial.job import RankJob
 from ..trial.progress import Beat, Heartbeats
 from ..types import Device
-from ..units import show_bytes
+from ..units import format_bytes
 
 GRACE_S = 0.05  # after the first failure: time for the others to say what they saw
 STACKS_S = 2.0  # at most, for ranks that were asked where they are: a busy machine lets them wait for their turn
@@ -250,7 +250,7 @@ class CardWatch:
             waited += _CARD_EVERY_S
             left = tuple(self._left())
         return [
-            f"card {index} did not come back after this trial: {show_bytes(more)} more than before are held; what is "
+            f"card {index} did not come back after this trial: {format_bytes(more)} more than before are held; what is "
             "measured next may be too large (nvidia-smi shows by whom)"
             for index, more in left
         ]

@@ -15,7 +15,7 @@ from ..requests import Settings
 from ..system import processes
 from ..system.host import look
 from ..trial.job import RankJob
-from ..units import show_bytes
+from ..units import format_bytes
 from .agent import Node, Offer, digest_of, launch
 from .lifeline import Head, Lifelines
 from .placement import Need, Places, RayPlaces, Spot, reserve
@@ -230,7 +230,7 @@ def differences(seen: Sequence[Mapping[str, Any]], spots: Sequence[Spot]) -> lis
     if len(cards) < 2:
         return []
     said = "; ".join(
-        f"{len(where)} × {name} with {show_bytes(size)} on {', '.join(dict.fromkeys(where))}"
+        f"{len(where)} × {name} with {format_bytes(size)} on {', '.join(dict.fromkeys(where))}"
         for (name, size), where in cards.items()
     )
     return [f"the cards differ, the slowest and the smallest decide: {said}"]

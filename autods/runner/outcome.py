@@ -203,7 +203,7 @@ def _incomparable(end: Mapping[str, Any]) -> Failed:
     error = end["record"]["error"]
     return Failed(
         failure="user_code", rank=end["rank"], phase=end["phase"], step=end["step"],
-        evidence=error["contract"], action="nothing", advice=error["mend"] or "",
+        evidence=error["contract"], action="nothing", advice=error["hint"] or "",
     )  # fmt: skip
 
 

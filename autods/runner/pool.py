@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..events import Event, Note
 from ..requests import Settings
 from ..types import Fit, ModelFacts, Outcome, OutOfMemory, Record, Scalar, Trial
-from ..units import show_bytes
+from ..units import format_bytes
 from ..workload.arguments import environment_of, settings_under
 from .placement import NoRoom
 from .ray_connect import is_connected, session
@@ -247,8 +247,8 @@ def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes
     most = max(sum(host in one for one in hosts) for host in hosts[-1])
     need = most * settings.ranks_per_node * settings.device_bytes
     if settings.device == "cpu" and most > 1 and need > free_bytes:
-        said = f"{most} trials on one machine may take {show_bytes(need)} of its memory"
-        raise NoRoom(f"{said}, and {show_bytes(free_bytes)} are free")
+        said = f"{most} trials on one machine may take {format_bytes(need)} of its memory"
+        raise NoRoom(f"{said}, and {format_bytes(free_bytes)} are free")
 
 
 def _key(conditions: Mapping[str, Scalar]) -> str:

@@ -130,11 +130,11 @@ def _place(address: str) -> tuple[str, int]:
     if address == "auto":
         said = os.environ.get("RAY_ADDRESS", "") or _last_started() or ""
         if not said:
-            raise InputError("no Ray cluster runs on this machine", where="--address auto", mend=_START)
+            raise InputError("no Ray cluster runs on this machine", where="--address auto", hint=_START)
     host, _, port = said.rpartition(":")
     if not host or not port.isdigit() or "://" in said:
         where = f"--address {address}" if said == address else f"RAY_ADDRESS={said}"
-        raise InputError("is neither auto nor HOST:PORT", where=where, mend="give HOST:PORT of `ray start --head`")
+        raise InputError("is neither auto nor HOST:PORT", where=where, hint="give HOST:PORT of `ray start --head`")
     return host.strip("[]"), int(port)
 
 
@@ -152,7 +152,7 @@ def _check_answers(address: str, host: str, port: int) -> None:
         socket.create_connection((host, port), _ANSWERS_S).close()
     except OSError as error:
         what = f"no Ray cluster answers at {host}:{port} ({error.strerror or error})"
-        raise InputError(what, where=f"--address {address}", mend=_START) from None
+        raise InputError(what, where=f"--address {address}", hint=_START) from None
 
 
 def _join(ray: Any, host: str, port: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..units import show_bytes
+from ..units import format_bytes
 
 # Less than any process with a CUDA context holds: the driver's own, a few MiB.
 _NOBODY_BYTES = 64 * 2**20
@@ -71,8 +71,8 @@ def said_of(cards: Iterable[Card]) -> tuple[str, ...]:
     """Sentences about cards that are not ours alone."""
     return tuple(
         f"card {card.index} ({card.name}): other processes{_who(card.pids)} hold "
-        f"{show_bytes(card.others_bytes)} of its {show_bytes(card.total_bytes)}, "
-        f"{show_bytes(card.usable_bytes)} are left for a rank"
+        f"{format_bytes(card.others_bytes)} of its {format_bytes(card.total_bytes)}, "
+        f"{format_bytes(card.usable_bytes)} are left for a rank"
         for card in cards
         if card.others_bytes
     )

@@ -117,7 +117,7 @@ def data_folder(name: str) -> Path:
     for folder in (package / name, package.parent / name):
         if folder.is_dir():
             return folder
-    raise InputError(f"the folder {name}/ is missing from the installation", mend="reinstall autods")
+    raise InputError(f"the folder {name}/ is missing from the installation", hint="reinstall autods")
 
 
 def cache_folder() -> Path:

@@ -38,15 +38,15 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
     """The batch itself, which the function `by` made. Raises WorkloadError when it is no dict or tuple of tensors of
     micro_batch samples."""
     if not isinstance(batch, Mapping | tuple | list):
-        raise WorkloadError(f"{by} returned {type(batch).__name__}", mend="return a dict or a tuple of tensors")
+        raise WorkloadError(f"{by} returned {type(batch).__name__}", hint="return a dict or a tuple of tensors")
     tensors = tensors_of(batch)
     if not tensors:
-        raise WorkloadError(f"{by} returned no tensor", mend="return a dict or a tuple of tensors")
+        raise WorkloadError(f"{by} returned no tensor", hint="return a dict or a tuple of tensors")
     for name, tensor in tensors.items():
         if tensor.dim() and tensor.shape[0] != micro_batch:
             raise WorkloadError(
                 f"{by}({micro_batch}) returned {name!r} of shape {tuple(tensor.shape)}",
-                mend=f"its first dimension must be the micro batch size, {micro_batch}",
+                hint=f"its first dimension must be the micro batch size, {micro_batch}",
             )
     return batch
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config.deepspeed import get, merge
 from ..types import Examined, Phase
-from ..units import show_bytes
+from ..units import format_bytes
 from .batch import Longest
 from .distributed import Ranks
 from .steps import Acted, seconds_of
@@ -105,7 +105,7 @@ def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> 
     hands.observe("save", index)
     needed, free = _needed_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
     if not ranks.agree(needed <= free):
-        said = f"about {show_bytes(needed)} of disk are needed and {show_bytes(free)} are free"
+        said = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
         return {}, (f"no checkpoint was saved: {said} in {folder.parent}",)
     seconds = _timed(hands, lambda: engine.save_checkpoint(str(folder), tag=_TAG))
     ranks.wait()

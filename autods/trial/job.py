@@ -98,7 +98,7 @@ def describe(error: BaseException, user_file: str) -> dict[str, Any]:
         "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in _causes(error)],
         "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
         "contract": contract,
-        "mend": error.mend if isinstance(error, WorkloadError) else None,
+        "hint": error.hint if isinstance(error, WorkloadError) else None,
     }
 
 

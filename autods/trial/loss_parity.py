@@ -32,7 +32,7 @@ def share_of(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulation
     if not _same(samples[0], _sample(workload, seed, first)):
         raise Incomparable(
             "build_batch makes another sample under the same seed, so two configs never train on the same data",
-            mend="draw from the global generators of random, torch or numpy",
+            hint="draw from the global generators of random, torch or numpy",
         )
     # All of them, so that every config of the workload is refused alike.
     whole = [_joined(samples[i : i + micro_batch]) for i in range(0, mine, micro_batch)]
@@ -84,7 +84,7 @@ def _stacked(name: Any, values: Sequence[Any]) -> Any:
             raise Incomparable(
                 f"samples of build_batch differ in shape ({name!r}: {said}), so micro batches of different sizes"
                 " cannot hold the same data",
-                mend="pad every sample to one length",
+                hint="pad every sample to one length",
             )
         return torch.cat(list(values))
     if isinstance(values[0], Mapping | tuple | list) and tensors_of(values[0]):
@@ -104,7 +104,7 @@ def check_cut(model: Any) -> None:
         raise Incomparable(
             "an expert takes its share of each micro batch's tokens and drops the rest, so two configs that cut the"
             " batch differently train on different tokens",
-            mend="nothing is wrong: compare the loss curves of longer runs",
+            hint="nothing is wrong: compare the loss curves of longer runs",
         )
 
 
@@ -178,7 +178,7 @@ def check_steady(drew: bool, forward: Callable[[], float | None], ranks: Ranks) 
     if difference > _STEADY:
         raise Incomparable(
             f"the model draws random numbers in forward that change its loss (by {difference:.1%} on the same batch)",
-            mend="it is not dropout, which was off",
+            hint="it is not dropout, which was off",
         )
 
 

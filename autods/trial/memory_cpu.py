@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..units import show_bytes
+from ..units import format_bytes
 
 _LIBC = ctypes.CDLL(None)
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # `M_MMAP_THRESHOLD` and the other of malloc.h
@@ -144,7 +144,7 @@ class CpuMeter:
             self._hard_limit = hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
             budget = now["VmData"] + self.limit_bytes
             if hard != resource.RLIM_INFINITY and budget > hard:
-                raise OSError(f"ulimit -Hd lets a process hold {show_bytes(hard)}: {show_bytes(budget)} are needed")
+                raise OSError(f"ulimit -Hd lets a process hold {format_bytes(hard)}: {format_bytes(budget)} are needed")
             resource.setrlimit(resource.RLIMIT_DATA, (budget, hard))
 
     def lift(self) -> None:

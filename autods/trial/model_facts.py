@@ -62,9 +62,9 @@ def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, 
     import torch
 
     if not isinstance(model, torch.nn.Module):
-        raise WorkloadError(f"{by} {type(model).__name__}", mend="it has to be a torch.nn.Module")
+        raise WorkloadError(f"{by} {type(model).__name__}", hint="it has to be a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError(f"{by} a model without a parameter to train", mend="check requires_grad")
+        raise WorkloadError(f"{by} a model without a parameter to train", hint="check requires_grad")
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
     parts = {**parts_of(model), "experts": experts_of(model)}
     return {"parameters": sum(sizes), "largest_parameter": max(sizes), **parts}

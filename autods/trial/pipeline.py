@@ -30,7 +30,7 @@ def check_pair(batch: Any) -> Any:
         said = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
         raise WorkloadError(
             f"build_batch returned {said}, and a PipelineModule takes two: inputs and labels",
-            mend="return (inputs, labels); each may be a tensor or a tuple of tensors",
+            hint="return (inputs, labels); each may be a tensor or a tuple of tensors",
         )
     return batch
 
@@ -130,7 +130,7 @@ def _lay_out(self: Any, layers: Any, num_stages: int | None = None, topology: An
     elif num_stages is not None:
         self.num_stages = self.replica_ranks = num_stages
     else:
-        raise WorkloadError("the PipelineModule has neither num_stages nor a topology", mend="give num_stages=2, say")
+        raise WorkloadError("the PipelineModule has neither num_stages nor a topology", hint="give num_stages=2, say")
     for place, layer in enumerate(_each_once(layers)):
         self.add_module(str(place), layer)
 

@@ -120,6 +120,6 @@ def finite(loss: Any, index: int) -> float:
     value = float(loss.detach())
     if not math.isfinite(value):
         raise WorkloadError(
-            f"the loss is {value} at step {index + 1}", mend="check the data, the learning rate and the initialisation"
+            f"the loss is {value} at step {index + 1}", hint="check the data, the learning rate and the initialisation"
         )
     return value

@@ -226,15 +226,15 @@ def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
     if not isinstance(loss, torch.Tensor):
         raise WorkloadError(
             f"the model returned {type(loss).__name__}, no loss",
-            mend="let forward return a scalar loss or an object with .loss, or define loss(model, batch)",
+            hint="let forward return a scalar loss or an object with .loss, or define loss(model, batch)",
         )
     if loss.numel() != 1:
         raise WorkloadError(
-            f"the loss is not a scalar: its shape is {tuple(loss.shape)}", mend="reduce it, with .mean() say"
+            f"the loss is not a scalar: its shape is {tuple(loss.shape)}", hint="reduce it, with .mean() say"
         )
     if not loss.requires_grad:
         raise WorkloadError(
             "the loss has no gradient: it depends on no parameter that is trained",
-            mend="look for .detach(), .item() or torch.no_grad() on the way to it",
+            hint="look for .detach(), .item() or torch.no_grad() on the way to it",
         )
     return loss

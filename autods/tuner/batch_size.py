@@ -10,7 +10,7 @@ from statistics import median
 
 from ..config.profiles import AccumulateLimits, GrowLimits
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps, Trial, first_line
-from ..units import show_bytes
+from ..units import format_bytes
 from .accumulate import worth_of
 from .forecasts import BLIND, Foresight
 from .trials import accumulation_for, asked_with_exam, fits_within, micro_batches, paced, samples_per_second, step_s_of
@@ -291,11 +291,11 @@ def when_saturated(records: Sequence[Record], ground: Ground, sizes: Sequence[in
 
 def when_found(ground: Ground, sizes: Sequence[int], records: Sequence[Record], whole_share: int | None) -> Stop:
     """There is no micro batch left to try. whole_share: a rank's part of the global batch, if there is one."""
-    usable = show_bytes(ground.usable_bytes)
+    usable = format_bytes(ground.usable_bytes)
     good = ground.good
     if ground.peaks[good] > ground.usable_bytes:
         return Stop(
-            is_limit=True, reason=f"micro batch 1 already needs {show_bytes(ground.peaks[1])}, usable: {usable}"
+            is_limit=True, reason=f"micro batch 1 already needs {format_bytes(ground.peaks[1])}, usable: {usable}"
         )
     if ground.bad is not None:
         last = [record for record in records if record.trial.knobs.micro_batch == ground.bad][-1]
@@ -361,7 +361,7 @@ def what_happened(record: Record, usable: str) -> str:
         case Fit(alloc_retries=int(retries)) if retries:
             return f"fits, but its allocator ran full {retries} times in the steps"
         case Fit() as fit:
-            return f"needs {show_bytes(fit.device_peak_bytes)}, which does not leave the headroom (usable: {usable})"
+            return f"needs {format_bytes(fit.device_peak_bytes)}, which does not leave the headroom (usable: {usable})"
         case OutOfMemory() as out:
             return f"ran out of {out.tier} memory"
         case Failed() as failure:

@@ -86,7 +86,7 @@ def check_ranks(facts: ModelFacts, world_size: int) -> None:
         near = max(each, world_size // each * each)
         raise InputError(
             f"the model is a pipeline that takes {each} ranks, and {world_size} cannot be split into such",
-            mend=f"give --gpus {near}, or another multiple of {each}",
+            hint=f"give --gpus {near}, or another multiple of {each}",
         )
 
 

@@ -57,7 +57,7 @@ class Holding:
     def hold(self, config: Trial) -> Held | None:
         """The config at the largest micro batch that holds, from its own down. None: none does, or trials are spent.
 
-        An exam that fails of something else than memory holds: backing off would not mend it.
+        An exam that fails of something else than memory holds: backing off would not hint it.
         """
         shorts: list[Record] = []
         while (exam := self._examined(config)) is not None:

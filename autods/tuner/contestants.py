@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..config.profiles import RaceLimits
 from ..forecast.values import RungForecast
 from ..types import Fit, Record, Steps, Trial
-from ..units import show_bytes
+from ..units import format_bytes
 from .batch_size import SURE, Climb, Rules, least_sample_s, micro_step_seconds, promise, what_happened
 from .candidates import Candidate, name_of
 from .forecasts import why_impossible
@@ -77,7 +77,7 @@ class Entrant:
         self.walked = tried(self.candidate, rules.run, steps)
         last = self.walked[-1]
         if not isinstance(last.outcome, Fit):
-            self.out = what_happened(last, show_bytes(rules.usable_bytes))
+            self.out = what_happened(last, format_bytes(rules.usable_bytes))
             return
         if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: no earlier trial speaks of it
             self.walked, self.climb.records = (*self.climb.records, *self.walked), []
@@ -127,7 +127,7 @@ class Entrant:
         if best is None or not isinstance(best.outcome, Fit):
             return "never fitted"
         if not self.climb.rules.grows:
-            return f"needs {show_bytes(best.outcome.device_peak_bytes)}"
+            return f"needs {format_bytes(best.outcome.device_peak_bytes)}"
         return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
 
 

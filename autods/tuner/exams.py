@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, Run, Trial, first_line, is_machines_fault
-from ..units import show_bytes
+from ..units import format_bytes
 from .trials import asked
 
 # Where a rank's device memory grows with the micro batch. What building, saving and loading need does not.
@@ -74,13 +74,13 @@ def what_happened(outcome: Outcome, limit_bytes: int) -> str:
     """'ran out of device memory in backward', as part of a sentence."""
     match outcome:
         case Fit() as fit if fit.device_peak_bytes > limit_bytes:
-            return f"needs {show_bytes(fit.device_peak_bytes)} of {show_bytes(limit_bytes)}"
+            return f"needs {format_bytes(fit.device_peak_bytes)} of {format_bytes(limit_bytes)}"
         case Fit(alloc_retries=int(retries)) if retries:
             return f"fits, but its allocator ran full {retries} times in the steps"
         case Fit():
             return "fits"
         case OutOfMemory() as out:
-            lacking = f", at least {show_bytes(out.missing_bytes)} short" if out.missing_bytes else ""
+            lacking = f", at least {format_bytes(out.missing_bytes)} short" if out.missing_bytes else ""
             return f"ran out of {out.tier} memory in {out.phase}{lacking}"
         case Failed() as failure:
             return f"failed in {failure.phase}: {first_line(failure.evidence)}"

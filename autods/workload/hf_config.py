@@ -51,7 +51,7 @@ def local_path(path: Path) -> Path:
     raise InputError(
         f"{what}, and nothing is downloaded",
         where=said,
-        mend="give hf:./FOLDER with the model's config.json in it; weights are not needed",
+        hint="give hf:./FOLDER with the model's config.json in it; weights are not needed",
     )
 
 
@@ -64,17 +64,17 @@ def config_file(path: Path) -> Path | None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config as a dict. Raises InputError when it cannot be read or describes no model."""
-    mend = "give the config.json of a Hugging Face model, or its folder"
+    hint = "give the config.json of a Hugging Face model, or its folder"
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend=mend) from None
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
     except UnicodeDecodeError:
-        raise InputError("is not text", where=str(path), mend=mend) from None
+        raise InputError("is not text", where=str(path), hint=hint) from None
     except json.JSONDecodeError as error:
-        raise InputError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}", mend=mend) from None
+        raise InputError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}", hint=hint) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InputError('is no model\'s config: it has no "model_type"', where=str(path), mend=mend)
+        raise InputError('is no model\'s config: it has no "model_type"', where=str(path), hint=hint)
     return config
 
 
@@ -146,7 +146,7 @@ def _config(data: Mapping[str, Any], path: Path) -> Any:
         raise WorkloadError(
             f"transformers {version} has no architecture {name!r}{own}",
             where=str(path),
-            mend="install a transformers that has it, or write a model.py with build_model and build_batch",
+            hint="install a transformers that has it, or write a model.py with build_model and build_batch",
         )
     try:
         return CONFIG_MAPPING[name].from_dict(dict(data))
@@ -173,8 +173,8 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
         autos[task]._model_mapping[type(config)]  # imports the model's code now, before processes are forked
         return autos[task]
     able = [name for name, auto in autos.items() if type(config) in auto._model_mapping]
-    mend = f"give --task {' or '.join(able)}" if able else "write a model.py with build_model and build_batch"
-    raise WorkloadError(f"{config.model_type} has no model for --task {task}", where=str(path), mend=mend)
+    hint = f"give --task {' or '.join(able)}" if able else "write a model.py with build_model and build_batch"
+    raise WorkloadError(f"{config.model_type} has no model for --task {task}", where=str(path), hint=hint)
 
 
 def _batches(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:

@@ -49,7 +49,7 @@ def source_of(
     """
     _check_kind_of(workload)
     if kind not in (None, "model", "script", *KINDS):
-        raise InputError(f"there is no kind {kind!r}", mend=f"give --kind model, script, {', '.join(KINDS)}")
+        raise InputError(f"there is no kind {kind!r}", hint=f"give --kind model, script, {', '.join(KINDS)}")
     for option, length in (("--seq-len", seq_len), ("--target-len", target_len)):
         if length is not None and length < 1:
             raise InputError(f"{option} {length}: at least one token is needed")
@@ -60,7 +60,7 @@ def source_of(
     if module is not None:
         workload, root = module_file(module, Path.cwd())
         if kind == "model":
-            raise InputError("-m starts a training script", mend="give the path of a model.py without -m")
+            raise InputError("-m starts a training script", hint="give the path of a model.py without -m")
         kind = kind or "script"
     path = workload.expanduser().absolute() if isinstance(workload, Path) else None
     config = config_file(path) if path is not None else None
@@ -72,7 +72,7 @@ def source_of(
         return script_source(path, argv, known, Path.cwd(), module=module, root=root)
     if argv:
         where = str(path) if path is not None else None
-        raise InputError(f"takes no arguments: {' '.join(argv)}", where=where, mend="they are for a training script")
+        raise InputError(f"takes no arguments: {' '.join(argv)}", where=where, hint="they are for a training script")
     if config is not None:
         return _of_config(config, task, {**options, **({"zero_init": True} if zero_init else {})})
     if zero_init:
@@ -95,7 +95,7 @@ def _check_kind_of(workload: object) -> None:
     elif not isinstance(workload, Path):
         raise InputError(
             f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
-            mend="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
+            hint="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
         )
 
 
@@ -110,7 +110,7 @@ def load(source: WorkloadSource) -> Workload:
             workload = bound(_unpickled(source), source)
         case "script":
             raise WorkloadError(
-                "is a training script: it can be fitted, and nothing less", where=source.path, mend="autods fit …"
+                "is a training script: it can be fitted, and nothing less", where=source.path, hint="autods fit …"
             )
     if source.recompute is False:
         workload = replace(workload, build_model=functools.partial(_keeping_activations, workload.build_model))
@@ -128,7 +128,7 @@ def _check_no_options(options: Mapping[str, Any], path: Path) -> None:
     for option, value in options.items():
         if value is not None:
             raise InputError(
-                f"{option} says nothing to a training script", where=str(path), mend="give its own arguments after --"
+                f"{option} says nothing to a training script", where=str(path), hint="give its own arguments after --"
             )
 
 
@@ -148,7 +148,7 @@ def _of_config(path: Path, task: str | None, options: Mapping[str, Any]) -> Work
     config = read_config(path)
     chosen = next((known for known in TASKS if known == task), None) if task else task_of(config)
     if chosen is None:
-        raise InputError(f"there is no task {task!r}", mend=f"give --task {', '.join(TASKS[:-1])} or {TASKS[-1]}")
+        raise InputError(f"there is no task {task!r}", hint=f"give --task {', '.join(TASKS[:-1])} or {TASKS[-1]}")
     if chosen == "image-classification" and options["seq_len"] is not None:
         raise InputError("--seq-len is for text; the images' size stands in the config", where=str(path))
     if chosen != "seq2seq" and options["target_len"] is not None:
@@ -181,7 +181,7 @@ def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> N
         raise InputError(
             "its build_batch has no argument seq_len, so --seq-len says nothing to it",
             where=source.path if source.kind == "file" else source.name,
-            mend="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
+            hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
         )
 
 
@@ -220,7 +220,7 @@ def _pickled(workload: Workload, folder: Path) -> WorkloadSource:
     except Exception as error:
         raise InputError(
             f"the Workload cannot be sent to the ranks: {error}",
-            mend="give functions that close over plain values, or write them into a model.py",
+            hint="give functions that close over plain values, or write them into a model.py",
         ) from None
     digest = _digest(data)
     path = folder.absolute() / f"workload-{digest}.pkl"

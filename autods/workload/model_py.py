@@ -27,7 +27,7 @@ def check_file(path: Path) -> ast.Module:
                 if name == "build_model"
                 else "build_batch(micro_batch_size) -> dict | tuple"
             )
-            raise InputError(f"defines no {name}", where=str(path), mend=f"add: def {form}")
+            raise InputError(f"defines no {name}", where=str(path), hint=f"add: def {form}")
     return tree
 
 
@@ -37,13 +37,13 @@ def parsed(path: Path) -> ast.Module:
         text = importlib.util.decode_source(path.read_bytes())  # UTF-8, or what its first lines declare
     except IsADirectoryError:
         raise InputError(
-            "is a folder without a config.json", where=str(path), mend="give a model.py, or a Hugging Face config"
+            "is a folder without a config.json", where=str(path), hint="give a model.py, or a Hugging Face config"
         ) from None
     except (UnicodeDecodeError, SyntaxError):
-        raise InputError("is not a Python file", where=str(path), mend="give the path of a model.py") from None
+        raise InputError("is not a Python file", where=str(path), hint="give the path of a model.py") from None
     except OSError as error:
-        mend = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), mend=mend) from None
+        hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
     try:
         return ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError) as error:
@@ -51,7 +51,7 @@ def parsed(path: Path) -> ast.Module:
         where = f"{path}:{line}" if line else str(path)
         source = (getattr(error, "text", None) or "").strip()
         message = getattr(error, "msg", str(error))
-        raise InputError(f"syntax error: {message}", where=where, mend=source or None) from None
+        raise InputError(f"syntax error: {message}", where=where, hint=source or None) from None
 
 
 def base_config_of(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
@@ -73,7 +73,7 @@ def base_config_of(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
     raise InputError(
         f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
         where=f"{path}:{said[-1].lineno}" if said else str(path),
-        mend="write it as one, in one place, or give the config with --base-config",
+        hint="write it as one, in one place, or give the config with --base-config",
     )
 
 
@@ -112,7 +112,7 @@ def load_file(path: Path) -> Workload:
     for needed in NEEDED:
         if not callable(getattr(module, needed, None)):
             raise WorkloadError(
-                f"defines no function {needed}", where=str(path), mend="see the README for the contract"
+                f"defines no function {needed}", where=str(path), hint="see the README for the contract"
             )
     return Workload(
         build_model=module.build_model,

@@ -118,8 +118,8 @@ def module_file(name: str, folder: Path) -> tuple[Path, Path]:
     Raises InputError when there is none; no parent package is imported to find it.
     """
     if not all(word.isidentifier() for word in name.split(".")):
-        mend = "write it as package.module, or drop -m for the path of a script"
-        raise InputError("is no module's name", where=f"-m {name}", mend=mend)
+        hint = "write it as package.module, or drop -m for the path of a script"
+        raise InputError("is no module's name", where=f"-m {name}", hint=hint)
     places, spec = _top(name.partition(".")[0], folder), None
     for end in range(1, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])
@@ -130,10 +130,10 @@ def module_file(name: str, folder: Path) -> tuple[Path, Path]:
     if places:  # a package: its __main__
         spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", places)
         if spec is None:
-            mend = f"give a module of it, such as -m {name}.train"
-            raise InputError("is a package without a __main__.py", where=f"-m {name}", mend=mend)
+            hint = f"give a module of it, such as -m {name}.train"
+            raise InputError("is a package without a __main__.py", where=f"-m {name}", hint=hint)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise InputError("is no Python source", where=f"-m {name}", mend="give a module that is a .py file")
+        raise InputError("is no Python source", where=f"-m {name}", hint="give a module that is a .py file")
     file = Path(spec.origin).absolute()
     return file, file.parents[name.count(".") + bool(places)]
 
@@ -151,11 +151,11 @@ def _top(package: str, folder: Path) -> Sequence[str]:
 def _refuse(name: str, part: str, folder: Path) -> NoReturn:
     where = f"-m {name}"
     if Path(folder, name).is_file():
-        raise InputError("is a file, and -m takes a module's name", where=where, mend=f"drop -m: {name}")
+        raise InputError("is a file, and -m takes a module's name", where=where, hint=f"drop -m: {name}")
     raise InputError(
         f"there is no module {part} in {folder}, PYTHONPATH or what is installed",
         where=where,
-        mend="start it from the folder that holds the package, as python -m wants it, or set PYTHONPATH",
+        hint="start it from the folder that holds the package, as python -m wants it, or set PYTHONPATH",
     )
 
 
@@ -202,7 +202,7 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
         raise InputError(
             "is no workload: it defines no build_model and build_batch, and imports none of " + modules,
             where=str(path),
-            mend="write them (a model.py), give the script that calls deepspeed.initialize, or say --kind script",
+            hint="write them (a model.py), give the script that calls deepspeed.initialize, or say --kind script",
         )
     return False  # half a model.py: `check_file` says what is missing
 

@@ -26,7 +26,7 @@ import autods
 from autods.report.results import Forecast
 from autods.system.host import versions
 from autods.types import TIERS
-from autods.units import show_bytes
+from autods.units import format_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTIONS: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -120,7 +120,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         if row["figure"] == "problem":
             table.add_row(*told, "problem", "", str(row["said"]), "")
         elif row["difference"]:
-            sizes = (show_bytes(row["first_bytes"]), show_bytes(row["bytes"]))
+            sizes = (format_bytes(row["first_bytes"]), format_bytes(row["bytes"]))
             table.add_row(*told, row["figure"], *sizes, f"{row['difference']:+.2%}")
     Console(stderr=True).print(table)
 

@@ -68,7 +68,7 @@ from autods.tuner.conclude import Found
 from autods.tuner.fit import Search, fit
 from autods.tuner.foreseeing import foreseeing
 from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
-from autods.units import show_bytes
+from autods.units import format_bytes
 from autods.workload import source_of
 
 HERE = Path(__file__).parent
@@ -261,7 +261,7 @@ def shown(one: Recording) -> str:
         return f"{one.turn} {one.point!s:52} {one.failure.kind}: {one.failure.evidence.splitlines()[0][:60]}"
     rate = RANKS * one.samples / median(one.step_s)
     return (
-        f"{one.turn} {one.point!s:52} {rate:7.1f}/s {len(one.step_s):3} steps  {show_bytes(one.peak_bytes):>10}"
+        f"{one.turn} {one.point!s:52} {rate:7.1f}/s {len(one.step_s):3} steps  {format_bytes(one.peak_bytes):>10}"
         f" {one.seconds:5.1f} s  load {one.load:.1f}"
     )
 
@@ -356,7 +356,7 @@ def told(records: Sequence[Record], reasons: Mapping[str, str]) -> tuple[str, ..
         what = f"{trial.purpose:7}{trial.rung:20}{knobs.micro_batch:3} × {knobs.accumulation:<3}"
         what += "recomputes " if knobs.checkpointing else "keeps      "
         if isinstance(outcome, Fit):
-            peak = show_bytes(outcome.device_peak_bytes)
+            peak = format_bytes(outcome.device_peak_bytes)
             lines.append(f"{what}{outcome.samples_per_second:8.1f}/s ±{outcome.spread:.0%} {peak}")
         else:
             lines.append(f"{what}{outcome.kind}")

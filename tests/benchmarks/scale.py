@@ -40,7 +40,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.system.host import versions
-from autods.units import show_bytes
+from autods.units import format_bytes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "scale.json"
@@ -164,7 +164,7 @@ def reports_of_out_of_memory(job: Any, *, all_at_once: bool = True) -> list[dict
         types = ["OutOfMemoryError", "RuntimeError", "Exception"] if own else ["DistBackendError", "RuntimeError"]
         frames = "".join(FRAME.format(line=1000 + 7 * depth) for depth in range(40))
         error = {
-            "types": types, "message": message, "causes": [], "user_frame": None, "contract": None, "mend": None,
+            "types": types, "message": message, "causes": [], "user_frame": None, "contract": None, "hint": None,
             "traceback": f"Traceback (most recent call last):\n{frames}{types[0]}: {message}\n",
         }  # fmt: skip
         at_s = 1000.0 - 1e-4 * (rank if all_at_once or rank != culprit else culprit / 2)
@@ -378,7 +378,7 @@ def table(said: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def cell(name: str, value: Any) -> str:
-    return show_bytes(value) if "bytes" in name and isinstance(value, int) else f"{value:,}"
+    return format_bytes(value) if "bytes" in name and isinstance(value, int) else f"{value:,}"
 
 
 def keep(said: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 import autods
 from autods.report.results import Forecast
 from autods.types import TIERS
-from autods.units import show_bytes
+from autods.units import format_bytes
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
 CARD: dict[str, Any] = {
@@ -68,7 +68,7 @@ def show_sizes(sizes: dict[str, Forecast]) -> None:
         table.add_column(name, justify="right" if name in TIERS else "left")
     for size, said in sizes.items():
         for rung in said.sites[0].rungs:
-            tiers = [show_bytes(rung.memory[tier].peak_bytes) if tier in rung.memory else "" for tier in TIERS]
+            tiers = [format_bytes(rung.memory[tier].peak_bytes) if tier in rung.memory else "" for tier in TIERS]
             best = " (best)" if rung.rung == said.sites[0].best_rung else ""
             verdict = rung.verdict.replace("_", " ")
             table.add_row(f"T5-{size}", rung.rung + best, verdict, *tiers, str(rung.largest_micro_batch or ""))
@@ -82,8 +82,8 @@ def show_limits(limits: dict[tuple[float, float], Forecast]) -> None:
         table.add_column(name, justify="right")
     for (live, reuse), said in limits.items():
         rung = said.sites[0].rungs[0]
-        phases = [show_bytes(rung.by_phase.get(phase, 0)) for phase in ("init", "forward", "backward", "step")]
-        host, pinned = (show_bytes(rung.memory[tier].peak_bytes) for tier in ("host", "pinned"))
+        phases = [format_bytes(rung.by_phase.get(phase, 0)) for phase in ("init", "forward", "backward", "step")]
+        host, pinned = (format_bytes(rung.memory[tier].peak_bytes) for tier in ("host", "pinned"))
         table.add_row(f"{live:g}", f"{reuse:g}", *phases, host, pinned)
     Console().print(table)
 

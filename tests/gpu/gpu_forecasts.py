@@ -19,7 +19,7 @@ from autods.forecast.values import Ask, Simulated
 from autods.forecast.verdict import judged
 from autods.schema import read_as
 from autods.types import Device, Fit, ModelFacts
-from autods.units import show_bytes
+from autods.units import format_bytes
 
 Row = dict[str, Any]
 _SAME = ("model", "precision", "rung", "world_size", "card_bytes", "checkpointing")
@@ -97,5 +97,5 @@ def said_of(cell: Mapping[str, Any], ask: Ask, simulated: Simulated) -> Row:
 def line_of(cell: Mapping[str, Any]) -> str:
     """For who waits."""
     said = cell["forecast"]
-    what = said.get("problem") or f"{show_bytes(said['at_limit_bytes'])}, {said['verdict']}"
+    what = said.get("problem") or f"{format_bytes(said['at_limit_bytes'])}, {said['verdict']}"
     return f"forecast: {cell['model']} {cell['rung']}, micro batch {cell['micro_batch']}: {what}"

@@ -67,7 +67,7 @@ from gpu_ranks import NoRanks, Ranks
 
 from autods.system.gpus import said_of
 from autods.system.host import Hardware, look, versions
-from autods.units import parse_bytes, show_bytes
+from autods.units import format_bytes, parse_bytes
 
 HERE = Path(__file__).resolve().parent
 ALL = ("context", "gpt2", "t5", "qwen2", "gpt2-more", "autotuner", "forecast")
@@ -221,7 +221,7 @@ def trials(session: Session, part: str) -> None:
     )  # fmt: skip
     for size in too_large(cards, site):
         if part != "t5":
-            session.leave_out(f"a card of {show_bytes(size)}", f"this one has {show_bytes(site.usable_bytes)}")
+            session.leave_out(f"a card of {format_bytes(size)}", f"this one has {format_bytes(site.usable_bytes)}")
     for model in PARTS[part]:
         wanted = [
             cell
@@ -328,7 +328,7 @@ def autotuner(session: Session) -> None:
 
 
 def _shown(size: int | None) -> str:
-    return "unknown" if size is None else show_bytes(size)
+    return "unknown" if size is None else format_bytes(size)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Wrong input ends in one message that says what, where and how to mend it: exit code 2, never a traceback."""
+"""Wrong input ends in one message that says what, where and how to fix it: exit code 2, never a traceback."""
 
 from __future__ import annotations
 

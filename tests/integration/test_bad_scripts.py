@@ -1,4 +1,4 @@
-"""A script that cannot be tried ends in one message that says what, where and how to mend it; an odd one is tried."""
+"""A script that cannot be tried ends in one message that says what, where and how to fix it; an odd one is tried."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Wrong:
 
 
 def is_one_message(said: str, *, where: str, says: str) -> bool:
-    """Where, then what, then how to mend it, in two lines (three where the input is quoted)."""
+    """Where, then what, then how to fix it, in two lines (three where the input is quoted)."""
     assert "Traceback" not in said
     assert 1 <= len(said.splitlines()) <= 3
     assert said.startswith(f"error: {where}"), said

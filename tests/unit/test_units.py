@@ -1,6 +1,6 @@
 import pytest
 
-from autods.units import parse_bytes, show_bytes, show_count
+from autods.units import format_bytes, format_count, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_what_is_not_a_size_is_refused_with_the_accepted_forms(text: str) -> Non
     [(0, "0 B"), (1023, "1023 B"), (416 * 2**20, "416.0 MiB"), (-3 * 2**20, "-3.0 MiB"), (3 * 2**40, "3.0 TiB")],
 )
 def test_bytes_are_shown_in_the_unit_that_reads_best(size: int, text: str) -> None:
-    assert show_bytes(size) == text
+    assert format_bytes(size) == text
 
 
 def test_parameters_are_shown_as_people_say_them() -> None:
-    assert [show_count(n) for n in (999, 32_638_976, 1_543_714_304)] == ["999", "32.6M", "1.54B"]
+    assert [format_count(n) for n in (999, 32_638_976, 1_543_714_304)] == ["999", "32.6M", "1.54B"]

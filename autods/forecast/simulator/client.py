@@ -36,10 +36,10 @@ class SimulationFailed(AutodsError):
     (DeepSpeed refused), stuck (a script did not come to its second step), crashed (the process died).
     """
 
-    def __init__(self, *, kind: str, what: str, where: str | None = None, mend: str | None = None) -> None:
-        self.kind, self.what, self.where, self.mend = kind, what, where, mend
+    def __init__(self, *, kind: str, what: str, where: str | None = None, hint: str | None = None) -> None:
+        self.kind, self.what, self.where, self.hint = kind, what, where, hint
         line = f"{where}: {what}" if where else what
-        super().__init__(f"{line}\n  {mend}" if mend else line)
+        super().__init__(f"{line}\n  {hint}" if hint else line)
 
 
 class SimulatedEngine:

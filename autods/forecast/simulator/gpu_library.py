@@ -19,11 +19,11 @@ _SOURCE = Path(__file__).with_name("simcuda.cpp")
 
 
 class NoLibrary(Exception):
-    """It cannot be had here. `kind` is no_compiler or build_failed; `mend` says what would help."""
+    """It cannot be had here. `kind` is no_compiler or build_failed; `hint` says what would help."""
 
-    def __init__(self, kind: str, what: str, mend: str) -> None:
+    def __init__(self, kind: str, what: str, hint: str) -> None:
         super().__init__(what)
-        self.kind, self.what, self.mend = kind, what, mend
+        self.kind, self.what, self.hint = kind, what, hint
 
 
 def load() -> ctypes.CDLL:

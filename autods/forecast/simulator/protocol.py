@@ -14,16 +14,16 @@ from ...types import WorkloadSource
 
 
 class Refused(Exception):
-    """As `SimulationFailed` of the asking side: kind, what, mend."""
+    """As `SimulationFailed` of the asking side: kind, what, hint."""
 
-    def __init__(self, kind: str, what: str, mend: str | None = None) -> None:
+    def __init__(self, kind: str, what: str, hint: str | None = None) -> None:
         super().__init__(what)
-        self.kind, self.what, self.mend = kind, what, mend
+        self.kind, self.what, self.hint = kind, what, hint
 
 
-def unsupported(what: str, mend: str | None = None) -> Refused:
+def unsupported(what: str, hint: str | None = None) -> Refused:
     """Something whose memory nobody knows here: better no forecast than a wrong one."""
-    return Refused("unsupported", what, mend or "forecast with --no-forecast, or measure by a trial (autods fit)")
+    return Refused("unsupported", what, hint or "forecast with --no-forecast, or measure by a trial (autods fit)")
 
 
 @contextlib.contextmanager
@@ -73,27 +73,27 @@ def answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[s
 
 
 def told(error: BaseException, user_file: str) -> dict[str, Any]:
-    """An exception as kind, what, where, mend."""
+    """An exception as kind, what, where, hint."""
     from .gpu_library import NoLibrary
 
     if isinstance(error, (NoLibrary, Refused)):
-        return {"kind": error.kind, "what": error.what, "where": None, "mend": error.mend}
+        return {"kind": error.kind, "what": error.what, "where": None, "hint": error.hint}
     from ...trial.job import describe
 
     seen = describe(error, user_file)
     names, message = seen["types"], " ".join(str(seen["message"]).split())[:500]
     if seen["contract"]:
-        return {"kind": "user_code", "what": seen["contract"], "where": seen["user_frame"], "mend": seen["mend"]}
+        return {"kind": "user_code", "what": seen["contract"], "where": seen["user_frame"], "hint": seen["hint"]}
     data = {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(names)
     if data:
-        kind, mend = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
+        kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
     elif "UnsupportedOperatorException" in names:
-        kind, mend = "unsupported", "register a fake implementation with torch.library.register_fake"
+        kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
     elif seen["user_frame"]:
-        kind, mend = "user_code", None
+        kind, hint = "user_code", None
     else:
-        kind, mend = "engine", None
-    return {"kind": kind, "what": f"{names[0]}: {message}", "where": seen["user_frame"], "mend": mend}
+        kind, hint = "engine", None
+    return {"kind": kind, "what": f"{names[0]}: {message}", "where": seen["user_frame"], "hint": hint}
 
 
 def say(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second differs, see `engi
 _LIMIT_S = 300.0  # of one run; simulated steps take seconds, what takes longer is the script's own work
 _ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and asks for more data
 _ANSWERED = 93  # exit code of a run that said what came of it; a script that leaves by itself hardly takes this one
-_MEND = "real trials measure it: autods fit"
+_HINT = "real trials measure it: autods fit"
 _PHASES: Mapping[Phase, ForecastPhase] = {
     "build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
     "evaluate": "forward",
@@ -62,11 +62,11 @@ def live(
         code = _code_of(pid)
         if code is None:
             what = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
-            say(own, {"failed": {"kind": "stuck", "what": what, "where": source.path, "mend": _MEND}})
+            say(own, {"failed": {"kind": "stuck", "what": what, "where": source.path, "hint": _HINT}})
             return
         if code != _ANSWERED:  # one micro batch more or less: the next question is another run
             what = f"the simulation of micro batch {micro_batch} ended without an answer: {_ending(code)}"
-            say(own, {"failed": {"kind": "crashed", "what": what, "where": source.path, "mend": _MEND}})
+            say(own, {"failed": {"kind": "crashed", "what": what, "where": source.path, "hint": _HINT}})
 
 
 def _ending(code: int) -> str:
@@ -216,7 +216,7 @@ class _Rehearsal(Session):
 def _told(error: BaseException, source: WorkloadSource) -> dict[str, Any]:
     """As `speech.told`, with the script's line: all that happens has it on the stack."""
     if isinstance(error, WorkloadError):
-        return {"kind": "user_code", "what": error.what, "where": error.where, "mend": error.mend}
+        return {"kind": "user_code", "what": error.what, "where": error.where, "hint": error.hint}
     if isinstance(error, protocol.Refused):
         return told(error, source.path)
     said, place = told(error, source.path), of_traceback(error)
@@ -225,6 +225,6 @@ def _told(error: BaseException, source: WorkloadSource) -> dict[str, Any]:
     where = str(place or said["where"] or source.path)
     if "FakeTensorDeviceMismatchError" in said["what"]:  # a real GPU refuses it just so
         what = "tensors of the CPU and of the GPU meet in one operation"
-        return {"kind": "user_code", "what": what, "where": where, "mend": "move the batch to engine.device"}
+        return {"kind": "user_code", "what": what, "where": where, "hint": "move the batch to engine.device"}
     what = f"cannot run on the simulated device: {said['what']}"
-    return {"kind": kind, "what": what, "where": where, "mend": _MEND}
+    return {"kind": kind, "what": what, "where": where, "hint": _HINT}

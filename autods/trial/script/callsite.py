@@ -43,10 +43,10 @@ def caller() -> Place | None:
     return None
 
 
-def refusal(what: str, *, mend: str, at: Place | None = None) -> WorkloadError:
+def refusal(what: str, *, hint: str, at: Place | None = None) -> WorkloadError:
     """What is wrong with the script, at that line; without one, at the line that this call comes from."""
     place = at or caller()
-    return WorkloadError(what, where=None if place is None else str(place), mend=mend)
+    return WorkloadError(what, where=None if place is None else str(place), hint=hint)
 
 
 def everywhere(real: Any, name: str, ours: Any) -> None:

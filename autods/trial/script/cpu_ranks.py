@@ -50,7 +50,7 @@ def told_of_cuda(error: BaseException, place: Place | None) -> WorkloadError | N
     return WorkloadError(
         f"needs CUDA, and --device cpu has none: {str(error).splitlines()[0]}",
         where=at,
-        mend="use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda",
+        hint="use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda",
     )
 
 
@@ -109,7 +109,7 @@ def _take_local_rank(slot: int) -> None:
         return real(self, args, namespace)
 
     def refuse(self: argparse.ArgumentParser, message: str) -> Any:
-        raise refusal(f"its command line is refused: {message}", mend="look at what stands after --")
+        raise refusal(f"its command line is refused: {message}", hint="look at what stands after --")
 
     argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign, assignment]
     argparse.ArgumentParser.error = refuse  # type: ignore[method-assign]
@@ -118,5 +118,5 @@ def _take_local_rank(slot: int) -> None:
 def _no_ranks_of_its_own(*args: Any, **kwargs: Any) -> Any:
     raise refusal(
         "it starts ranks of its own with torch.multiprocessing.spawn",
-        mend="call its function once, as torchrun does: RANK, LOCAL_RANK and WORLD_SIZE are set",
+        hint="call its function once, as torchrun does: RANK, LOCAL_RANK and WORLD_SIZE are set",
     )

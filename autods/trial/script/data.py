@@ -105,14 +105,14 @@ class Batches:
                 f"its batches hold {size} samples, where the config says {micro_batch} "
                 "(train_micro_batch_size_per_gpu)",
                 at=None if loader is None else loader.place,
-                mend=_mend(None if loader is None else loader.place),
+                hint=_mend(None if loader is None else loader.place),
             )
         # The loader has the size. Packed samples are one long row, and some models take time before the batch.
         if 1 < size < micro_batch and not any(micro_batch in shape[1:2] for shape in shapes):
             raise refusal(
                 f"its data ends before a micro batch of {micro_batch} is full: it holds {size} samples",
                 at=loader.place,
-                mend="give it more data",
+                hint="give it more data",
             )
 
 

@@ -147,7 +147,7 @@ def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
     if session.engine is not None:
         raise refusal(
             "it calls deepspeed.initialize a second time, to train another model",
-            mend="one engine can be tuned, beside models that are only evaluated: give a script that trains one",
+            hint="one engine can be tuned, beside models that are only evaluated: give a script that trains one",
         )
     session.takes(asked["model"])
     if session.looks_only:
@@ -184,7 +184,7 @@ def _serving(made: Any, session: Session, place: Place | None) -> Any:
     def train(*args: Any, **kwargs: Any) -> Any:
         session.failure = refusal(
             "it trains an engine that has no optimizer",
-            mend='give deepspeed.initialize an optimizer, model_parameters, or a config with "optimizer"',
+            hint='give deepspeed.initialize an optimizer, model_parameters, or a config with "optimizer"',
             at=place,
         )
         raise session.failure
@@ -242,7 +242,7 @@ def _facts(
         given = "a config that cannot be read" if asked["config"] or asked["args"] else "no config"
         raise refusal(
             f"it gives deepspeed.initialize {given}",
-            mend="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
+            hint="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
         )
     return {
         **parameters_of(asked["model"], by="the script gave deepspeed.initialize"),

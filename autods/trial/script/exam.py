@@ -98,7 +98,7 @@ class Parity:
         if any(is_moe(module) for module in engine.module.modules()):
             raise Incomparable(
                 "an expert drops tokens by chance, so two runs never train on the same ones",
-                mend="nothing is wrong: compare the loss curves of longer runs",
+                hint="nothing is wrong: compare the loss curves of longer runs",
             )
         without_dropout(engine.module)
         forget_steps(getattr(engine, "basic_optimizer", None))

@@ -41,23 +41,23 @@ def in_words(error: BaseException, job: RankJob) -> BaseException:
     if job.device == "cpu" and (said := cpu_ranks.told_of_cuda(error, place)) is not None:
         return said
     if _waits_for_input(error, place):
-        mend = "give it the answer as an argument, or in a file"
-        return refusal("it waits for input, and a trial has no terminal", mend=mend, at=place)
+        hint = "give it the answer as an argument, or in a file"
+        return refusal("it waits for input, and a trial has no terminal", hint=hint, at=place)
     if isinstance(error, ImportError) and (of_import := _of_import(error)) is not None:
-        return refusal(of_import[0], mend=of_import[1], at=place)
+        return refusal(of_import[0], hint=of_import[1], at=place)
     if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
-        mend = f"install it into the Python that autods runs in, {sys.executable}"
-        return refusal(f"it needs {error.name}, which is not installed here", mend=mend, at=place)
+        hint = f"install it into the Python that autods runs in, {sys.executable}"
+        return refusal(f"it needs {error.name}, which is not installed here", hint=hint, at=place)
     if isinstance(error, SystemExit):
         how = f"with exit code {error.code}" if isinstance(error.code, int) else f"and said: {error.code}"
         quoted = _last_words()
         last = f"; the last that it wrote: {quoted}" if quoted and isinstance(error.code, int) else ""
-        return refusal(f"it left {how}{last}", mend="why may stand in its log, above the end", at=place)
+        return refusal(f"it left {how}{last}", hint="why may stand in its log, above the end", at=place)
     return error
 
 
 def _of_import(error: ImportError) -> tuple[str, str] | None:
-    """What is wrong, and how to mend it, of an import that found its package."""
+    """What is wrong, and how to fix it, of an import that found its package."""
     cause = error.__cause__  # a library that loads its parts when they are asked for tells what it met in its own words
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
@@ -69,8 +69,8 @@ def _of_import(error: ImportError) -> tuple[str, str] | None:
     if package and (part or "cannot import name" in str(error)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-            mend = f"{package} {version} is installed here: the script was written for another version of it"
-            return str(error).partition(" (")[0], mend
+            hint = f"{package} {version} is installed here: the script was written for another version of it"
+            return str(error).partition(" (")[0], hint
     return None
 
 
@@ -200,11 +200,11 @@ def _check_ended_well(session: Session) -> None:
     """Raises WorkloadError when the script ended before the trial has seen what it came for."""
     job = session.job
     if Path(job.scratch, "forked").exists():
-        raise refusal("it trains in a process that it forked", mend="start no ranks in the script, a trial does")
+        raise refusal("it trains in a process that it forked", hint="start no ranks in the script, a trial does")
     if session.engine is None:
         raise refusal(
             "it ended and never called deepspeed.initialize",
-            mend="a trial is a run of the script that trains: is an argument missing after --, or --kind wrong?",
+            hint="a trial is a run of the script that trains: is an argument missing after --, or --kind wrong?",
         )
     wanted = job.steps.warmup + 1
     whole = len(session.clock.times)
@@ -212,5 +212,5 @@ def _check_ended_well(session: Session) -> None:
         raise refusal(
             f"it ended after {whole} optimizer step{'s' * (whole != 1)} of micro batch {job.micro_batch}, "
             f"and a trial needs {wanted} at least",
-            mend="give it more data, more epochs or a larger max_steps after --",
+            hint="give it more data, more epochs or a larger max_steps after --",
         )

@@ -172,7 +172,7 @@ class Session:
                 return
             raise refusal(
                 "it trains in a process that it started itself",
-                mend="start no ranks in the script: a trial starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
+                hint="start no ranks in the script: a trial starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
             )
         if not self.over and self.failure is None:
             return
@@ -238,7 +238,7 @@ class Session:
         if self._backwards > _MOST_BACKWARDS * self.job.accumulation:
             raise refusal(
                 f"it called the engine's backward {self._backwards} times and never its step",
-                mend="call engine.step() after each engine.backward(loss): the engine knows when to accumulate",
+                hint="call engine.step() after each engine.backward(loss): the engine knows when to accumulate",
             )
 
     def phase(self, phase: Phase) -> None:

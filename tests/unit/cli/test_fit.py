@@ -154,7 +154,7 @@ def test_wrong_input_exits_2_with_two_lines_and_no_traceback(
 
 
 def test_an_error_of_many_lines_is_told_in_two(capsys: pytest.CaptureFixture[str]) -> None:
-    wordy = InputError("build_model raised ValueError:\n  a\n  b" + "x" * 900, where="model.py:3", mend="look\nthere")
+    wordy = InputError("build_model raised ValueError:\n  a\n  b" + "x" * 900, where="model.py:3", hint="look\nthere")
     assert raising(wordy)(*CPU) == 2
     lines = capsys.readouterr().err.splitlines()
     told = lines[lines.index("starting Ray") + 2 :]
@@ -227,7 +227,7 @@ def test_a_traceback_finds_a_place_even_where_the_folder_cannot_be_written(tmp_p
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (InputError("wrong", mend="mend"), "input", 2),
+        (InputError("wrong", hint="hint"), "input", 2),
         (EnvironmentBroken("broken"), "environment", 3),
         (KeyboardInterrupt(), "interrupted", 130),
         (RuntimeError("bug"), "internal", 3),

@@ -1,4 +1,4 @@
-"""How the user's own fault is said: where, what, how to mend it."""
+"""How the user's own fault is said: where, what, how to fix it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_line_of_the_workload_stands_in_the_place() -> None:
     failure = failed(types=("ValueError",), message="no data", user_frame="/x/model.py:12")
     error = input_error(failure, "/x/model.py", LOG)
     assert (error.where, error.what) == ("/x/model.py:12", "ValueError: no data")
-    assert str(LOG) in str(error.mend)
+    assert str(LOG) in str(error.hint)
 
 
 def test_a_line_of_a_module_that_the_workload_imports_stands_there_alone() -> None:
@@ -36,9 +36,9 @@ def test_a_line_of_a_module_that_the_workload_imports_stands_there_alone() -> No
 
 
 def test_without_a_line_the_file_is_the_place() -> None:
-    error = input_error(failed(contract="the loss is nan", mend="check it"), "/x/model.py", LOG)
+    error = input_error(failed(contract="the loss is nan", hint="check it"), "/x/model.py", LOG)
     assert (error.where, error.what) == ("/x/model.py", "the loss is nan")
-    assert str(error.mend).startswith("check it (rank 0, forward")
+    assert str(error.hint).startswith("check it (rank 0, forward")
 
 
 def test_leaving_the_process_is_said_with_its_line() -> None:

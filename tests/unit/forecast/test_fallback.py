@@ -40,7 +40,7 @@ class Bare(Scripted):
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         if device == "cuda":
-            raise SimulationFailed(kind=self.kind, what="no g++", mend="apt-get install g++")
+            raise SimulationFailed(kind=self.kind, what="no g++", hint="apt-get install g++")
         return self.known
 
 

@@ -102,19 +102,19 @@ def test_when_no_rung_can_be_simulated_the_first_failure_is_the_answer() -> None
 @pytest.mark.parametrize("kind", ["user_code", "data_dependent", "unsupported"])
 def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None:
     with pytest.raises(InputError) as caught:
-        Planned(question(), failing(kind, "NameError: x", where="model.py:3", mend="define x"))
+        Planned(question(), failing(kind, "NameError: x", where="model.py:3", hint="define x"))
     assert str(caught.value) == "model.py:3: NameError: x\n  define x"
 
 
 def test_a_model_that_wants_more_samples_is_told_how_to_give_them() -> None:
     said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
     with pytest.raises(InputError, match="--micro-batch 2"):
-        Planned(question(), failing("user_code", said, where="model.py:3", mend="real trials measure it"))
+        Planned(question(), failing("user_code", said, where="model.py:3", hint="real trials measure it"))
 
 
 def test_a_missing_compiler_is_a_broken_environment() -> None:
     with pytest.raises(EnvironmentBroken, match="g\\+\\+"):
-        Planned(question(), failing("no_compiler", "no C++ compiler", mend="apt-get install g++"))
+        Planned(question(), failing("no_compiler", "no C++ compiler", hint="apt-get install g++"))
 
 
 def test_ctrl_c_is_an_interrupt() -> None:

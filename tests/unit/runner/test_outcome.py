@@ -59,7 +59,7 @@ def test_one_rank_whose_loss_does_not_come_back_is_enough() -> None:
 
 
 def test_losses_that_cannot_be_compared_are_nobodys_fault() -> None:
-    error = describe(Incomparable("samples differ in shape", mend="pad every sample"), "/model.py")
+    error = describe(Incomparable("samples differ in shape", hint="pad every sample"), "/model.py")
     refused = end(1, {"ok": False, "error": error, "phase": "build", "step": 0}, exit=1)
     other = end(0, {}, exit=-9, killed=True) | {"record": None}
     failed = outcome(refused, other)

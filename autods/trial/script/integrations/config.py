@@ -86,7 +86,7 @@ def as_filled(session: Session) -> Callable[[Mapping[str, Any]], dict[str, Any]]
         if not session.looks_only and wanted != found:
             raise refusal(
                 f"it trains in {found or 'fp32'}, where the trial asks for {wanted or 'fp32'}",
-                mend=f"say {wanted or 'fp32'} in its own arguments after --, or drop --precision",
+                hint=f"say {wanted or 'fp32'} in its own arguments after --, or drop --precision",
             )
         return gathering(filled) if session.job.exam == "worst_case" else dict(filled)
 

@@ -60,13 +60,13 @@ def _checked(session: Session, real: Any) -> Any:
         if job.device == "cpu" and not self.use_cpu:
             if _of_command_line():
                 raise refusal(
-                    "its TrainingArguments look for a GPU, and --device cpu has none", mend="add --use_cpu after --"
+                    "its TrainingArguments look for a GPU, and --device cpu has none", hint="add --use_cpu after --"
                 )
             self.use_cpu = True  # no argument of the script's says it
             session.stood_in.append(f"a GPU for its TrainingArguments ({caller()})")
         if job.device == "cuda" and self.use_cpu:
             raise refusal(
-                "its TrainingArguments train on the CPU", mend="drop --use_cpu after --, or give --device cpu"
+                "its TrainingArguments train on the CPU", hint="drop --use_cpu after --, or give --device cpu"
             )
         _check(self.per_device_train_batch_size, job.micro_batch, "per_device_train_batch_size", "micro_batch_size")
         _check(self.gradient_accumulation_steps, job.accumulation, *["gradient_accumulation_steps"] * 2)
@@ -81,8 +81,8 @@ def _with_deepspeed(real: Any) -> Any:
     @functools.wraps(real)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.args.deepspeed:
-            place, mend = getattr(self.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
-            raise refusal("its TrainingArguments have no DeepSpeed config", mend=mend, at=place)
+            place, hint = getattr(self.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
+            raise refusal("its TrainingArguments have no DeepSpeed config", hint=hint, at=place)
         return real(self, *args, **kwargs)
 
     return train
@@ -92,7 +92,7 @@ def _check(found: int, asked: int, argument: str, placeholder: str) -> None:
     if found != asked:
         raise refusal(
             f"its {argument} is {found}, where the trial asks for {asked}",
-            mend=_way_out(argument, placeholder),
+            hint=_way_out(argument, placeholder),
         )
 
 

@@ -113,7 +113,7 @@ def _counted(session: Session) -> Any:
         if found != asked:
             raise refusal(
                 f"its accumulate_grad_batches is {found}, where the trial asks for {asked}",
-                mend="let it take them from the command line, given as {gradient_accumulation_steps} after --",
+                hint="let it take them from the command line, given as {gradient_accumulation_steps} after --",
             )
         return merged(filled)
 

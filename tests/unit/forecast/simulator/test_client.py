@@ -17,7 +17,7 @@ def test_asking_imports_no_torch() -> None:
 
 
 def test_a_failure_says_where_what_and_how_to_mend() -> None:
-    failed = SimulationFailed(kind="user_code", what="ValueError: no", where="model.py:3", mend="give it a yes")
+    failed = SimulationFailed(kind="user_code", what="ValueError: no", where="model.py:3", hint="give it a yes")
     assert str(failed) == "model.py:3: ValueError: no\n  give it a yes"
 
 
@@ -27,7 +27,7 @@ def test_without_a_compiler_the_command_that_mends_it_is_said(monkeypatch: pytes
         gpu_library._build(tmp_path / "library.so")
     assert failed.value.kind == "no_compiler"
     assert "no-such-compiler is not installed" in failed.value.what
-    assert "apt-get install g++" in failed.value.mend
+    assert "apt-get install g++" in failed.value.hint
 
 
 def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

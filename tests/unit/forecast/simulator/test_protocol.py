@@ -30,8 +30,8 @@ def test_an_optimizer_for_gpus_is_refused_on_cpu_ranks_by_its_name() -> None:
 def test_a_name_that_torch_does_not_have_is_said() -> None:
     refused = said_of(AttributeError("module 'torch.optim' has no attribute 'SGDD'"), {"optimizer": {"type": "SGDD"}})
     assert "'SGDD' is neither an optimizer of DeepSpeed nor of torch.optim" in refused.what
-    assert refused.mend is not None
-    assert "mind the case" in refused.mend
+    assert refused.hint is not None
+    assert "mind the case" in refused.hint
 
 
 def test_other_errors_pass_through() -> None:

@@ -26,7 +26,7 @@ def test_a_batch_of_another_size_names_the_loader_that_made_it():
     with pytest.raises(WorkloadError, match="its batches hold 8 samples, where the config says 2") as error:
         batches(3, 8).saw([torch.ones(8, 7)], 2)
     assert error.value.where == "train.py:31"
-    assert "`loader = DataLoader(data, batch_size=8)`" in error.value.mend
+    assert "`loader = DataLoader(data, batch_size=8)`" in error.value.hint
 
 
 def test_the_line_that_says_the_size_is_named_and_not_the_one_that_wraps_its_loader():

@@ -20,15 +20,15 @@ def raised(text: str) -> ImportError:
 
 
 def test_a_name_that_the_installed_version_lacks_is_told_with_the_version():
-    what, mend = _of_import(raised("from pytest import no_such_name"))
+    what, hint = _of_import(raised("from pytest import no_such_name"))
     assert what == "cannot import name 'no_such_name' from 'pytest'"
-    assert f"pytest {pytest.__version__} is installed here" in mend
+    assert f"pytest {pytest.__version__} is installed here" in hint
 
 
 def test_a_module_that_the_installed_version_lacks_is_told_with_the_version():
-    what, mend = _of_import(raised("import pytest.no_such_module"))
+    what, hint = _of_import(raised("import pytest.no_such_module"))
     assert what.startswith("No module named 'pytest.no_such_module'")
-    assert f"pytest {pytest.__version__} is installed here" in mend
+    assert f"pytest {pytest.__version__} is installed here" in hint
 
 
 def test_a_package_that_is_missing_is_no_matter_of_versions():
@@ -38,9 +38,9 @@ def test_a_package_that_is_missing_is_no_matter_of_versions():
 def test_an_import_that_failed_deeper_is_told_with_its_cause():
     says = "raise ModuleNotFoundError('Could not import X. Is it there?') from e"
     text = f"try:\n    1 / 0\nexcept Exception as e:\n    {says}"
-    what, mend = _of_import(raised(text))
+    what, hint = _of_import(raised(text))
     assert what == "Could not import X, because of ZeroDivisionError: division by zero"
-    assert "another version" in mend
+    assert "another version" in hint
 
 
 def test_a_name_that_the_scripts_own_module_lacks_is_told_as_python_does(tmp_path, monkeypatch):
