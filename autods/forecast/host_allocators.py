@@ -71,7 +71,6 @@ _MAPPED_FROM = 65536
 _BEFORE = 32
 _ALIGNED = 64 + _BEFORE  # torch asks for 64-byte alignment: malloc adds that, and its header, before it rounds to pages
 _HEADER = 16
-_HUGE_FROM = 2 * 1024 * 1024  # torch wants huge pages for such a tensor, and so that it begins with a page of its own
 
 
 def replay_process(trace: Trace) -> Replayed:
@@ -123,5 +122,4 @@ def replay_process(trace: Trace) -> Replayed:
 
 def _pages(size: int) -> int:
     """What a mapping of its own takes."""
-    aligned = _PAGE + _BEFORE if size >= _HUGE_FROM else _ALIGNED
-    return -(-(size + aligned) // _PAGE) * _PAGE
+    return -(-(size + _ALIGNED) // _PAGE) * _PAGE

@@ -24,7 +24,6 @@ from ..system import processes
 from ..system.gpus import by_index
 from ..system.host import look, versions
 from ..trial.job import RankJob
-from ..trial.memory_cpu import HUGE_PAGES_AT
 from ..trial.ops import is_cached, ops_folder
 from ..types import Device, WorkloadSource
 from .lifeline import hold
@@ -44,16 +43,6 @@ _ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-# With that every tensor comes as untouched pages, and goes. torch asks for huge ones for those from 2 MiB on, and for
-# another page each (`forecast/process_heap.py`). Measured, GPT-2, micro batch 8: a third less page faults, a fifth less
-# processor time. A kernel without huge pages would have torch warn of it.
-_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-# Where the user did not say how a thread waits for the others of its rank: libgomp's own 300,000 rounds burn the
-# processor that they wait for, where anything else runs; to sleep at once costs each operator a wake-up. Measured,
-# GPT-2, two threads on two cores, seconds of a step: alone 0.28 (left alone 0.29, asleep 0.34), beside another such
-# rank 0.51 (0.90, 0.55 to 0.6).
-_UNLESS_SAID = {"GOMP_SPINCOUNT": "2000"}
-_SAYS_HOW_TO_WAIT = "OMP_WAIT_POLICY"
 # On CUDA, what the user did not set.
 _ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's own puts the fastest card first
@@ -117,7 +106,6 @@ def launch(
 def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
     scripts = os.path.dirname(sys.executable)  # ninja lives there
     said = {
-        **({} if _SAYS_HOW_TO_WAIT in environment else _UNLESS_SAID),
         **environment,  # the user's own, which a cluster that already ran does not know
         **_ENVIRONMENT,
         "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
@@ -127,7 +115,7 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
     if "runtime_resources" in package.parts:  # Ray brought us here: the zygote has to find the same
         said["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
     if device == "cpu":
-        return said | _ON_CPU | (_HUGE_PAGES if HUGE_PAGES_AT.exists() else {})
+        return said | _ON_CPU
     said = _ON_CUDA | said
     said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
     if "CUDA_VISIBLE_DEVICES" in os.environ:

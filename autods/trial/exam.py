@@ -191,8 +191,7 @@ Observe = Callable[[Phase, int], None]
 class Moves:
     """What an act can do with its engine.
 
-    step: one optimizer step of that index → the losses of its batches. evaluate: the loss without a gradient. short:
-    index of a step → micro batches that it has at most.
+    step: one optimizer step of that index → the losses of its batches. evaluate: the loss without a gradient.
     """
 
     engine: Any
@@ -200,7 +199,6 @@ class Moves:
     evaluate: Callable[[], float | None]
     observe: Observe
     synchronize: Callable[[], None]
-    short: dict[int, int]
 
 
 def examined(
@@ -211,33 +209,16 @@ def examined(
     longest: Longest,
     folder: Path,
     times: bool,
-    shortens: bool,
-    ease: Callable[[], None] | None,
 ) -> tuple[Acted, int]:
-    """The act with its exam, and the index of the step that would follow.
-
-    times: its whole steps count as timed ones. shortens: the first step, which only has to move the weights away from
-    the checkpoint, has one micro batch. ease: called once an evaluation has been seen, where memory is still counted.
-    """
-    first = following = len(acted.losses)
-    if shortens:
-        moves.short[first] = 1
+    """The act with its exam, and the index of the step that would follow. times: its steps count as timed ones."""
+    first = len(acted.losses)
     seconds: dict[int, float] = {}
 
     def step(index: int) -> None:
         seconds[index] = seconds_of(moves.step, index, moves.synchronize)
 
-    def observe(phase: Phase, index: int) -> None:
-        moves.observe(phase, index)
-        if phase == "save" and ease is not None:
-            ease()
-
-    hands = Hands(step=step, evaluate=moves.evaluate, observe=observe, synchronize=moves.synchronize)
+    hands = Hands(step=step, evaluate=moves.evaluate, observe=moves.observe, synchronize=moves.synchronize)
     found = examine(moves.engine, hands, ranks, longest=longest, folder=folder, index=first)
-    following += len(seconds)
-    if shortens and len(seconds) == 1:  # nothing was loaded, so that no whole step followed
-        step(following)
-        following += 1
-    whole = tuple(took_s for index, took_s in seconds.items() if times and index not in moves.short)
-    done = replace(acted, examined=found, step_s=(*acted.step_s, *whole), steps_s=acted.steps_s + sum(whole))
-    return done, following
+    timed = tuple(seconds.values()) if times else ()
+    done = replace(acted, examined=found, step_s=(*acted.step_s, *timed), steps_s=acted.steps_s + sum(timed))
+    return done, first + len(seconds)

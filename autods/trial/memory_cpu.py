@@ -15,9 +15,6 @@ from typing import Protocol
 from ..units import format_bytes
 
 _LIBC = ctypes.CDLL(None)
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # `M_MMAP_THRESHOLD` and the other of malloc.h
-_THP_DISABLE = 41  # `PR_SET_THP_DISABLE` of linux/prctl.h
-HUGE_PAGES_AT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
 
 
@@ -51,16 +48,6 @@ def mapped() -> Mapped | None:
     mallinfo.restype = _Info
     found = _MAX_MMAP.search(_printed(statistics))
     return Mapped(now_bytes=int(mallinfo().hblkhd), most_bytes=int(found[1])) if found else None
-
-
-def let_alone() -> None:
-    """From here on memory comes and goes as in a process that nobody told anything: as far as malloc's own thresholds
-    would have risen by now (malloc.c, glibc 2.26 and later), and in huge pages only where everything is."""
-    _LIBC.mallopt(_MMAP_THRESHOLD, 32 * 2**20)
-    _LIBC.mallopt(_TRIM_THRESHOLD, 64 * 2**20)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        if "[always]" not in HUGE_PAGES_AT.read_text():
-            _LIBC.prctl(_THP_DISABLE, 1, 0, 0, 0)
 
 
 def _printed(statistics: object) -> bytes:
@@ -131,7 +118,6 @@ class CpuMeter:
     _anon_at_start: int = 0
     _peak_data: int = 0
     _mapped_at_start: Mapped | None = None
-    _proven: dict[str, int | None] | None = None  # the peaks, since nothing is counted any more
 
     def start(self) -> None:
         """Reset the kernel's high-water mark and set the budget."""
@@ -152,23 +138,12 @@ class CpuMeter:
         if self.limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
 
-    def ease(self) -> None:
-        """What training needs has been seen: from here on nothing is counted and nothing limited, and memory comes and
-        goes as it will for the user, whose steps are about to be timed. (Measured, GPT-2 4 × 256: half as long.)"""
-        self._proven = self.peaks()
-        self.lift()
-        let_alone()
-
     def sample(self) -> None:
-        if self._proven is not None:
-            return
         with open("/proc/self/statm", "rb", buffering=0) as statm:
             pages = int(statm.read().split()[5])  # data + stack
         self._peak_data = max(self._peak_data, pages * _PAGE - self._data_at_start)
 
     def peaks(self) -> dict[str, int | None]:
-        if self._proven is not None:
-            return self._proven
         self.sample()
         now = status_bytes("VmHWM", "RssFile", "RssShmem", "VmData")
         touched = now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start

@@ -1,4 +1,4 @@
-"""How many optimizer steps a trial runs: those that show what training needs, and timed ones until there are enough."""
+"""How many optimizer steps a trial runs: those that warm up, and timed ones until there are enough."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ from typing import Any
 from ..types import Steps
 from ..workload.protocol import WorkloadError
 from .distributed import Ranks
-
-# Steps that show all that training needs: from the second on states that the optimizer makes lie there, and what stage
-# 3 keeps gathered.
-PROVING_STEPS = 2
-# Index of a step → micro batches that it has at most: of these, and of the one behind them that warms up. Of three one
-# begins the gradients, one adds to them, one ends the step: each more would do what the middle one does.
-SHORT = {0: 1, 1: 3, 2: 1}
-_COUNTED = 2  # times as long a step takes at most while its memory is counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,38 +35,27 @@ def repeat(
     synchronize: Callable[[], None],
     ranks: Ranks,
     *,
-    proven: Callable[[], None] | None = None,
     last_from_s: float | None = None,
-    shown_of: float | None = None,
 ) -> Acted:
     """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
 
-    proven: called after the steps that show all that training needs; one more warms up before others are timed.
     last_from_s: a timed step that takes so long is enough, 0: none is needed, since others follow that will be timed;
-    None: there are no more to come. shown_of: of whole steps the last one that proves is so large a part; where it
-    tells already that the others follow, they are as good as these, and none is timed here. None: it is not asked.
+    None: there are no more to come.
     """
-    warmup = steps.warmup if proven is None else max(steps.warmup, PROVING_STEPS + 1)
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
-    took_s = 0.0
     while True:
         index = len(losses)
-        if proven is not None and index == PROVING_STEPS:
-            from_s = None if last_from_s is None or shown_of is None else _COUNTED * shown_of * last_from_s
-            if from_s is not None and ranks.agree(took_s >= from_s):
-                break
-            proven()
         synchronize()
         start = time.perf_counter()
         found = step(index)
         synchronize()
         took_s = time.perf_counter() - start
-        if index >= warmup:
+        if index >= steps.warmup:
             times.append(took_s)
         losses.append(join([finite(loss, index) for loss in found]))
-        if last_from_s == 0 and len(losses) >= warmup:
+        if last_from_s == 0 and len(losses) >= steps.warmup:
             break
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (

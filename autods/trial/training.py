@@ -15,7 +15,7 @@ from .collectives import Traffic, backend
 from .distributed import Ranks
 from .exam import Moves, Observe, examined, gathering
 from .model_facts import checkpoint
-from .steps import PROVING_STEPS, SHORT, Acted, has_time_for_one_more, repeat
+from .steps import Acted, has_time_for_one_more, repeat
 
 
 def act(
@@ -29,7 +29,6 @@ def act(
     steps: Steps,
     observe: Observe,
     synchronize: Callable[[], None],
-    ease: Callable[[], None] | None,
     ranks: Ranks,
     exam: Exam | None = None,
     examined_from_s: float | None = None,
@@ -38,10 +37,9 @@ def act(
 ) -> Acted:
     """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
-    ease: called when the steps have shown all the memory that training needs, before those that are timed; None where
-    counting it slows nothing. A trial that measures ends with one more step, in which nothing overlaps, for the seconds
-    of its collectives. Where its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of
-    its timed steps are those of the worst_case exam.
+    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives. Where
+    its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of its timed steps are those
+    of the worst_case exam.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
@@ -70,9 +68,7 @@ def act(
     engine = initialize(workload, model, gathering(ds_config) if longest else ds_config)
     del model
     batches = [place(batch, engine) for batch in batches]
-    eases = ease if exam is None else None
-    short = {} if eases is None or pipeline.is_pipeline(engine.module) else dict(SHORT)
-    train, loss_of = _moves(workload, engine, batches, accumulation, observe, short)
+    train, loss_of = _moves(workload, engine, batches, accumulation, observe)
     traffic = Traffic(synchronize)
     traffic.listen(backend())
 
@@ -85,11 +81,7 @@ def act(
         acted = repeat(step, lambda losses: loss_parity.mean_of(losses, ranks), steps, synchronize, ranks)
         loss_parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
-        proven = _eased(eases, loss_of, observe, evaluates=last_from_s is not None) if eases else None
-        shown_of = min(1.0, SHORT[PROVING_STEPS - 1] / accumulation) if short and accumulation > 1 else None
-        acted = repeat(
-            step, _last, steps, synchronize, ranks, proven=proven, last_from_s=last_from_s, shown_of=shown_of
-        )
+        acted = repeat(step, _last, steps, synchronize, ranks, last_from_s=last_from_s)
     following = len(acted.losses)
     if longest and (last_from_s is None or not acted.step_s or ranks.agree(max(acted.step_s) >= last_from_s)):
         moves = Moves(
@@ -98,7 +90,6 @@ def act(
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
-            short=short,
         )
         acted, following = examined(
             acted,
@@ -107,8 +98,6 @@ def act(
             longest=longest,
             folder=scratch / "checkpoint",
             times=last_from_s is not None,
-            shortens=bool(short) and accumulation > 1,
-            ease=eases if following == PROVING_STEPS else None,  # else it was called before the steps that were timed
         )
     if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
         step(following, alone=True)
@@ -116,21 +105,6 @@ def act(
     acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
     observe("done", len(acted.losses))
     return acted
-
-
-def _eased(
-    ease: Callable[[], None], loss_of: Callable[[bool], float | None], observe: Observe, *, evaluates: bool
-) -> Callable[[], None]:
-    """What is done once the steps have shown what training needs: from here on nothing is counted. evaluates: see it of
-    an evaluation first."""
-
-    def proven() -> None:
-        if evaluates:
-            observe("evaluate", PROVING_STEPS)
-            loss_of(False)
-        ease()
-
-    return proven
 
 
 def _last(losses: Sequence[float]) -> float:
@@ -143,21 +117,17 @@ def _moves(
     batches: Sequence[Any],
     accumulation: int,
     observe: Observe,
-    short: Mapping[int, int],
 ) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
     """What an engine can do with its batches.
 
     One optimizer step of that index → the losses of its batches; whether dropout acts → the loss without a gradient.
-    short: index of a step → micro batches that it has at most; a pipeline's are whole.
     """
     if pipeline.is_pipeline(engine.module):
         return pipeline.moves(engine, batches, observe)
     each = accumulation // len(batches)
 
     def train(index: int) -> list[Any]:
-        many = min(each, short.get(index, each))
-        engine.micro_steps += each - many  # by which the engine knows the last micro batch of a step
-        return [optimizer_step(workload, engine, batch, many, index, observe) for batch in batches]
+        return [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches]
 
     return train, lambda training: evaluate(workload, engine, batches[0], training=training)
 

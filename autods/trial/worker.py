@@ -101,7 +101,6 @@ def _train(duty: Duty) -> Result:
         steps=job.steps,
         observe=observer,
         synchronize=observer.meter.synchronize,
-        ease=observer.meter.ease if isinstance(observer.meter, CpuMeter) else None,
         ranks=ranks_of(job, duty.slot),
         exam=job.exam,
         examined_from_s=job.examined_from_s,

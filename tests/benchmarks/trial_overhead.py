@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from autods.config.deepspeed import start_settings
+from autods.config.strategies import all_rungs
 from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import look
@@ -49,10 +50,11 @@ def main() -> None:
 def measure(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
     """One row a rung; the very first trial of all is not counted."""
     rows: list[dict[str, float | str]] = []
+    rungs = all_rungs()
     steps = Steps(warmup=1, timed=4, most_timed=4)
     assert runner.facts is not None
     for name, count in ((RUNGS[0], 1), *((name, repeats) for name in RUNGS)):
-        rung = runner.rungs[name]
+        rung = rungs[name]
         said = start_settings(
             rung, base=runner.settings.base, device_bytes=runner.settings.device_bytes, facts=runner.facts
         )

@@ -13,12 +13,6 @@ def test_a_large_tensor_is_a_mapping_of_whole_pages_and_goes_when_freed() -> Non
     assert replayed.peak_reserved_bytes == MIB + 4 * KIB  # its header needs a page of its own
 
 
-def test_a_tensor_of_huge_pages_begins_with_a_page_of_its_own() -> None:
-    for size, pages in ((2 * MIB - 4096, 1), (2 * MIB, 2), (7 * MIB, 2)):
-        replayed = replay_process(Trace(events=(size,), marks=((0, "init"),)))
-        assert replayed.peak_reserved_bytes == size + pages * 4 * KIB
-
-
 def test_the_small_ones_heap_keeps_its_size() -> None:
     small = 60 * KIB
     events = (*[small] * 10, *(-number - 1 for number in range(10)), MIB)

@@ -216,12 +216,6 @@ def test_the_cards_that_ray_gave_the_actor_are_the_zygotes(monkeypatch: pytest.M
     assert agent._environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_waiting_threads_of_a_rank_leave_the_processor_to_others_unless_the_user_said_how_they_wait() -> None:
-    assert agent._environment("cpu", {})["GOMP_SPINCOUNT"] == "2000"
-    assert agent._environment("cpu", {"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
-    assert "GOMP_SPINCOUNT" not in agent._environment("cuda", {"OMP_WAIT_POLICY": "ACTIVE"})
-
-
 def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
     brought = Path("/ray/runtime_resources/py_modules_files/_ray_pkg_1")
     monkeypatch.setattr(agent, "__file__", str(brought / "autods/cluster/launch.py"))

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import pytest
-import torch
-
 from autods.trial.memory_cpu import CpuMeter, status_bytes
 
 MIB = 2**20
@@ -62,45 +59,3 @@ def test_where_the_shell_has_a_hard_limit_the_budget_holds_and_only_that_limit_i
 def test_a_budget_that_the_shell_forbids_is_no_smaller_budget() -> None:
     said = apart(beyond_a_hard_limit)
     assert "ulimit -Hd lets a process hold 2.0 GiB" in said
-
-
-def eased() -> str:
-    meter = CpuMeter(limit_bytes=64 * MIB)
-    meter.start()
-    hold(32 * MIB)
-    before = meter.peaks()
-    meter.ease()
-    beyond = hold(96 * MIB)
-    return f"{beyond}, {before['device'] == 32 * MIB + 4096}, {meter.peaks() == before}"
-
-
-def faults_of_a_tensor() -> str:
-    """Page faults of making and freeing a tensor of 16 MiB again and again, before and after."""
-    meter = CpuMeter(limit_bytes=None)
-    meter.start()
-
-    def faults() -> int:
-        for _ in range(3):
-            torch.ones(4 * MIB)
-        began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(10):
-            torch.ones(4 * MIB)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began
-
-    counted = faults()
-    meter.ease()
-    faults()  # the heap grows to what it will keep
-    return "fewer" if 100 * faults() < counted else "as many"
-
-
-def test_what_is_measured_after_memory_was_counted_is_neither_counted_nor_limited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    assert apart(eased) == "held 96 MiB, True, True"
-
-
-def test_steps_that_are_timed_use_freed_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    assert apart(faults_of_a_tensor) == "fewer"
