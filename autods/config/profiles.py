@@ -16,18 +16,11 @@ Stop = Literal["first-fit", "fastest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowLimits:
-    """When growing the micro batch stops.
-
-    first_look: where a trial of this micro batch is mostly steps, growing begins with it, goes on twofold where little
-    is left to gain, and ends where no larger one can be `worth` times as fast; 0: it begins as large as memory and time
-    allow, and what is left to gain is measured.
-    """
+    """When growing the micro batch stops."""
 
     most_trials: int
     most_micro_batch: int
     gain: float
-    first_look: int = 0
-    worth: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +169,6 @@ def _check(file: _File) -> None:
         "race.noise must be at least 0 and below 1, finalists at least 1, turns and most_trials at least 0": (
             0 <= file.race.noise < 1 and file.race.finalists >= 1 and min(file.race.turns, file.race.most_trials) >= 0
         ),
-        "grow.first_look must be at least 0, grow.worth at least 1": file.grow.first_look >= 0 and file.grow.worth >= 1,
         "accumulate.most and accumulate.gain must be at least 1": min(file.accumulate.most, file.accumulate.gain) >= 1,
         "tune.trials must be at least 0": file.tune.trials >= 0,
         "certify.most_trials must be at least 0": file.certify.most_trials >= 0,

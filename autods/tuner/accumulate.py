@@ -1,21 +1,16 @@
 """More micro batches a step, where the user left the global batch open: what an optimizer step costs once (the
 optimizer, and what the ranks exchange) is shared by more samples.
-
-Where a trial saw the optimizer's part before, growing takes as many as pay from the beginning: `worth_of`. Else they
-are tried on what was chosen: `accumulate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from ..config.profiles import AccumulateLimits
 from ..types import Fit, Record, Run, Steps
 from .comparison import Score
 from .forecasts import Foresight
-from .trials import asked_with_exam, fits_within, paced, step_s_of
+from .trials import asked, fits_within, paced, step_s_of
 
 _SURELY_FITS = 0.5  # of the memory; gradients that are kept between micro batches are less than all that lies there now
 _LONGER_STEPS = 2  # times what timing may take: so long a step of several micro batches may be
@@ -40,14 +35,12 @@ def accumulate(
     usable_bytes: float,
     foresight: Foresight,
     score: Score,
-    examines: bool,
 ) -> Accumulated:
     """One trial of as many micro batches a step as limits and time allow, kept where it gains `limits.gain`.
 
     Where the start's trial saw how much of a step the optimizer takes, that says what is gained at least, and better
     than two trials that a busy machine ran one after the other: then the trial only has to be no slower than `noise`.
     Nothing is tried where a trial is mostly something else than steps: its model is so small that they say little.
-    examines: the answer is likely to be certified, so its trial has its exam at the end.
     """
     had = start.trial.knobs.accumulation
     if had > 1:
@@ -64,13 +57,12 @@ def accumulate(
         purpose="grow",
         steps=paced(steps, many * step_s_of(start), least=2),
         repeat=0,
-        examined_from_s=0.0 if examines else None,
     )
     if not fits_within(start, usable_bytes * _SURELY_FITS):
         forecast = foresight.forecast(trial)
         if forecast is not None and forecast.verdict == "cannot_fit":
             return Accumulated(best=start, reason=f"{many} micro batches a step cannot fit by the forecast")
-    record = asked_with_exam(trial, run)[-1]
+    record = asked(trial, run)[-1]
     if not fits_within(record, usable_bytes):
         return Accumulated(best=start, reason=f"{many} micro batches a step do not fit with the headroom")
     ratio = score(record) / score(start)
@@ -80,18 +72,6 @@ def accumulate(
     if ratio >= limits.gain or (sure is not None and sure >= limits.gain and ratio >= 1 - noise):
         return Accumulated(best=record, reason=said)
     return Accumulated(best=start, reason=f"{said}: {limits.gain:g} counts")
-
-
-def worth_of(seen: Sequence[Record], micro_step_s: float, *, limits: AccumulateLimits, steps: Steps) -> int:
-    """Micro batches a step that pay where one takes about `micro_step_s`, by what the optimizer took of the steps seen;
-    1 where no trial saw that."""
-    outcomes = (record.outcome for record in seen)
-    fits = [one for one in outcomes if isinstance(one, Fit) and one.step_s and one.timing.update_share is not None]
-    if not fits or micro_step_s <= 0:
-        return 1
-    update_s = min(median(one.step_s) * (one.timing.update_share or 0.0) for one in fits)
-    many = _how_many(micro_step_s, limits.most, _LONGER_STEPS * steps.budget_s)
-    return many if _gain_of(update_s / micro_step_s, many) >= limits.gain else 1
 
 
 def _how_many(step_s: float, most: int, longest_s: float) -> int:

@@ -24,6 +24,5 @@ def accumulated_from(tuned: Tuned, means: Means) -> Tuned:
         usable_bytes=means.usable_bytes,
         foresight=means.foresight,
         score=means.score,
-        examines=means.examines_at_once,
     )
     return tuned if said.reason is None else replace(tuned, best=said.best, accumulation=said.reason)

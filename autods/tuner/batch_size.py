@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from ..config.profiles import AccumulateLimits, GrowLimits
+from ..config.profiles import GrowLimits
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps, Trial, first_line
 from ..units import format_bytes
-from .accumulate import worth_of
 from .forecasts import BLIND, Foresight
-from .trials import accumulation_for, asked_with_exam, fits_within, micro_batches, paced, samples_per_second, step_s_of
+from .trials import accumulation_for, asked, fits_within, micro_batches, paced, samples_per_second
 
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
 _BEFORE_THE_BEND = 4  # the same while the peak has not begun to grow
@@ -134,17 +133,13 @@ _WORTH_HALVING = 4  # below, a smaller micro batch is not worth a trial
 _WORTH_GROWING, _WORTH_LOOKING = 1.02, 1.10  # gains that are worth a trial, if the bound were true
 
 
-def micro_step_seconds(records: Iterable[Record], *, updates: bool = True) -> dict[int, float]:
-    """Micro batch → seconds of forward, backward and its share of the optimizer step; the fastest where repeated.
-
-    updates: with what the optimizer takes; else without, as far as a trial saw that.
-    """
+def micro_step_seconds(records: Iterable[Record]) -> dict[int, float]:
+    """Micro batch → seconds of forward, backward and its share of the optimizer step; the fastest where repeated."""
     found: dict[int, float] = {}
     for record in records:
         if isinstance(record.outcome, Fit) and record.outcome.step_s:
             knobs = record.trial.knobs
-            without = 0.0 if updates else record.outcome.timing.update_share or 0.0
-            seconds = median(record.outcome.step_s) * (1 - without) / knobs.accumulation
+            seconds = median(record.outcome.step_s) / knobs.accumulation
             found[knobs.micro_batch] = min(seconds, found.get(knobs.micro_batch, math.inf))
     return found
 
@@ -368,67 +363,6 @@ def what_happened(record: Record, usable: str) -> str:
             return f"failed ({failure.failure}: {first_line(failure.evidence)}): this caps the micro batch only"
 
 
-_HALVINGS = 30
-_LITTLE = 1.5  # times as fast
-
-
-def when_little_is_left(times: Mapping[int, float], last: int, longest_s: float, worth: float) -> Stop | None:
-    """No micro batch beyond the last one tried can be `worth` times as fast. times: seconds of a micro step;
-    longest_s: what a step may take."""
-    smaller = well_below(times, last)
-    if smaller is None or last not in times or times[last] >= longest_s:
-        return None
-    most = most_to_gain(smaller, times[smaller], last, times[last], longest_s)
-    if most >= worth:
-        return None
-    faster = f"more than {most - 1:.0%} faster" if most >= 1.005 else "faster"
-    return Stop(
-        is_limit=False, reason=f"by the steps of micro batch {smaller} and {last} no larger one can be {faster} in time"
-    )
-
-
-def next_look(times: Mapping[int, float], last: int, longest_s: float) -> float:
-    """How large the next micro batch may be at most: where little is left to gain, twice the last one shows it, in
-    trials that are not longer than they need be."""
-    smaller = well_below(times, last)
-    if smaller is None or last not in times:
-        return math.inf
-    return 2 * last if most_to_gain(smaller, times[smaller], last, times[last], longest_s) < _LITTLE else math.inf
-
-
-def last_from_s(times: Mapping[int, float], size: int, longest_s: float, worth: float) -> float | None:
-    """Seconds of a step of `size` from which on it is the last one tried; None where that cannot be said before."""
-    smaller = well_below(times, size)
-    if smaller is None or size < max(times):
-        return None
-    low, high = times[smaller], max(times[smaller], longest_s)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if most_to_gain(smaller, times[smaller], size, middle, longest_s) < worth:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def most_to_gain(small: int, small_s: float, size: int, size_s: float, longest_s: float) -> float:
-    """How many times as fast as `size` a larger micro batch can be whose step takes at most `longest_s`."""
-    each = (size_s - small_s) / (size - small)
-    if each <= 0:
-        return math.inf
-    most = size + max(0.0, longest_s - size_s) / each
-    return (most / max(longest_s, size_s)) / (size / size_s)
-
-
-def is_mostly_steps(walked: Record | None, steps: Steps, micro_batch: int) -> bool:
-    """Whether a trial of this micro batch is mostly steps, if each sample costs what that of the walk did: then steps
-    are what a search spends its time on, and not what surrounds them, and larger batches cost that much more of it."""
-    if walked is None or not isinstance(walked.outcome, Fit):
-        return False
-    beside_s = walked.seconds - walked.outcome.timing.steps_s
-    return (steps.warmup + steps.timed) * micro_batch * step_s_of(walked) >= beside_s
-
-
 _FIRST_LOOK = 64  # micro batch
 # Times as long as the shortest step: so long a step may take, even where that is more than its budget.
 _LONGER_STEPS = 2
@@ -439,10 +373,7 @@ _AS_SURELY = 1.15  # times; where other trials hardly time more steps than that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What holds for every climb of a fit. grows: False leaves the micro batch at the smallest. examines: what a climb
-    ends with is likely to be certified, and has its exam at the end of its trial where that is seen in time.
-    accumulate: more micro batches a step may be taken where they pay, so that growing need not share the optimizer's
-    part; None: a step has as many as the global batch asks for."""
+    """What holds for every climb of a fit. grows: False leaves the micro batch at the smallest."""
 
     run: Run
     limits: GrowLimits
@@ -453,8 +384,6 @@ class Rules:
     foresight: Foresight = BLIND
     score: Callable[[Record], float] = samples_per_second
     grows: bool = True
-    examines: bool = False
-    accumulate: AccumulateLimits | None = None
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -507,42 +436,16 @@ class Climb:
             self.measure(self.first.knobs.micro_batch)
 
     def measure(self, micro_batch: int) -> Record:
-        """One micro batch, timed, with as many of them a step as `accumulation` says."""
-        accumulation = self.accumulation(micro_batch)
-        knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=accumulation)
-        least = 2 if accumulation == 1 or self.rules.global_batch is not None else 1  # several alike are one long step
-        steps = paced(self.rules.steps, self.expected_s(micro_batch), least=least)
+        """One micro batch, timed, with the global batch kept."""
+        knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=self.accumulation(micro_batch))
+        steps = paced(self.rules.steps, self.expected_s(micro_batch), least=2)
         trial = replace(self.first, knobs=knobs, purpose="grow", steps=steps, repeat=0)
-        from_s = self._last_from_s(micro_batch)
-        trial = replace(trial, examined_from_s=None if from_s is None else accumulation * from_s)
-        self.records.extend(asked_with_exam(trial, self.rules.run))
+        self.records.extend(asked(trial, self.rules.run))
         return self.records[-1]
 
     def accumulation(self, micro_batch: int) -> int:
-        """Micro batches a step: those that keep the global batch. Where that is open and growing begins small, as many
-        as pay: what that trial times is what will train."""
-        rules = self.rules
-        if rules.accumulate is None or not self._is_brief:
-            return accumulation_for(rules.global_batch, micro_batch, rules.world_size)
-        return worth_of(self.seen, self._micro_step_s(micro_batch), limits=rules.accumulate, steps=rules.steps)
-
-    def _last_from_s(self, micro_batch: int) -> float | None:
-        """Seconds of a micro step from which on this trial is the climb's last; None where nobody can say before."""
-        if not self.rules.examines or not self._is_brief:
-            return None
-        return last_from_s(self._early_times, micro_batch, self.longest_step_s, self.rules.limits.worth)
-
-    @property
-    def _is_brief(self) -> bool:
-        """Whether growing begins small and ends early, as the profile says. With a global batch a step has the same
-        samples at every micro batch, and its seconds say something else."""
-        look = self.rules.limits.first_look
-        return self.rules.global_batch is None and look > 0 and is_mostly_steps(self.walked, self.rules.steps, look)
-
-    @property
-    def _early_times(self) -> Mapping[int, float]:
-        """Seconds of a micro step, as far as a larger micro batch is what makes them worth more."""
-        return micro_step_seconds(self.seen, updates=self.rules.accumulate is None)
+        """Micro batches a step: those that keep the global batch."""
+        return accumulation_for(self.rules.global_batch, micro_batch, self.rules.world_size)
 
     def expected_s(self, micro_batch: int) -> float:
         """Seconds of a step, as far as can be said; 0 where nothing can."""
@@ -597,11 +500,6 @@ class Climb:
         rules, sizes, ground = self.rules, self.rules.sizes, self.ground
         if (stop := when_saturated(self.records, ground, sizes, rules.limits.gain)) is not None:
             return stop
-        if self._is_brief and self.records:
-            last = self.records[-1].trial.knobs.micro_batch
-            times = self._early_times
-            if (stop := when_little_is_left(times, last, self.longest_step_s, rules.limits.worth)) is not None:
-                return stop
         size = self._foreseen_first(ground) or next_size(ground, sizes)
         if size is None:
             share = None if rules.global_batch is None else rules.global_batch // rules.world_size
@@ -614,18 +512,9 @@ class Climb:
         open_sizes = ground.between(sizes)
         quick = [one for one in open_sizes if one <= size and self._micro_step_s(one) <= budget_s]
         if quick and (quick[-1] == size or quick[-1] >= _WORTH_A_LONG_STEP * ground.good):
-            look = self._look(budget_s)
-            return max((one for one in quick if one <= look), default=quick[-1])
+            return quick[-1]
         slow = next(one for one in open_sizes if one not in quick)
         return when_slow(slow, self._micro_step_s(slow), budget_s)
-
-    def _look(self, longest_s: float) -> float:
-        """How large the next micro batch may be where growing begins small."""
-        if not self._is_brief:
-            return math.inf
-        if not self.records:
-            return self.rules.limits.first_look
-        return next_look(self._early_times, self.records[-1].trial.knobs.micro_batch, longest_s)
 
     def _foreseen_first(self, ground: Ground) -> int | None:
         """The forecast's micro batch: to begin with, and as long as measured peaks say nothing of how they grow."""

@@ -106,9 +106,7 @@ class Holding:
         return f"on {on}, micro batch {size} {what_happened(last.outcome, self.limit_bytes)}"
 
     def _examined(self, config: Trial) -> Record | None:
-        """Its exam: one that a timed trial went on with, or a trial of its own."""
-        if (passed := next((one for one in self.known if _has_examined(one, config)), None)) is not None:
-            return passed
+        """Its exam, a trial of its own."""
         first, knobs = self.known[0], config.knobs
         samples = knobs.micro_batch * knobs.accumulation
         more = samples / (first.trial.knobs.micro_batch * first.trial.knobs.accumulation)
@@ -163,14 +161,6 @@ class Holding:
         too_small = (size for size, outcome in seen if isinstance(outcome, Failed) and outcome.wants_larger_batch)
         least = max((one for one in too_small if one < fits), default=0)  # of others the size is wrong otherwise
         return [one for one in micro_batches(self.global_batch, self.world_size, size - 1) if one > least]
-
-
-def _has_examined(record: Record, config: Trial) -> bool:
-    """Whether this timed trial of the config ran its exam, too."""
-    trial, outcome = record.trial, record.outcome
-    usual = trial.exam is None and trial.limited and trial.native_optimizer
-    same = (trial.rung, trial.knobs) == (config.rung, config.knobs)
-    return usual and same and isinstance(outcome, Fit) and outcome.examined is not None
 
 
 _LEAST_COMPARED = 4  # steps; what changes the maths adds up
@@ -361,7 +351,7 @@ def _largest(plain: Record, means: Means) -> Record:
 
     def cut(record: Record) -> Trial:
         knobs = replace(record.trial.knobs, micro_batch=1, accumulation=1)
-        usual = replace(record.trial, purpose="walk", steps=plain.trial.steps, repeat=0, examined_from_s=None)
+        usual = replace(record.trial, purpose="walk", steps=plain.trial.steps, repeat=0)
         return replace(usual, knobs=knobs)
 
     alike = [one for one in means.memory.records if cut(one) == cut(plain) and fits_within(one, means.usable_bytes)]

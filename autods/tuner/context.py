@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..journal import Memory
 from ..requests import Settings
-from ..types import ModelFacts, Record, Trial, failed_after_the_steps
+from ..types import ModelFacts, Record, Trial
 from .comparison import Score
 from .forecasts import Foresight
 from .trials import score_of
@@ -58,23 +58,13 @@ class Means:
         return is_open and settings.source.kind != "script" and settings.profile.accumulate.most > 1
 
     @property
-    def examines_at_once(self) -> bool:
-        """Whether the first config that is grown is likely to be the answer; a script's exam ends the script."""
-        profile = self.settings.profile
-        alone = profile.race.stop == "first-fit" and profile.certify.parity is None
-        return alone and profile.certify.most_trials > 0 and self.settings.source.kind != "script"
-
-    @property
     def score(self) -> Score:
         """What is wanted of a config: larger is better."""
         return score_of(self.settings.objective)
 
     def run(self, trial: Trial) -> Record:
         """A trial after the walk: what a person has to mend ends the fit."""
-        record = self.memory.run(trial)
-        if trial.examined_from_s is not None and failed_after_the_steps(record.outcome):
-            return record  # a disk too full for a checkpoint, say: the certificate's to tell
-        return self.check(record)
+        return self.check(self.memory.run(trial))
 
     def may_run(self, trials: int) -> bool:
         """Whether the budget lets race and tune run so many more; what the certificate needs is set aside."""

@@ -331,6 +331,4 @@ def _rules(means: Means) -> Rules:
         foresight=means.foresight,
         score=means.score,
         grows=settings.objective != "memory",
-        examines=means.examines_at_once,
-        accumulate=settings.profile.accumulate if means.accumulates else None,
     )

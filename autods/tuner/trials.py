@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
-from ..types import Action, Failed, Fit, OutOfMemory, Record, Run, Steps, Trial, failed_after_the_steps
+from ..types import Action, Failed, Fit, OutOfMemory, Record, Run, Steps, Trial
 
 # Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
 LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
@@ -44,18 +44,6 @@ def asked(trial: Trial, run: Run) -> tuple[Record, ...]:
             return (first,)
         case Failed():
             return (first, run(replace(trial, repeat=trial.repeat + 1)))
-
-
-def asked_with_exam(trial: Trial, run: Run) -> tuple[Record, ...]:
-    """`asked` of a trial that may go on with its exam. What fails after its steps is the certificate's to find out:
-    then it is timed alone. Whether it would be examined is no part of the config, whatever asks for that again."""
-    alone = replace(trial, examined_from_s=None)
-    answers = asked(trial, run)
-    if trial != alone and failed_after_the_steps(answers[-1].outcome):
-        answers = asked(alone, run)
-    if answers[-1].trial.examined_from_s is None:
-        return answers
-    return tuple(replace(one, trial=replace(one.trial, examined_from_s=None)) for one in answers)
 
 
 def paced(steps: Steps, step_s: float, *, least: int = 1) -> Steps:

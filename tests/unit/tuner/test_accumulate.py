@@ -12,11 +12,10 @@ from autods.runner.testing import fit, out_of_memory
 from autods.tuner.accumulate import Accumulated, accumulate
 from autods.tuner.forecasts import BLIND
 from autods.tuner.trials import samples_per_second
-from autods.types import Examined, Fit, Knobs, Outcome, Record, Steps, Timing, Trial
+from autods.types import Knobs, Outcome, Record, Steps, Timing, Trial
 
 GIB = 2**30
 STEPS = Steps(warmup=1, timed=2, most_timed=2, budget_s=1.2)
-DID = Examined(batch_shape=(8, 128), draws=16, evaluated=True, save_s=0.1, load_s=0.1, restored=True)
 
 
 @dataclass
@@ -48,7 +47,6 @@ class Machine:
                 steps_s=steps_s,
                 update_share=self.update_s / step_s if self.seen else None,
             ),
-            examined=None if trial.examined_from_s is None else DID,
         )
         return Record(
             id=len(self.trials), trial=trial, outcome=self.ends(trial) or ran, seconds=steps_s + self.beside_s
@@ -60,7 +58,6 @@ class Machine:
         most: int = 4,
         gain: float = 1.02,
         world_size: int = 1,
-        examines: bool = False,
         start: Record | None = None,
     ) -> Accumulated:
         start = start or self.run(Trial(rung="ddp", knobs=Knobs(micro_batch=8), purpose="grow", steps=STEPS))
@@ -74,7 +71,6 @@ class Machine:
             usable_bytes=63 * GIB,
             foresight=BLIND,
             score=samples_per_second,
-            examines=examines,
         )
 
     @property
@@ -138,12 +134,6 @@ def test_what_runs_out_of_memory_leaves_the_start() -> None:
     said = machine.accumulated()
     assert said.best.trial.knobs.accumulation == 1
     assert said.reason == "4 micro batches a step do not fit with the headroom"
-
-
-def test_its_trial_has_the_exam_where_that_is_likely_to_be_needed() -> None:
-    outcome = Machine().accumulated(examines=True).best.outcome
-    assert isinstance(outcome, Fit)
-    assert outcome.examined == DID
 
 
 def test_what_grew_with_several_micro_batches_a_step_keeps_them_and_says_why() -> None:

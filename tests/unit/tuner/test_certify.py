@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -44,44 +43,6 @@ def test_a_winner_that_holds_is_certified_in_one_trial() -> None:
     assert (certificate.checkpoint.bytes, certificate.checkpoint.restored) == (640 * MIB, True)
     assert run.said == ""
     assert "zero2 (micro batch 4) holds" in run.certified.reason
-
-
-def examined(winner: Record, **changes: Any) -> Record:
-    """The same timed trial, which went on with its exam."""
-    assert isinstance(winner.outcome, Fit)
-    return replace(winner, outcome=replace(winner.outcome, losses=(2.0, 1.9, 1.8), examined=DID, **changes))
-
-
-def test_a_winner_whose_timed_trial_went_on_with_the_exam_needs_no_other() -> None:
-    winner = examined(timed(trial("zero2", 4)))
-    run = certifying(longest(), winner)
-    assert run.trials == []
-    assert run.certified.best is winner
-    assert run.certified.certificate.passed
-    assert run.certified.certificate.optimizer_steps == 3
-    assert "zero2 (micro batch 4) holds" in run.certified.reason
-
-
-def test_an_exam_that_came_with_a_timing_counts_though_the_config_was_measured_again() -> None:
-    config = trial("zero2", 4)
-    run = certifying(longest(), timed(config, 60), alternates=[examined(timed(config))])
-    assert run.trials == []
-    assert run.certified.best.id == 60
-    assert run.certified.certificate.passed
-
-
-def test_the_exam_of_another_micro_batch_proves_nothing_of_the_winners() -> None:
-    other = examined(timed(trial("zero2", 2)))
-    run = certifying(longest(), timed(trial("zero2", 4)), alternates=[other])
-    assert [(one.exam, one.knobs.micro_batch) for one in run.trials] == [("worst_case", 4)]
-
-
-def test_an_exam_with_a_timing_whose_allocator_ran_full_backs_off() -> None:
-    run = certifying(longest(), examined(timed(trial("zero2", 8)), alloc_retries=2))
-    assert run.trials[0].exam == "worst_case"
-    assert run.trials[0].knobs.micro_batch < 8
-    assert run.certified.certificate.passed
-    assert run.certified.best.trial.knobs.micro_batch < 8
 
 
 def test_the_headroom_of_each_limited_tier_is_in_bytes() -> None:
