@@ -24,14 +24,6 @@ class GrowLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccumulateLimits:
-    """How many micro batches a step may have where the global batch is left open, and by how much that has to win."""
-
-    most: int = 1
-    gain: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RaceLimits:
     """How the rungs that fit compete.
 
@@ -102,7 +94,6 @@ class Profile:
     certify: CertifyLimits
     limits: TimeLimits
     budget: Budget = field(default_factory=Budget)
-    accumulate: AccumulateLimits = field(default_factory=AccumulateLimits)
 
 
 def read_profile(name: str) -> Profile:
@@ -126,7 +117,6 @@ def read_profile(name: str) -> Profile:
         certify=file.certify,
         limits=file.limits,
         budget=file.budget,
-        accumulate=file.accumulate,
     )
 
 
@@ -151,7 +141,6 @@ class _File:
     certify: CertifyLimits
     limits: TimeLimits
     budget: Budget = field(default_factory=Budget)
-    accumulate: AccumulateLimits = field(default_factory=AccumulateLimits)
 
 
 def _check(file: _File) -> None:
@@ -169,7 +158,6 @@ def _check(file: _File) -> None:
         "race.noise must be at least 0 and below 1, finalists at least 1, turns and most_trials at least 0": (
             0 <= file.race.noise < 1 and file.race.finalists >= 1 and min(file.race.turns, file.race.most_trials) >= 0
         ),
-        "accumulate.most and accumulate.gain must be at least 1": min(file.accumulate.most, file.accumulate.gain) >= 1,
         "tune.trials must be at least 0": file.tune.trials >= 0,
         "certify.most_trials must be at least 0": file.certify.most_trials >= 0,
         "budget must be at least 0": min(file.budget.trials, file.budget.seconds) >= 0,

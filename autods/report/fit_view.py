@@ -412,7 +412,7 @@ def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
     settings = (f"{key.rpartition('.')[2]} {_show(value)}" for key, value in report.knobs.settings.items())
     if tuned := ", ".join(settings):
         yield "settings", Text(tuned)
-    for act in ("grow", "tune", "accumulate"):
+    for act in ("grow", "tune"):
         if reason := report.reasons.get(act):
             yield act, Text(reason, style="dim")
     if shares := sorted(report.importances.items(), key=lambda item: -item[1])[:_MOST_SHARES]:

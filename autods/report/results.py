@@ -24,7 +24,7 @@ class Report:
     """What a fit found. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
     memory: the winner's peaks; a tier that was not measured is absent.
-    reasons: rung (or a variant of one) → why it was left or chosen; "grow", "tune", "accumulate" and "certify" → why
+    reasons: rung (or a variant of one) → why it was left or chosen; "grow", "tune" and "certify" → why
     these stopped; "batch" → how many samples an optimizer step trains on, and why.
     importances: tuned key → share of the variation in throughput.
     closest: when nothing fits, {"rung", "missing_bytes", "exact"} of the rung that came nearest; missing_bytes is a

@@ -83,7 +83,6 @@ def result_of(
             "batch": _batch(settings, found.facts, best.trial.knobs),
             "grow": found.raced.grown.reason,
             "tune": found.tuned.reason,
-            **({} if found.tuned.accumulation is None else {"accumulate": found.tuned.accumulation}),
             **({} if certified is None else {"certify": certified.reason}),
         },
         **_common(settings, found.facts, found.walked, records, machine, seconds),

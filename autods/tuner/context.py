@@ -51,13 +51,6 @@ class Means:
         return self.facts.replicas(self.settings.gpus)
 
     @property
-    def accumulates(self) -> bool:
-        """Whether the samples of a step are ours to choose. A script says itself how it accumulates."""
-        settings = self.settings
-        is_open = settings.global_batch is None and settings.objective != "memory"
-        return is_open and settings.source.kind != "script" and settings.profile.accumulate.most > 1
-
-    @property
     def score(self) -> Score:
         """What is wanted of a config: larger is better."""
         return score_of(self.settings.objective)

@@ -21,7 +21,6 @@ from ..system.gpus import said_of, said_of_names
 from ..system.host import look, versions
 from ..types import Failed, Fit, ModelFacts, Record, WorkloadSource, is_machines_fault
 from ..workload.script_source import SAID
-from .accumulating import accumulated_from
 from .candidates import Candidate, candidates, check_ranks, idle, unforeseeable
 from .certify import certified_from
 from .conclude import Found, Nothing, nothing_fits, result_of
@@ -83,7 +82,7 @@ def _found(rungs: Sequence[Candidate], means: Means, so_far: Callable[[Record], 
     so_far(walked.winner)
     raced = raced_from(walked.winner, walked, rungs, means)
     so_far(raced.best)
-    tuned = accumulated_from(tuned_from(raced, means), means)
+    tuned = tuned_from(raced, means)
     so_far(tuned.best)
     untried = (*recomputing(walked.winner, rungs, means), *rivals_of(rungs, walked))
     certified = certified_from(tuned, raced, walked.winner, untried, means)

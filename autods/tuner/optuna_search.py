@@ -309,15 +309,13 @@ _MOST_LEADERS = 2  # are measured again: of two the better is found more often, 
 class Tuned:
     """What tuning found: `best` is the start unless another was confirmed to be faster.
 
-    importances: key → share of the variation of the score, empty when there are too few trials to tell. accumulation:
-    what more micro batches a step came to, a sentence; None: none were tried.
+    importances: key → share of the variation of the score, empty when there are too few trials to tell.
     """
 
     best: Record
     records: tuple[Record, ...]
     importances: Mapping[str, float]
     reason: str
-    accumulation: str | None = None
 
 
 def tune(

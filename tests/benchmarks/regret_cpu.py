@@ -312,7 +312,6 @@ def searched(
     profile = replace(
         profile,
         tune=replace(profile.tune, trials=0),
-        accumulate=replace(profile.accumulate, most=1),  # the grids have one micro batch a step
         certify=replace(profile.certify, most_trials=0),
     )
     settings = replace(
