@@ -1,0 +1,89 @@
+"""Patches of other libraries: replaced, put back, and refused with the version where a symbol is gone."""
+
+from __future__ import annotations
+
+import json
+import json.decoder
+import sys
+import types
+
+import pytest
+
+from autods.trial.patching import Patch, SymbolMissing, declare, declare_all, declared
+
+
+def patch(symbol: str, *, optional: bool = False) -> Patch:
+    return Patch(symbol=symbol, why="it is only a test", optional=optional)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A library with a base class, a class and a function."""
+    module = types.ModuleType("somelib")
+
+    class Base:
+        def inherited(self) -> str:
+            return "real"
+
+    class Child(Base):
+        def run(self) -> str:
+            return "real"
+
+    module.Child = Child  # type: ignore[attr-defined]
+    module.function = lambda: "real"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somelib", module)
+    return module
+
+
+def test_install_returns_the_former_value(library: types.ModuleType) -> None:
+    former = patch("somelib.Child.run").install(lambda self: "ours")
+    assert library.Child().run() == "ours"
+    assert former(library.Child()) == "real"
+
+
+def test_a_block_puts_an_inherited_symbol_back(library: types.ModuleType) -> None:
+    with patch("somelib.Child.inherited").installed(lambda self: "ours"):
+        assert library.Child().inherited() == "ours"
+    assert library.Child().inherited() == "real"
+    assert "inherited" not in vars(library.Child)
+
+
+def test_one_instance_alone_can_be_patched(library: types.ModuleType) -> None:
+    changed = library.Child()
+    patch("somelib.Child.run").install(lambda: "ours", owner=changed)
+    assert (changed.run(), library.Child().run()) == ("ours", "real")
+
+
+def test_names_imported_elsewhere_follow(library: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = types.ModuleType("user")
+    user.function = library.function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "user", user)
+    patch("somelib.function").install(lambda: "ours", everywhere=True)
+    assert user.function() == "ours"
+
+
+@pytest.mark.parametrize("symbol", ["pytest.nothing", "pytest.no_module.nothing"])
+def test_a_missing_symbol_names_version_and_reason(symbol: str) -> None:
+    with pytest.raises(SymbolMissing) as missing:
+        patch(symbol).install(None)
+    first = str(missing.value).splitlines()[0]
+    assert first == f"pytest {pytest.__version__} has no {symbol}, which autods replaces: it is only a test"
+
+
+@pytest.mark.parametrize("symbol", ["pytest.nothing", "pytest.no_module.nothing"])
+def test_an_absent_optional_symbol_is_left_alone(symbol: str) -> None:
+    with patch(symbol, optional=True).installed(1) as former:
+        assert former is None
+    assert patch(symbol, optional=True).install(1) is None
+    assert not hasattr(pytest, "nothing")
+
+
+def test_a_library_that_is_not_installed_is_no_problem() -> None:
+    assert patch("no_such_library.name").problem() is None
+
+
+def test_declared_patches_are_listed() -> None:
+    ours = declare("json.decoder.JSONDecoder.decode", "a test")
+    several = declare_all("json", ("loads", "dumps"), "a test")
+    assert {ours, *several.values()} <= set(declared())
+    assert several["dumps"].original() is json.dumps
