@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint clean
+.PHONY: help setup demo unit test check lint clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -17,6 +17,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 help:
 	@echo "make setup   .venv with the tested versions of constraints.txt"
 	@echo "make demo    set-up, then a whole fit on two CPU ranks"
+	@echo "make unit    set-up, then the unit tests"
 	@echo "make test    set-up, then all tests"
 	@echo "make check   format, lint, types, import layers and all tests"
 	@echo "make lint    the same without the tests"
@@ -40,6 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --config quick --fresh --out autods-out/demo
+
+unit: setup
+	$(PYTEST) tests/unit
 
 test: setup
 	$(PYTEST)

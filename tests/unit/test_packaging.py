@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(120)  # builds and installs a wheel
+
 ROOT = Path(__file__).parents[2]
 
 SHOW = """

@@ -16,6 +16,8 @@ from autods.errors import InputError
 sys.path.insert(0, str(Path(__file__).parents[2] / "corpus"))
 from cases import Case, load
 
+pytestmark = pytest.mark.timeout(120)  # reads the whole corpus
+
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
 
 

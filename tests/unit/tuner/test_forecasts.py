@@ -19,6 +19,8 @@ from autods.types import Outcome, Trial
 from tests.support.foresights import Scripted, said
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
+pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
+
 GIB = 2**30
 
 

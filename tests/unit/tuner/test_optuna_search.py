@@ -25,6 +25,8 @@ from autods.tuner.forecasts import Blind
 from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, Tuned, space_of, tune
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
 
+pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
+
 RUNG = all_rungs()["zero2"]
 BUCKET = "zero_optimization.reduce_bucket_size"
 OVERLAP = "zero_optimization.overlap_comm"

@@ -10,6 +10,8 @@ import pytest
 
 from autods.forecast.simulator import SimulationFailed, gpu_library
 
+pytestmark = pytest.mark.timeout(120)  # each test starts a process that loads torch
+
 
 def test_asking_imports_no_torch() -> None:
     code = "import sys, autods.forecast.simulator; sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
