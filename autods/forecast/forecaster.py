@@ -63,10 +63,6 @@ class Foreseer:
         """At the end; what is under way ends with the simulator."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def is_obvious(self, trial: Trial) -> bool:
-        """Never: it is the one that is asked."""
-        return False
-
     def forecast(self, trial: Trial) -> RungForecast | None:
         """What the trial will need; None when it cannot be simulated."""
         trial = self._trainable(trial)

@@ -25,8 +25,8 @@ from .candidates import Candidate, candidates, check_ranks, idle, unforeseeable
 from .certify import certified_from
 from .conclude import Found, Nothing, nothing_fits, result_of
 from .context import Means, Runner, usable_bytes_of
-from .forecasts import Foresight
-from .ladder_walk import closest_of, recomputing, rivals_of, walked_down
+from .forecasts import BLIND, Foresight
+from .ladder_walk import closest_of, rivals_of, walked_down
 from .optuna_search import tuned_from
 from .race import raced_from
 
@@ -55,19 +55,22 @@ class Search:
         """Everything that runs trials."""
         facts, op_problems = self.runner.survey()
         check_ranks(facts, self.settings.gpus)
-        if self.settings.forecast and (reason := unforeseeable(facts)) is not None:
-            self.memory.listen(Note(text=f"{reason}; rungs are tried instead"))
+        foresight = self.foresight
+        if (reason := unforeseeable(facts)) is not None:
+            foresight = BLIND
+            if self.settings.forecast:
+                self.memory.listen(Note(text=f"{reason}; rungs are tried instead"))
         if (waiting := idle(facts, self.settings.global_batch)) is not None:
             self.memory.listen(Note(text=waiting))
-        means = self._means(facts)
+        means = self._means(facts, foresight)
         return _found(candidates(means.settings, facts, op_problems), means, self.so_far)
 
-    def _means(self, facts: ModelFacts) -> Means:
+    def _means(self, facts: ModelFacts, foresight: Foresight) -> Means:
         return Means(
             settings=with_workloads_config(self.settings, facts),
             facts=facts,
             memory=self.memory,
-            foresight=self.foresight,
+            foresight=foresight,
             study=self.study,
             check=self.check,
             final_config=self.runner.final_config,
@@ -84,8 +87,7 @@ def _found(rungs: Sequence[Candidate], means: Means, so_far: Callable[[Record], 
     so_far(raced.best)
     tuned = tuned_from(raced, means)
     so_far(tuned.best)
-    untried = (*recomputing(walked.winner, rungs, means), *rivals_of(rungs, walked))
-    certified = certified_from(tuned, raced, walked.winner, untried, means)
+    certified = certified_from(tuned, raced, walked.winner, rivals_of(rungs, walked), means)
     best = tuned.best if certified is None else certified.best
     return Found(
         facts=means.facts, walked=walked, raced=raced, tuned=tuned, certified=certified,
@@ -196,7 +198,7 @@ def _foreseeing(
 ) -> AbstractContextManager[Foresight]:
     from .foreseeing import foreseeing
 
-    return foreseeing(settings, runner.final_config, memory, listen, facts=lambda: getattr(runner, "facts", None))
+    return foreseeing(settings, runner.final_config, memory, listen)
 
 
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:

@@ -23,9 +23,6 @@ class Foresight(Protocol):
     def settle(self) -> None:
         """What was prepared and not asked for is not needed; from here on trials are timed."""
 
-    def is_obvious(self, trial: Trial) -> bool:
-        """Whether it fits by far, so that nothing has to be forecast."""
-
     def forecast(self, trial: Trial) -> RungForecast | None:
         """What the trial will need; None when that cannot be said."""
 
@@ -46,10 +43,6 @@ class Blind:
 
     def settle(self) -> None:
         """Nothing to do."""
-
-    def is_obvious(self, trial: Trial) -> bool:
-        """Never."""
-        return False
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """None."""

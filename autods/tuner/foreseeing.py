@@ -18,9 +18,8 @@ from ..journal import Memory, key_of
 from ..requests import Settings
 from ..schema import read_as
 from ..system.host import look
-from ..types import Fit, ModelFacts, Record, Tier, Trial
+from ..types import Fit, Record, Tier, Trial
 from .forecasts import BLIND, Foresight
-from .spared import Spared
 
 
 @contextmanager
@@ -30,12 +29,11 @@ def foreseeing(
     memory: Memory,
     listen: Listener,
     start: Start | None = None,
-    facts: Callable[[], ModelFacts | None] = lambda: None,
 ) -> Iterator[Foresight]:
     """Forecasts of this fit's trials while the block lasts; none when the settings want none.
 
-    The simulator starts with the first that is needed, see `Spared`. facts: of the model, once they are known. What a
-    trial measured beside its forecast goes into the journal, and counts again when the fit is resumed.
+    The simulator starts with the first that is needed. What a trial measured beside its forecast goes into the journal,
+    and counts again when the fit is resumed.
     """
     if not settings.forecast:
         yield BLIND
@@ -57,12 +55,7 @@ def foreseeing(
             expandable=allocator.expandable,
         )
 
-        spared = Spared(foreseer, facts, settings.device_bytes)
-        for record in memory.past.records.values():
-            spared.saw(record)
-
         def learn(record: Record) -> Mapping[str, Any] | None:
-            spared.saw(record)
             if settings.device == "cuda" and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
                 return None  # its peak is that of a checkpoint, too, which is not forecast
             pair = foreseer.learn(record.trial, record.outcome)
@@ -70,7 +63,7 @@ def foreseeing(
 
         memory.learn = learn
         try:
-            yield spared
+            yield foreseer
         finally:
             foreseer.close()
 

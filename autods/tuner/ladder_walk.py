@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config.strategies import Rung
-from ..journal import key_of
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
-from .candidates import Candidate, without_checkpointing
+from .candidates import Candidate
 from .context import Means
 from .forecasts import BLIND, Foresight, lacking_bytes, why_impossible
 from .trials import asked, fits_well
@@ -67,17 +66,15 @@ def walk(
     steps: Steps,
     on_skip: Callable[[Skipped], None] = lambda skipped: None,
     foresight: Foresight = BLIND,
-    before: Callable[[Candidate], Candidate | None] = lambda candidate: None,
 ) -> Walked:
     """Try each rung until one fits. A rung is never passed over because another ran out: the ladder is a ranking by
     speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say).
     What is full on the host, or broken, is another matter: see `lessons`. Nor is a rung tried that cannot fit by its
     own forecast; but where nothing fits, the one that lacks least is tried all the same: that is then seen, not said.
-    before: a faster variant of a rung, which is looked at first and wins if it fits.
     """
     rungs = tuple(candidates)
     _prepare(rungs, steps, foresight)
-    walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip, before=before), foresight)
+    walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip), foresight)
     foresight.settle()
     return walked
 
@@ -116,7 +113,6 @@ class _Walking:
     run: Run
     steps: Steps
     on_skip: Callable[[Skipped], None]
-    before: Callable[[Candidate], Candidate | None]
     records: list[Record] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     lessons: Lessons = field(default_factory=Lessons)
@@ -128,11 +124,7 @@ class _Walking:
     def ends_with(self, candidate: Candidate) -> bool:
         """Try the rung; whether that ends the walk."""
         candidate = _from(candidate, self.least)
-        variant = self.before(candidate)
-        if variant is not None:
-            self.records.extend(tried(variant, self.run, self.steps))
-        if variant is None or not (fits_well(self.records[-1]) or _stops_all(self.records[-1])):
-            self.records.extend(tried(candidate, self.run, self.steps))
+        self.records.extend(tried(candidate, self.run, self.steps))
         last = self.records[-1]
         self.least = max(self.least, last.trial.knobs.micro_batch)
         if fits_well(last):
@@ -265,11 +257,7 @@ def _missing(
 def walked_down(rungs: Sequence[Candidate], means: Means) -> Walked:
     """To the first rung that fits."""
     memory, steps = means.memory, means.settings.profile.walk
-
-    def before(candidate: Candidate) -> Candidate | None:
-        return _keeping(candidate, means)
-
-    return walk(rungs, memory.run, steps, memory.listen, means.foresight, before=before)
+    return walk(rungs, memory.run, steps, memory.listen, means.foresight)
 
 
 def closest_of(walked: Walked, means: Means) -> Closest | None:
@@ -295,24 +283,3 @@ def rivals_of(rungs: Sequence[Candidate], walked: Walked) -> tuple[Candidate, ..
         for one in rungs
         if one.skip is None and one.rung.name not in known and "nvme" not in one.rung.places.values()
     )
-
-
-def recomputing(winner: Record, rungs: Sequence[Candidate], means: Means) -> tuple[Candidate, ...]:
-    """The winner's rung with recomputing, where nobody looked at that: what it may back off to."""
-    rung = winner.trial.rung
-    known = [one for one in means.memory.records if one.trial.rung == rung and one.trial.knobs.checkpointing]
-    return () if known else tuple(one for one in rungs if one.rung.name == rung and one.knobs.checkpointing)
-
-
-def _keeping(candidate: Candidate, means: Means) -> Candidate | None:
-    """The rung without recomputing, where the first rung that fits is taken and this one fits by far: recomputing
-    would cost it time, and a trial to see that."""
-    race = means.settings.profile.race
-    if race.stop != "first-fit" or not race.checkpointing or means.settings.objective == "memory":
-        return None
-    if not candidate.knobs.checkpointing or candidate.stand_in:
-        return None
-    lighter = without_checkpointing(candidate)
-    trial = first_trial(lighter, means.settings.profile.walk)
-    known = key_of(trial) in means.memory.past.records  # what ran out later, before a kill, changes no first look
-    return lighter if known or means.foresight.is_obvious(trial) else None

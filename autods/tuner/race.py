@@ -232,10 +232,8 @@ def first_fit(
 
     Recomputing buys memory with time, and memory is worth a larger micro batch. So it is first grown without: where
     something else than memory ends that, recomputing has nothing to give. Otherwise both are grown, and the faster one
-    is taken. winner: of the candidate as it is, or of what keeps its activations.
+    is taken.
     """
-    if candidate.knobs.checkpointing and not winner.trial.knobs.checkpointing:
-        return _beside(winner, candidate, rules, walk_steps, may_run)
     tries = limits.checkpointing and rules.grows and may_run(2)
     keeps = _keeping(candidate, rules, walk_steps) if tries else None
     if keeps is None or keeps.climb.best() is None:
@@ -245,22 +243,6 @@ def first_fit(
     if not keeps.climb.stop.is_limit:
         return _raced([keeps.climb], {keeps.name: _LEFT_OUT}, others=(winner,))
     return _faster(keeps.climb, climbed(winner, rules), keeps.name, candidate.rung.name)
-
-
-def _beside(
-    winner: Record, candidate: Candidate, rules: Rules, walk_steps: Steps, may_run: Callable[[int], bool]
-) -> Raced:
-    """The winner keeps its activations; recomputing enters beside it where memory ends its growth."""
-    keeps, name = climbed(winner, rules), entrant_of(without_checkpointing(candidate), rules, recomputes=True).name
-    assert keeps.stop is not None
-    if not keeps.stop.is_limit or not may_run(2):
-        return _raced([keeps], {name: _CHOSEN if keeps.stop.is_limit else _LEFT_OUT}, others=())
-    recomputes = entrant_of(candidate, rules, recomputes=True)
-    recomputes.enter(walk_steps)
-    if recomputes.out is not None:
-        return _raced([keeps], {name: _CHOSEN, recomputes.name: recomputes.out}, others=())
-    recomputes.climb.ends()
-    return _faster(keeps, recomputes.climb, name, recomputes.name)
 
 
 def _faster(keeps: Climb, recomputes: Climb, keeps_name: str, recomputes_name: str) -> Raced:

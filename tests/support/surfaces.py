@@ -228,9 +228,6 @@ class ScriptedForesight:
     def settle(self) -> None:
         pass
 
-    def is_obvious(self, trial: Trial) -> bool:
-        return False
-
     def forecast(self, trial: Trial) -> RungForecast:
         peak = self.surface.peak_bytes(trial) * self._off[trial.rung]
         limit = self.surface.limit_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,8 @@ from autods.config.profiles import Budget
 from autods.journal import Memory, key_of
 from autods.tuner.conclude import Found
 from autods.tuner.fit import Search
-from autods.types import Fit, Record, Trial
+from autods.types import Fit, ModelFacts, Record, Trial
+from tests.support.foresights import Scripted
 from tests.support.surfaces import Surface, searching
 
 SEEDS = (0, 3, 6, 16)  # 16: two variants of one rung lie so close that both are tuned, 3 and 16: several rungs climb
@@ -200,3 +201,19 @@ def test_losses_are_compared_with_a_plain_config_at_the_largest_micro_batch_that
             samples = trial.knobs.micro_batch * trial.knobs.accumulation
             divisors = [size for size in range(1, samples + 1) if samples % size == 0]
             assert trial.knobs.micro_batch == max(size for size in divisors if size <= largest)
+
+
+class PipelineSurface(Surface):
+    """The same machine; its model is a pipeline of two stages."""
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        facts, op_problems = super().survey()
+        return replace(facts, pipeline_stages=2, replica_ranks=2), op_problems
+
+
+def test_a_pipeline_is_not_forecast() -> None:
+    foresight = Scripted(lambda trial: pytest.fail(f"{trial.rung} was forecast"))
+    with folder(3, foresight=foresight) as search:
+        found = replace(search, runner=PipelineSurface(3)).found()
+    assert isinstance(found, Found)
+    assert foresight.prepared == []

@@ -100,10 +100,10 @@ LOOKED = ("walk", "grow")
 
 
 class Foreseeing:
-    """Forecasts a machine's device memory exactly. obvious: it takes every model for a small one."""
+    """Forecasts a machine's device memory exactly."""
 
-    def __init__(self, machine: Machine, *, obvious: bool = False) -> None:
-        self.machine, self.obvious = machine, obvious
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
         self.said: dict[str, RungForecast] = {}
 
     def prepare(self, trials: Iterable[Trial]) -> None:
@@ -111,9 +111,6 @@ class Foreseeing:
 
     def settle(self) -> None:
         pass
-
-    def is_obvious(self, trial: Trial) -> bool:
-        return self.obvious
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         if trial.rung not in self.machine.rungs:
@@ -409,55 +406,6 @@ def test_first_fit_recomputes_where_nothing_fits_without(
 def test_what_first_fit_did_not_recompute_may_back_off_to_recomputing(raced: Callable[..., Found]) -> None:
     found = first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
     assert [one.trial.knobs.checkpointing for one in found.raced.others] == [True]
-
-
-def looked(machine: Machine) -> list[bool]:
-    """Whether each first look recomputed."""
-    return [one.knobs.checkpointing for one in machine.ran if one.purpose == "walk"]
-
-
-def test_what_fits_by_far_is_looked_at_without_recomputing_and_that_is_all(raced: Callable[..., Found]) -> None:
-    machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
-    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
-    assert looked(machine) == [False]
-    assert not found.best.trial.knobs.checkpointing
-    assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
-
-
-def test_what_fits_by_far_recomputes_where_memory_ends_its_growth_and_that_pays(raced: Callable[..., Found]) -> None:
-    machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})
-    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
-    assert looked(machine) == [False, True]
-    assert found.best.trial.knobs.checkpointing
-    assert found.best.trial.knobs.micro_batch > 3
-    assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
-
-
-def test_what_was_thought_to_fit_by_far_and_does_not_is_looked_at_again_with_recomputing(
-    raced: Callable[..., Found],
-) -> None:
-    machine = Machine({"zero1": Rung(gib=14)}, kept_gib=4.0)
-    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=Foreseeing(machine, obvious=True))
-    assert looked(machine)[:2] == [False, True]
-    assert found.best.trial.knobs.checkpointing
-
-
-@dataclass(slots=True)
-class LongTexts(Machine):
-    """Its longest batch fits only where activations are recomputed."""
-
-    def answer(self, trial: Trial) -> Outcome:
-        return out_of_memory() if trial.exam and not trial.knobs.checkpointing else Machine.answer(self, trial)
-
-
-def test_what_was_never_looked_at_with_recomputing_may_back_off_to_it(raced: Callable[..., Found]) -> None:
-    machine = LongTexts({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
-    foresight = Foreseeing(machine, obvious=True)
-    found = first_fit(raced, machine, ladder=(RUNGS["zero1"],), foresight=foresight, certify=12)
-    assert found.best.trial.knobs.checkpointing
-    assert found.certified is not None
-    assert found.certified.certificate.backed_off
-    assert looked(machine) == [False, True]
 
 
 def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Found]) -> None:
