@@ -512,7 +512,8 @@ def duel(settings: Settings, trials: Sequence[Trial], turns: int) -> list[list[f
 
 
 def keep(name: str, said: Mapping[str, Any]) -> None:
-    """Into the result file, beside what other commands found."""
+    """Into the result file, beside what other commands found, without each seed's trials."""
+    said = {workload: {key: row[key] for key in row if key != "answers"} for workload, row in said.items()}
     path = RESULTS / "regret_cpu.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     kept = {**known, "versions": versions(), name: {**known.get(name, {}), **said}}
