@@ -54,14 +54,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.mark.gpu
-def test_ranks_on_a_card_are_forked_from_a_zygote_that_never_began_cuda(bench: Bench) -> None:
+def test_ranks_are_forked_from_a_zygote_without_cuda(bench: Bench) -> None:
     outcome, _, _ = bench.trial()
     assert isinstance(outcome, Fit)
     assert not [said for said in bench.said if "new processes" in said]
 
 
 @pytest.mark.gpu
-def test_a_card_holds_at_least_what_is_reserved_and_that_what_is_allocated(bench: Bench) -> None:
+def test_the_card_holds_reserved_and_reserved_holds_allocated(bench: Bench) -> None:
     outcome, peaks, _ = bench.trial()
     assert isinstance(outcome, Fit)
     assert 0 < peaks["device_allocated"] <= peaks["device"] <= peaks["device_card"]
@@ -69,7 +69,7 @@ def test_a_card_holds_at_least_what_is_reserved_and_that_what_is_allocated(bench
 
 
 @pytest.mark.gpu
-def test_an_emulated_card_runs_out_where_it_is_too_small_and_nowhere_else(bench: Bench) -> None:
+def test_an_emulated_card_runs_out_only_where_it_is_too_small(bench: Bench) -> None:
     _, peaks, _ = bench.trial()
     small, _, _ = bench.trial(limit=int(peaks["device_allocated"] * 0.7))
     assert isinstance(small, OutOfMemory)

@@ -21,7 +21,7 @@ FACTS = ModelFacts(
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_checkpoint_of_the_rung_loads_in_plain_torch_with_the_trained_weights(name, tmp_path):
+def test_a_checkpoint_loads_in_plain_torch(name, tmp_path):
     rung = all_rungs(())[name]
     base = question("tiny.py", tmp_path).base | {"bf16": {"enabled": False}}
     settings = start_settings(rung, base=base, device_bytes=2**30, facts=FACTS)

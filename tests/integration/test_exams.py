@@ -79,7 +79,7 @@ def test_the_longest_batch_is_the_workloads_own(runners):
     assert examined.batch_shape == (1, 65536)
 
 
-def test_a_longest_batch_that_does_not_fit_runs_out_in_forward_though_training_fits(runners):
+def test_a_longest_batch_can_run_out_where_training_fits(runners):
     runner = runners("lengths.py")
     assert isinstance(outcome_of(runner, "ddp", None, Steps(), micro_batch=32), Fit)
     ran_out = outcome_of(runner, "ddp", "worst_case", Steps(), micro_batch=32)
@@ -105,7 +105,7 @@ def small_disk(runners):
     subprocess.run(["umount", "--lazy", str(logs)], check=True)
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_left_out_with_the_bytes(small_disk):
+def test_a_checkpoint_too_large_for_the_disk_is_skipped(small_disk):
     examined = worst_case(small_disk, "ddp")
     assert examined.evaluated
     assert examined.checkpoint_bytes is None
@@ -138,7 +138,7 @@ def plain(runners) -> tuple[float, ...]:
 @pytest.mark.parametrize(
     ("rung", "micro_batch", "accumulation"), [("ddp", 4, 1), ("zero1", 1, 4), ("zero3", 4, 1), ("zero3", 2, 2)]
 )
-def test_the_same_training_has_the_same_losses_however_it_is_cut_and_sharded(
+def test_losses_do_not_depend_on_sharding_or_accumulation(
     runners, plain, rung, micro_batch, accumulation
 ):
     found = losses(runners("lengths.py"), rung, micro_batch=micro_batch, accumulation=accumulation)

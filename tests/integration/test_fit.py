@@ -65,7 +65,7 @@ def never(settings, listen):
     raise AssertionError("Ray was started")
 
 
-def test_with_memory_to_spare_the_first_rung_is_taken_and_no_other_is_tried(run, tmp_path):
+def test_with_memory_to_spare_only_the_first_rung_is_tried(run, tmp_path):
     report = run(question("tiny.py", tmp_path))
     assert (report.status, report.rung) == ("fit", "ddp")
     assert {record.trial.rung for record in report.trials} == {"ddp"}
@@ -90,7 +90,7 @@ def test_report_json_keeps_the_contract(run, tmp_path):
     assert told["ds_config"] == json.loads((tmp_path / "ds_config.json").read_text())
 
 
-def test_the_emitted_config_keeps_what_is_not_tuned_and_no_trial_logs_to_a_dashboard(run, tmp_path):
+def test_the_config_keeps_untuned_keys_and_trials_log_nowhere(run, tmp_path):
     elsewhere = tmp_path / "dashboards"
     users = USERS | {
         "csv_monitor": {"enabled": True, "output_path": str(elsewhere), "job_name": "mine"},
@@ -112,7 +112,7 @@ def test_a_global_batch_is_kept_by_accumulation(run, tmp_path):
     assert report.ds_config["train_batch_size"] == 24 == sizes[0] * sizes[1] * 2
 
 
-def test_a_finished_fit_is_shown_again_without_a_trial_and_fresh_measures_again(run, tmp_path):
+def test_a_finished_fit_is_shown_again_unless_fresh(run, tmp_path):
     settings = question("tiny.py", tmp_path, ladder=("ddp",))
     first = run(settings)
     notes: list[object] = []
@@ -124,7 +124,7 @@ def test_a_finished_fit_is_shown_again_without_a_trial_and_fresh_measures_again(
     assert again.seconds != first.seconds
 
 
-def test_where_nothing_fits_the_closest_rung_is_named_with_the_bytes_it_lacks(run, tmp_path):
+def test_the_closest_rung_is_named_with_the_missing_bytes(run, tmp_path):
     report = run(question("tiny.py", tmp_path, gpu_memory="1MiB", ladder=("ddp", "zero1", "zero3")))
     assert report.status == "nothing_fits"
     assert {record.outcome.kind for record in report.trials if record.trial.limited} == {"out_of_memory"}
@@ -134,7 +134,7 @@ def test_where_nothing_fits_the_closest_rung_is_named_with_the_bytes_it_lacks(ru
     assert not (tmp_path / "ds_config.json").exists()
 
 
-def test_a_fit_of_functions_gives_the_same_kind_of_report_as_one_of_a_file(ray, tmp_path):
+def test_functions_and_a_file_give_the_same_kind_of_report(ray, tmp_path):
     workload = autods.Workload(build_model=build_model, build_batch=build_batch)
     seen: list[object] = []
     report = autods.find_best_config(

@@ -43,7 +43,7 @@ def losses(report: ProbeReport) -> list[float]:
     return [outcome.losses[0] for outcome in outcomes if isinstance(outcome, Fit)]
 
 
-def test_environment_arguments_lengths_batches_and_ranks_reach_the_ranks(ray: object, tmp_path: Path) -> None:
+def test_environment_arguments_and_lengths_reach_the_ranks(ray: object, tmp_path: Path) -> None:
     report = probe(
         VARIED, tmp_path, "rung=zero1", "env.PROBED=1,null", "build_model.depth=1,2", "seq_len=4,8",
         "micro_batch=1,3", precision="fp32",
@@ -90,7 +90,7 @@ def test_what_runs_out_of_memory_is_said_with_the_tier_and_the_bytes(ray: object
     assert report.compared == (2, "samples")
 
 
-def test_capacity_is_proven_at_the_boundary_by_trials_also_of_two_cells_at_a_time(ray: object, tmp_path: Path) -> None:
+def test_trials_prove_capacity_also_for_two_cells_at_a_time(ray: object, tmp_path: Path) -> None:
     workload = Path(shutil.copy(BATCHES, tmp_path))
     (tmp_path / "met").mkdir()  # the first trial of each cell waits for that of the other
     asked = {"capacity": True, "gpu_memory": "192MiB", "gpus": 1, "precision": "fp32", "parallel_trials": 2}
@@ -119,7 +119,7 @@ def test_a_hugging_face_config_is_probed_by_its_own_keys(ray: object, tmp_path: 
     )  # type: ignore[operator]
 
 
-def test_arguments_of_a_training_script_are_varied_where_its_command_line_names_them(
+def test_a_scripts_arguments_are_an_axis_of_the_probe(
     ray: object, tmp_path: Path
 ) -> None:
     argv = "--deepspeed_config {ds_config} --micro-batch {micro_batch_size} --width {width} --samples 64"
@@ -169,7 +169,7 @@ def finished(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_a_probe_that_is_killed_or_interrupted_goes_on_by_the_same_command(
+def test_the_same_command_resumes_a_killed_or_interrupted_probe(
     held: Held, stop: signal.Signals, code: int
 ) -> None:
     out = held.folder / "out"

@@ -88,7 +88,7 @@ def test_it_is_diagnosed_right_and_the_walk_makes_the_right_move(runner, scene, 
 
 
 @pytest.mark.parametrize("fault", ["until killed", "DataLoader worker until killed"])
-def test_what_the_oom_killer_of_the_cgroup_ended_ran_out_of_host_memory(runner, scene, fault):
+def test_a_cgroup_oom_kill_is_out_of_host_memory(runner, scene, fault):
     with cgroup_of(scene.zygote().pid, limit_bytes=2**29):
         walked, tried = climb(runner, scene, fault, "build")
     assert tried == ("ddp", "zero1", "zero2-offload", "zero3")
@@ -102,7 +102,7 @@ def test_what_the_oom_killer_of_the_cgroup_ended_ran_out_of_host_memory(runner, 
     assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
 
 
-def test_a_compiler_that_fails_disables_only_the_rungs_that_need_its_op(ray, tmp_path, monkeypatch):
+def test_a_failing_compiler_disables_only_rungs_that_need_its_op(ray, tmp_path, monkeypatch):
     compiler = tmp_path / "broken-c++"
     compiler.write_text("#!/bin/sh\necho 'internal compiler error: Illegal instruction' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -131,7 +131,7 @@ def test_a_config_that_deepspeed_refuses_stops_the_walk(ray, tmp_path):
     assert (outcome.failure, outcome.action, outcome.phase) == ("config", "fix_config", "init")
 
 
-def test_a_rank_that_loses_its_connections_is_the_cause_and_asked_once_more(runner, scene):
+def test_a_rank_that_lost_its_connections_is_the_cause(runner, scene):
     scene.choose("closed connections", "forward")
     outcome = runner.run(Trial(rung="zero1", knobs=walk_knobs(runner), purpose="walk"), id=1).outcome
     assert isinstance(outcome, Failed)

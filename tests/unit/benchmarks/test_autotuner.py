@@ -38,7 +38,7 @@ def test_an_answer_that_was_never_trained_passes_nothing():
     assert not autotuner.passes(autotuner.summary(side(answer("autods quick", 1.0), autotuner=[5.0])))
 
 
-def test_the_bar_is_for_the_answer_as_it_was_given_not_for_the_one_without_recomputing():
+def test_the_bar_is_for_the_answer_as_it_was_given():
     given = answer("autods quick", 1.0, checkpointing=True)
     found = side(given, autotuner=[5.0], autods_quick=[4.0])
     found.turns["autods quick, not recomputing"] = [6.0]
@@ -47,7 +47,7 @@ def test_the_bar_is_for_the_answer_as_it_was_given_not_for_the_one_without_recom
     assert not autotuner.passes(rows)
 
 
-def test_a_launch_is_read_from_a_line_that_a_progress_bar_began():
+def test_a_launch_is_read_after_a_progress_bar():
     line = (
         "  0%|          | 0/1 [00:00<?, ?it/s][2026-01-02 03:04:05,678] [INFO] [scheduler.py:381:run_experiment] "
         "Launching exp_id = 1, exp_name = z0_gas1_tmbspg1, with resource = localhost:0"

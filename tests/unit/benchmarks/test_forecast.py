@@ -35,16 +35,16 @@ def tally(*rows: verdicts.Row, budgets: tuple[int, ...] = verdicts.BUDGETS) -> v
     return verdicts.tally(rows, lambda row: row.before, budgets)
 
 
-def test_a_budget_that_was_enough_and_is_called_impossible_is_counted() -> None:
+def test_a_false_cannot_fit_is_counted() -> None:
     said = tally(row(500, low=520, peak=540, high=560), budgets=(510, 530))
     assert (said.false_cannot_fit, said.tight, said.false_fits) == (1, 1, 0)
 
 
-def test_a_budget_that_was_too_small_and_is_called_enough_is_counted() -> None:
+def test_a_false_fits_is_counted() -> None:
     assert tally(row(500, low=450, peak=460, high=470), budgets=(480, 510)).false_fits == 1
 
 
-def test_near_the_limit_nothing_is_asked_and_far_from_it_tight_is_not_right() -> None:
+def test_tight_is_right_only_near_the_limit() -> None:
     said = tally(row(500, low=400, peak=500, high=600), budgets=(300, 440, 460, 540, 560, 700))
     assert (said.cases, said.far, said.right_far) == (6, 4, 2)
     assert said.right_share == 0.5
@@ -116,7 +116,7 @@ def test_a_tool_that_has_nothing_for_a_rung_is_scored_on_the_others() -> None:
         ("zero3-offload", {"cpu_offload": True, "cpu_offload_params": True}),
     ],
 )
-def test_each_rung_gets_the_variant_of_deepspeeds_estimator_that_is_meant_for_it(
+def test_each_rung_gets_its_variant_of_deepspeeds_estimator(
     rung: str, variant: dict[str, bool] | None
 ) -> None:
     assert accuracy.deepspeed_variant(rung) == variant

@@ -95,7 +95,7 @@ def test_a_file_is_written_whole_with_its_summary_and_read_again(tmp_path: Path)
         results.read(path)
 
 
-def test_the_summary_counts_errors_of_what_ran_and_verdicts_that_were_wrong() -> None:
+def test_the_summary_counts_errors_and_wrong_verdicts() -> None:
     said = results.summary([
         cell(measured=10 * GIB, said=11 * GIB),
         cell(measured=10 * GIB, said=9 * GIB, verdict="cannot_fit", micro_batch=2),
@@ -109,7 +109,7 @@ def test_the_summary_counts_errors_of_what_ran_and_verdicts_that_were_wrong() ->
     assert (said["false_cannot_fit"], said["false_fits"], said["tight"]) == (1, 1, 1)
 
 
-def test_without_a_forecast_there_is_nothing_to_sum_up_and_the_table_still_shows() -> None:
+def test_without_a_forecast_the_table_shows_no_summary() -> None:
     bare = {key: value for key, value in cell().items() if key != "forecast"}
     said = {**file_of(bare), "left_out": {"autotuner": "Ray is not installed"}}
     assert results.summary(said["cells"])["all"]["median_error"] is None
@@ -177,7 +177,7 @@ def twelve_gib() -> Simulated:
     return replace(allocates(1, init=GIB, backward=12 * GIB), traces=traces)
 
 
-def test_a_cell_is_forecast_as_the_engine_and_the_card_that_it_ran_on() -> None:
+def test_a_cell_is_forecast_for_the_card_it_ran_on() -> None:
     row = cell(card_bytes=16 * GIB, ds_config={"zero_optimization": {"stage": 2}}, facts=asdict(FACTS))
     ask = gpu_forecasts.ask_of(row, "cuda", 79 * GIB)
     assert (ask.device_bytes, ask.rung, ask.checkpointing) == (16 * GIB, "ddp", True)
