@@ -54,8 +54,6 @@ def judged(
     calibration: Calibration | None = None,
     constants: Constants | None = None,
     expandable: bool = False,
-    exact: bool | None = None,
-    need: Need | None = None,
 ) -> RungForecast:
     """The forecast of one rung at one micro batch.
 
@@ -64,12 +62,11 @@ def judged(
 
     limits: bytes, where known: device and pinned a rank, host and nvme a node. emulated: the device's limit is a budget
     of torch's allocator on a larger card, as a fit with --gpu-memory sets it, and what lies beside the allocator does
-    not count. calibration: None: no trial has been seen. exact: whether it was simulated in full; None: it was if it
-    has a trace, which estimates by `formulas` have not. need: where an estimate found it by another way.
+    not count. calibration: None: no trial has been seen. Without a trace (the formulas' estimates) it is not exact.
     """
     rows = constants or read_constants()
-    exact = bool(simulated.traces) if exact is None else exact
-    need = need or need_of(ask, simulated, rows, expandable=expandable)
+    exact = bool(simulated.traces)
+    need = need_of(ask, simulated, rows, expandable=expandable)
     ratios = (calibration or learned(ask, (), rows, exact=exact)).ratios(ask.rung)
     inside = need.device.times(ratios)
     device = inside if emulated else inside + need.beside

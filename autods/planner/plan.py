@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from ..requests import Question, Site, plan_with_workloads_config
 from ..system.host import versions
 from ..tuner.candidates import unforeseeable
 from ..types import ModelFacts, WorkloadSource
-from .simulate import Sizing, Work, checkpointing_of, estimate_rung, forecast_rung, groups_of
+from .simulate import Sizing, Work, checkpointing_of, forecast_rung, groups_of
 
 _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
@@ -76,8 +76,7 @@ def _work_through(work: Work) -> None:
         for sizing, sites in groups_of(question.sites)
         for rung in question.ladder
     ]
-    can_be_cut = question.source.kind != "script"  # a script builds the whole model
-    _in_parallel(work, jobs, only_unsettled=several, estimate=can_be_cut and not several)
+    _in_parallel(work, jobs, only_unsettled=several)
     if work.failures and not any(forecast.memory for forecast in work.found.values()):
         raise work.failures[0]
     if several and question.largest:
@@ -100,26 +99,17 @@ def _where_best(work: Work, job: _Job) -> _Job:
     return replace(job, sites=sites, search=True)
 
 
-def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool, estimate: bool = False) -> None:
-    """Every job, some at a time, in order. The first that raises ends the others. estimate: a quick round first."""
-
-    def guess(job: _Job) -> None:
-        for site in job.sites:
-            estimate_rung(work, job.rung, site, job.sizing)
+def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
+    """Every job, some at a time, in order. The first that raises ends the others."""
 
     def do(job: _Job) -> None:
-        if (guessed := guesses.get(job.rung.name)) is not None:
-            guessed.result()  # it was asked for before; an estimate must not come after what it estimates
         sites = [site for site in job.sites if not (only_unsettled and work.settled(site))]
         if sites:
             forecast_rung(work, job.rung, sites, job.sizing, search=job.search)
 
-    guesses: dict[str, Future[None]] = {}
     pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
     try:
-        # The leanest rungs take longest: with them last, one process would work while the other has nothing left.
-        guesses |= {job.rung.name: pool.submit(guess, job) for job in reversed(jobs)} if estimate else {}
-        tasks = [*guesses.values(), *(pool.submit(do, job) for job in jobs)]
+        tasks = [pool.submit(do, job) for job in jobs]
         for done in wait(tasks, return_when=FIRST_EXCEPTION).done:
             done.result()
     except BaseException:

@@ -14,8 +14,6 @@ from ..config.deepspeed import compose, get, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..forecast.batch_search import MOST_MICRO_BATCH, Largest, largest
-from ..forecast.depth import deepened, depths_for, has_room_to_flatten, need_of_deepened
-from ..forecast.overheads import read_constants
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import Ask, Engine, Forecasted, ForecastListener, RungForecast, Simulated, Simulating, Simulator
 from ..forecast.verdict import judged
@@ -185,25 +183,19 @@ class Work:
     expandable: bool = False
     seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
-    estimated: set[tuple[str, str]] = field(default_factory=set)  # of what is found: first guesses, to be replaced
     failures: list[SimulationFailed] = field(default_factory=list)
     sample_bytes: float | None = None  # on the device, as the last search found; rungs share their activations
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
 
-    def tell(self, site: Site, forecast: RungForecast, *, estimated: bool = False) -> None:
-        """Keep it and pass it on to whoever waits. estimated: it will be told again, better."""
+    def tell(self, site: Site, forecast: RungForecast) -> None:
+        """Keep it and pass it on to whoever waits."""
         with self.lock:
             if self.stopped:
                 return
             self.found[site.machine.name, forecast.rung] = forecast
-            if estimated:
-                self.estimated.add((site.machine.name, forecast.rung))
-            else:
-                self.estimated.discard((site.machine.name, forecast.rung))
             total = len(self.question.ladder) * len(self.question.sites)
-            done = len(self.found) - len(self.estimated)
-            self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=done, total=total))
+            self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
 
     def settled(self, site: Site) -> bool:
         """Whether a rung is known to fit there."""
@@ -229,40 +221,6 @@ def forecast_rung(work: Work, rung: Rung, sites: Sequence[Site], sizing: Sizing,
         own = _on_one_engine(work, shared, search=search)
     for site, ask in own:
         _on_one_engine(work, [(site, on_site(ask, site))], search=search)
-
-
-def estimate_rung(work: Work, rung: Rung, site: Site, sizing: Sizing) -> None:
-    """Say of a deep model's rung what two shallow ones let expect, where that is quick. What fails says nothing."""
-    ask = ask_for(rung, site, work.question, work.facts, sizing)
-    depths = depths_for(ask, work.facts) if isinstance(ask, Ask) else None
-    if not isinstance(ask, Ask) or depths is None or work.stopped:
-        return
-    if not has_room_to_flatten(ask, work.facts):
-        return
-    work.listen(Simulating(rung=rung.name, micro_batch=site.micro_batch))
-    try:
-        shallow, deeper = (
-            work.simulator.simulate(replace(ask, layers=layers), [site.micro_batch])[0]
-            for layers in (depths.shallow, depths.deeper)
-        )
-    except SimulationFailed:
-        return  # the whole model's simulation will say why
-    if not deeper.traces:
-        return  # the formulas, which know no layers
-    here, constants = on_site(ask, site), read_constants()
-    whole = deepened(ask, shallow, deeper, depths)
-    if (
-        get(ask.ds_config, "zero_optimization.stage") in (1, 2)
-        and whole.live_bytes["init"]["device"] > ask.device_bytes
-    ):
-        return  # the shallow models were flattened on the device, and the whole one will not be: see `asks.holds_for`
-    need = need_of_deepened(here, whole, deeper, constants, expandable=work.expandable)
-    limits, emulated = limits_of(site, work.question), here.device == "cpu"
-    said = judged(
-        here, whole, limits=limits, emulated=emulated, constants=constants, exact=False, need=need,
-        expandable=work.expandable,
-    )  # fmt: skip
-    work.tell(site, said, estimated=True)
 
 
 def _on_one_engine(work: Work, asked: Sequence[tuple[Site, Ask]], *, search: bool) -> list[tuple[Site, Ask]]:

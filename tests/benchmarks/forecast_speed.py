@@ -2,8 +2,7 @@
 
 python tests/benchmarks/forecast_speed.py [--models 7b,70b,405b] [--json] [--cache]
 
-The machine may be busy: CPU seconds over the number of cores is what a quiet one would show at best. First table: the
-moment when every rung has a row, estimates included; error: of their peaks on the device, beside the exact ones.
+The machine may be busy: CPU seconds over the number of cores is what a quiet machine would need at best.
 """
 
 from __future__ import annotations
@@ -46,10 +45,6 @@ MODELS: dict[str, tuple[dict[str, int], list[str]]] = {
 }  # fmt: skip
 _TICK = os.sysconf("SC_CLK_TCK")
 _EVERY_S = 0.2
-_ROW = re.compile(
-    r"^\S+: \S (?P<rung>[\w-]+): (?P<verdict>[^:,]+)(?P<estimate>, estimate)?: (?P<peak>[\d.]+)?"
-    r"(?: \([^)]*\))?(?P<tib> TiB)?"
-)
 
 
 def main() -> int:
@@ -85,13 +80,11 @@ def measured(name: str, folder: Path, environment: dict[str, str]) -> dict[str, 
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     tree = _Tree(process.pid)
-    told: list[tuple[float, dict[str, Any]]] = []
+    lines: list[str] = []
 
     def listen() -> None:
         assert process.stderr is not None
-        for line in process.stderr:
-            found = _ROW.match(line)
-            told.append((time.monotonic() - began, found.groupdict() if found else {"line": line.strip()}))
+        lines.extend(line.strip() for line in process.stderr)
 
     listener = threading.Thread(target=listen)
     listener.start()
@@ -103,38 +96,10 @@ def measured(name: str, folder: Path, environment: dict[str, str]) -> dict[str, 
     said = json.loads(out) if out.strip().startswith("{") else {}
     return {
         "model": name, "exit": code, "wall_s": time.monotonic() - began, "cpu_s": tree.cpu_s,
-        "peak_bytes": tree.peak_bytes, "peak_rss_bytes": tree.peak_rss_bytes, **_rows_of(told),
-        "last_line": told[-1][1] if told else None,
-        "rungs": [
-            {key: rung.get(key) for key in ("rung", "verdict", "exact", "seconds")} for rung in said.get("rungs", [])
-        ],
+        "peak_bytes": tree.peak_bytes, "peak_rss_bytes": tree.peak_rss_bytes,
+        "last_line": lines[-1] if lines else None,
+        "rungs": [{key: rung.get(key) for key in ("rung", "verdict", "seconds")} for rung in said.get("rungs", [])],
     }  # fmt: skip
-
-
-def _rows_of(told: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    """When the first table and the exact one were whole, and how far apart they are."""
-    first: dict[str, tuple[float, dict[str, Any]]] = {}
-    exact: dict[str, tuple[float, dict[str, Any]]] = {}
-    for at, row in told:
-        if "rung" in row:
-            first.setdefault(row["rung"], (at, row))
-            if not row["estimate"]:
-                exact[row["rung"]] = (at, row)
-    errors = {
-        rung: _peak(row) / _peak(exact[rung][1]) - 1
-        for rung, (_, row) in first.items()
-        if row["estimate"] and row["peak"] and rung in exact and exact[rung][1]["peak"]
-    }
-    return {
-        "first_table_s": max((at for at, _ in first.values()), default=None),
-        "exact_table_s": max((at for at, _ in exact.values()), default=None),
-        "estimates_off": errors,
-    }
-
-
-def _peak(row: dict[str, Any]) -> float:
-    """In GiB, which is the unit where the line names none."""
-    return float(row["peak"]) * (1024 if row["tib"] else 1)
 
 
 class _Tree:
@@ -187,16 +152,13 @@ def _own_bytes(pid: int) -> int:
 
 
 def show(row: dict[str, Any]) -> None:
-    first, exact = (f"{at:.1f} s" if at is not None else "none" for at in (row["first_table_s"], row["exact_table_s"]))
     resident, with_shared = (row[name] / 2**30 for name in ("peak_bytes", "peak_rss_bytes"))
     print(
-        f"{row['model']}: first table {first}, exact {exact}, wall {row['wall_s']:.1f} s, CPU {row['cpu_s']:.1f} s,"
+        f"{row['model']}: wall {row['wall_s']:.1f} s, CPU {row['cpu_s']:.1f} s,"
         f" {resident:.2f} GiB resident ({with_shared:.2f} with shared pages in each), exit {row['exit']}"
     )
     for rung in row["rungs"]:
-        off = row["estimates_off"].get(rung["rung"])
-        beside = "" if off is None else f", estimate {off:+.1%}"
-        print(f"  {rung['rung']:20} {rung['verdict']:12} {rung['seconds'] or 0:6.1f} s{beside}")
+        print(f"  {rung['rung']:20} {rung['verdict']:12} {rung['seconds'] or 0:6.1f} s")
     if row["exit"] not in (0, 1):
         print(f"  {row['last_line']}")
 

@@ -9,10 +9,10 @@ import pytest
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.forecast.scripted import Scripted, allocates, failing
 from autods.forecast.simulator import SimulationFailed
-from autods.forecast.values import Ask, Forecasted, ForecastPhase, Simulated, Trace
+from autods.forecast.values import Ask, Forecasted, Simulated
 from autods.planner.plan import plan
 from autods.planner.simulate import Sizing, ask_for, groups_of
-from autods.types import ModelFacts, Tier
+from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 
 
@@ -231,31 +231,6 @@ def test_a_config_is_forecast_as_written_where_that_is_asked() -> None:
     assert "reduce_bucket_size" not in written  # DeepSpeed's own
     assert nvme["offload_param"]["buffer_size"] >= FACTS.largest_parameter  # or DeepSpeed stops
     assert not [said for said in planned.forecast.all_assumed if "base config's" in said]
-
-
-def deep(ask: Ask, micro_batch: int) -> Simulated:
-    """2 GiB of 40 layers that lie on the device while initialising."""
-    layers = ask.layers or 40
-    trace = Trace(events=[GIB] * (2 * layers), marks=((0, "init"),))
-    live: dict[ForecastPhase, dict[Tier, int]] = {"init": {"device": 2 * layers * GIB}}
-    return Simulated(micro_batch=micro_batch, live_bytes=live, traces={"device": trace})
-
-
-DEEP = replace(FACTS, parameters=41 * 10**9, layers=40, layer_parameters=10**9)
-
-
-def test_a_deep_model_gets_rows_of_estimates_before_the_exact_ones() -> None:
-    planned = Planned(question(largest=False, ladder=("zero3",), gpu_memory="160GiB"), deep, DEEP)
-    told = [event.forecast for event in planned.events if isinstance(event, Forecasted)]
-    assert [row.exact for row in told] == [False, True]
-    assert told[0].memory["device"].peak_bytes == pytest.approx(told[1].memory["device"].peak_bytes, rel=0.03)
-    assert planned.forecast.sites[0].rungs == (told[1],)
-    assert [ask.layers for ask in planned.simulator.engines][-1] is None
-
-
-def test_no_estimate_where_only_the_whole_model_does_not_fit_while_it_is_flattened() -> None:
-    planned = Planned(question(largest=False, ladder=("zero2",), gpu_memory="40GiB"), deep, DEEP)
-    assert [event.forecast.exact for event in planned.events if isinstance(event, Forecasted)] == [True]
 
 
 class Crowd(Scripted):
