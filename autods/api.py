@@ -251,12 +251,12 @@ def _source(
     zero_init: bool = False,
 ) -> WorkloadSource:
     """The workload, with those of `asked` that are about it; they are taken out. zero_init: a plan has its own."""
-    from .workload.load import source_of
+    from .workload.load import make_source
 
     own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len", "kind")}
     argv = tuple(asked.pop("script_args", ()))
     given = Path(workload) if isinstance(workload, str) else workload
-    return source_of(given, folder=folder, recompute=recompute, zero_init=zero_init, argv=argv, **own)
+    return make_source(given, folder=folder, recompute=recompute, zero_init=zero_init, argv=argv, **own)
 
 
 def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..schema import checked, read_toml
 from ..system.host import data_folder
 from ..types import Scalar
-from ..workload.arguments import FUNCTIONS
+from ..workload.protocol import FUNCTIONS
 
 ZERO = "zero_optimization"
 PINS = tuple(f"{ZERO}.offload_{part}.pin_memory" for part in ("param", "optimizer"))

@@ -20,7 +20,7 @@ from ..requests import NVME_PLACE
 from ..tuner.candidates import unforeseeable
 from ..tuner.trials import micro_batches
 from ..types import Device, Knobs, ModelFacts, Scalar, Tier, Trial, WorkloadSource
-from ..workload.arguments import settings_under, source_under
+from ..workload.conditions import apply_conditions, apply_to_source
 from .grid import Cell, config_of, settings_of
 from .request import Question
 
@@ -149,7 +149,7 @@ class Forecasts:
         settings, machine = self.question.settings, self.question.machine
         accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
         trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
-        ranks = settings_under(settings, trial.conditions).gpus
+        ranks = apply_conditions(settings, trial.conditions).gpus
         stage = next(rung.stage for rung in settings.ladder if rung.name == trial.rung)
         return Ask(
             rung=trial.rung,
@@ -181,7 +181,7 @@ class Forecasts:
 def to_look_at(question: Question, conditions: Mapping[str, Scalar]) -> WorkloadSource:
     """The workload under these conditions; a script with what its `{ds_config}` holds until its own config is known."""
     settings = question.settings
-    source = source_under(settings.source, conditions)
+    source = apply_to_source(settings.source, conditions)
     if source.kind != "script":
         return source
     path = settings.nvme_path or NVME_PLACE

@@ -19,7 +19,7 @@ from ..schema import read_as
 from ..tuner.candidates import check_ranks, refusal_of
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
-from ..workload.arguments import ENV, is_condition, settings_under, source_under
+from ..workload.conditions import ENV, apply_conditions, apply_to_source, is_condition
 from .axes import PINS, Value, unheeded
 from .request import Question
 
@@ -103,7 +103,7 @@ def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Ru
 
 def settings_of(question: Question, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
     """The settings under these conditions, with the config that a script brings."""
-    return with_workloads_config(settings_under(question.settings, conditions), facts)
+    return with_workloads_config(apply_conditions(question.settings, conditions), facts)
 
 
 def config_of(question: Question, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Surveys:
 
     def of(self, conditions: Mapping[str, Scalar]) -> Surveyed:
         """See `cells.Survey`."""
-        digest = source_under(self.source, conditions).digest
+        digest = apply_to_source(self.source, conditions).digest
         if digest not in self.known:
             before = self.past.surveys.get(digest)
             if before is not None:

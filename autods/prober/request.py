@@ -20,8 +20,8 @@ from ..requests import Settings, nvme_place, resolve, whole
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource
-from ..workload.arguments import ARGS, FUNCTIONS, LENGTHS, names_of
-from ..workload.protocol import Workload
+from ..workload.conditions import ARGS, LENGTHS, argument_names
+from ..workload.protocol import FUNCTIONS, Workload
 from ..workload.script_source import has_placeholder
 from .axes import Axis, Value, axes_of, with_experiment
 
@@ -377,7 +377,7 @@ def settle(
         option = "--on" if on is not None else "--host-memory"
         raise InputError(f"{option} is of another machine: trials run on this one", hint="add --forecast-only")
     return pose(
-        source, lambda function: names_of(said, source, function), hardware=hardware, vary=vary, gpus=counts,
+        source, lambda function: argument_names(said, source, function), hardware=hardware, vary=vary, gpus=counts,
         machine=machine, **asked,
     )  # fmt: skip
 

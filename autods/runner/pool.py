@@ -14,7 +14,7 @@ from ..events import Event, Note
 from ..requests import Settings
 from ..types import Fit, ModelFacts, Outcome, OutOfMemory, Record, Scalar, Trial
 from ..units import format_bytes
-from ..workload.arguments import environment_of, settings_under
+from ..workload.conditions import apply_conditions, environment_variables
 from .placement import NoRoom
 from .ray_connect import is_connected, session
 from .runner import RayRunner
@@ -153,13 +153,13 @@ class RunnerPool:
 
     def survey(self, conditions: Mapping[str, Scalar]) -> tuple[ModelFacts, Mapping[str, str]]:
         """What the workload is with these arguments; see `RayRunner.survey`."""
-        return self._runner(conditions).turn_to(settings_under(self.settings, conditions))
+        return self._runner(conditions).turn_to(apply_conditions(self.settings, conditions))
 
     def run(self, trial: Trial, *, id: int) -> Record:
         """Run the trial for real; once more and alone, where it may have failed of others that ran beside it."""
         runner = self._runner(trial.conditions)
         with self.turns.beside(runner.nodes.hosts) as turn:
-            runner.turn_to(settings_under(self.settings, trial.conditions))
+            runner.turn_to(apply_conditions(self.settings, trial.conditions))
             record = runner.run(trial, id=id)
         if not turn.others or not may_be_theirs(record.outcome):
             return replace(record, beside=turn.others)
@@ -214,7 +214,7 @@ class RunnerPool:
             self._share_ray()
             while len(self.alive) >= self.most_alive:
                 self.alive.pop(next(iter(self.alive))).__exit__(None, None, None)
-            runner = self._started(environment_of(conditions))
+            runner = self._started(environment_variables(conditions))
         self.alive[key], self.hosts = runner, runner.nodes.hosts
         return runner
 
@@ -252,4 +252,4 @@ def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes
 
 
 def _key(conditions: Mapping[str, Scalar]) -> str:
-    return json.dumps(environment_of(conditions), sort_keys=True)
+    return json.dumps(environment_variables(conditions), sort_keys=True)

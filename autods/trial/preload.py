@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..types import WorkloadSource
-from ..workload.script_source import all_imports
+from ..workload.script_source import script_imports
 from . import lean
 from .processor import remember
 
@@ -100,7 +100,7 @@ def preload(processor: Mapping[str, Any] | None = None) -> None:
 
 def preload_script(source: WorkloadSource) -> None:
     """Import what a script imports of installed packages; never what lies beside it, which is its own to run."""
-    for one in all_imports(source):
+    for one in script_imports(source):
         if not _is_installed(one.module.partition(".")[0]):
             continue
         with contextlib.suppress(Exception):  # what is wrong with it is said where the script imports it

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from ..config.deepspeed import get
 from ..system.host import interface_of, share
-from ..workload.hf_config import partitioned
-from ..workload.load import bound, load
+from ..workload.hf_config import partition_at_build
+from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
 from .batch import seed_all
 from .job import Job, RankJob, describe, write_json
@@ -90,7 +90,7 @@ def _train(duty: Duty) -> Result:
     join(job, duty.slot, duty.store)
     built = _loaded(duty)
     if job.source.zero_init and job.exam != "parity" and get(job.ds_config, "zero_optimization.stage") == 3:
-        built = partitioned(built, job.ds_config)
+        built = partition_at_build(built, job.ds_config)
     acted = act(
         built,
         ds_config=job.ds_config,
@@ -122,7 +122,7 @@ def _train(duty: Duty) -> Result:
 def _loaded(duty: Duty) -> Workload:
     if duty.workload is None:
         return load(duty.job.source)
-    return bound(duty.workload, duty.job.source) if duty.job.rebind else duty.workload
+    return bind_options(duty.workload, duty.job.source) if duty.job.rebind else duty.workload
 
 
 def _survey_script(duty: Duty) -> Result:

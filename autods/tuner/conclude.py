@@ -13,7 +13,7 @@ from ..report.serialize import rung_to_dict
 from ..requests import Settings
 from ..system.host import share
 from ..types import Fit, Knobs, ModelFacts, Record
-from ..workload.script_source import launched
+from ..workload.script_source import describe_launch
 from .candidates import refusal_of
 from .certificate import as_json
 from .certify import Certified
@@ -169,6 +169,6 @@ def _common(
             "objective": settings.objective,
             "stop": settings.profile.race.stop,
             "ladder": [rung.name for rung in settings.ladder],
-            "script": launched(settings.source) if settings.source.kind == "script" else None,
+            "script": describe_launch(settings.source) if settings.source.kind == "script" else None,
         },
     }

@@ -20,7 +20,7 @@ from ..requests import Settings, with_workloads_config
 from ..system.gpus import said_of, said_of_names
 from ..system.host import look, versions
 from ..types import Failed, Fit, ModelFacts, Record, WorkloadSource, is_machines_fault
-from ..workload.script_source import SAID
+from ..workload.script_source import KIND_DESCRIPTIONS
 from .candidates import Candidate, candidates, check_ranks, idle, unforeseeable
 from .certify import certified_from
 from .conclude import Found, Nothing, nothing_fits, result_of
@@ -152,7 +152,7 @@ def notes_of(source: WorkloadSource) -> tuple[str, ...]:
     if source.kind != "script":
         return ()
     return (
-        f"{Path(source.path).name} is {SAID[source.script_kind]} (--kind says otherwise); "
+        f"{Path(source.path).name} is {KIND_DESCRIPTIONS[source.script_kind]} (--kind says otherwise); "
         "it runs as it is, and what it would write is kept out of your folders",
     )
 

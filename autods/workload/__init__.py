@@ -1,10 +1,9 @@
-"""What is trained: the user's code behind one protocol."""
+"""Workloads: the user's training code behind one protocol."""
 
 from __future__ import annotations
 
-from .hf_config import partitioned
-from .load import bound, load, source_of
-from .model_py import check_file
+from .hf_config import partition_at_build
+from .load import bind_options, load, make_source
 from .protocol import Workload, WorkloadError
 
-__all__ = ["Workload", "WorkloadError", "bound", "check_file", "load", "partitioned", "source_of"]
+__all__ = ["Workload", "WorkloadError", "bind_options", "load", "make_source", "partition_at_build"]

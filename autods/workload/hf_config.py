@@ -1,6 +1,7 @@
-"""A Hugging Face config: the model that its `config.json` describes, with random weights. No weights are ever loaded.
+"""A Hugging Face config as a workload: the model that a `config.json` describes, with random weights.
 
-Nothing is downloaded either: the architecture is the installed transformers' own, never code that a config brings.
+Nothing is downloaded and no weights are loaded. The architecture comes from the installed transformers; code that a
+config refers to is never run.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from ..types import Task, WorkloadSource
 from .protocol import Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
-LONGEST = 2048  # tokens: a sequence that nobody asked for is no longer than this
+DEFAULT_LENGTH = 2048  # tokens; the longest sequence without --seq-len
 _AUTO: Mapping[Task, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "masked-lm": "AutoModelForMaskedLM",
     "image-classification": "AutoModelForImageClassification",
 }
-# How the names of a task's classes end; in this order, the first that an architecture has.
+# Endings of class names by task. The first row that matches an architecture wins.
 _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForCausalLM", "causal-lm"),
     ("LMHeadModel", "causal-lm"),
@@ -35,35 +36,35 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
 _PREFIX = "hf:"
 
 
-def local_path(path: Path) -> Path:
-    """What 'hf:./folder' names: a folder with a config.json, or such a file; any other path is passed on.
+def resolve_hf_path(path: Path) -> Path:
+    """The folder or file that 'hf:./folder' names; any other path is returned unchanged.
 
-    Raises InputError where it is neither: a model's name on the Hub is not looked up, and nothing is downloaded.
+    Raises InputError when it has no config.json: names of models on the Hub are not looked up.
     """
-    said = str(path)
-    if not said.startswith(_PREFIX):
+    text = str(path)
+    if not text.startswith(_PREFIX):
         return path
-    found = Path(said.removeprefix(_PREFIX)).expanduser()
-    config = config_file(found)
+    folder = Path(text.removeprefix(_PREFIX)).expanduser()
+    config = find_config_file(folder)
     if config is not None and config.is_file():
-        return found
-    what = "the folder has no config.json" if found.is_dir() else "there is no such folder or config.json here"
+        return folder
+    problem = "the folder has no config.json" if folder.is_dir() else "there is no such folder or config.json here"
     raise InputError(
-        f"{what}, and nothing is downloaded",
-        where=said,
+        f"{problem}, and nothing is downloaded",
+        where=text,
         hint="give hf:./FOLDER with the model's config.json in it; weights are not needed",
     )
 
 
-def config_file(path: Path) -> Path | None:
-    """The `config.json` that a path means: a .json file, or a folder that has one; None when it is neither."""
+def find_config_file(path: Path) -> Path | None:
+    """The `config.json` that a path means: a .json file, or the one in a folder; None when it is neither."""
     if path.suffix == ".json":
         return path
     return path / "config.json" if (path / "config.json").is_file() else None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config as a dict. Raises InputError when it cannot be read or describes no model."""
+    """Read the config. Raises InputError when it cannot be read or does not describe a model."""
     hint = "give the config.json of a Hugging Face model, or its folder"
     try:
         config = json.loads(path.read_text())
@@ -74,12 +75,12 @@ def read_config(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}", hint=hint) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InputError('is no model\'s config: it has no "model_type"', where=str(path), hint=hint)
+        raise InputError('is not a model config: it has no "model_type"', where=str(path), hint=hint)
     return config
 
 
-def task_of(config: Mapping[str, Any]) -> Task:
-    """The task of the config's `architectures`, else causal-lm; what encodes and decodes is seq2seq."""
+def infer_task(config: Mapping[str, Any]) -> Task:
+    """The task of the config's `architectures`: seq2seq for an encoder-decoder, causal-lm when nothing else matches."""
     names = config.get("architectures") or ()
     for ending, task in _ENDINGS:
         if any(str(name).endswith(ending) for name in names):
@@ -88,25 +89,24 @@ def task_of(config: Mapping[str, Any]) -> Task:
 
 
 def load_config(source: WorkloadSource) -> Workload:
-    """The workload of a config. Raises WorkloadError when transformers has no such model for the task."""
+    """Load the workload of a config. Raises WorkloadError when transformers has no model of it for the task."""
     assert source.task is not None
     path = Path(source.path)
-    said = {name.removeprefix("build_model."): value for name, value in source.arguments.items()}
-    config = _settled(_config({**read_config(path), **said}, path), source)
+    changes = {name.removeprefix("build_model."): value for name, value in source.arguments.items()}
+    config = _make_config({**read_config(path), **changes}, path)
+    _prepare_for_training(config, source)
     auto = _auto_class(config, source.task, path)
-    # Imports the model's code (600 modules, 70 MiB) here, once, and not in every rank under its budget.
-    auto._model_mapping[type(config)]
 
     def build_model() -> Any:
         import torch
 
         return auto.from_config(config, dtype=torch.float32)
 
-    return Workload(build_model=build_model, build_batch=_batches(config, source))
+    return Workload(build_model=build_model, build_batch=_batch_builder(config, source))
 
 
-class _Zero3:
-    """What transformers asks of `HfDeepSpeedConfig`, which needs accelerate to be installed."""
+class _Zero3Config:
+    """Has what transformers reads of `HfDeepSpeedConfig`, which needs accelerate to be installed."""
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         self.config = dict(ds_config)
@@ -115,18 +115,18 @@ class _Zero3:
         return True
 
 
-def partitioned(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
-    """The workload whose model is split over the ranks while it is built, as stage 3 will have it.
+def partition_at_build(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
+    """The workload with build_model partitioned over the ranks, as ZeRO-3 would partition it.
 
-    transformers has to know of stage 3 for that: it suppresses its initialisation under `deepspeed.zero.Init` and then
-    gathers each module's weights to initialise them. Under zero.Init alone a model would start from wrong weights.
+    transformers must know of stage 3: it then skips its own initialisation under `deepspeed.zero.Init`, and gathers
+    the weights of each module to initialise them. With zero.Init alone, a model would start from wrong weights.
     """
 
     def build_model() -> Any:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-        said = _Zero3(ds_config)  # transformers keeps a weak reference
-        set_hf_deepspeed_config(said)
+        config = _Zero3Config(ds_config)  # held here: transformers keeps a weak reference
+        set_hf_deepspeed_config(config)
         try:
             return workload.build_model()
         finally:
@@ -135,55 +135,55 @@ def partitioned(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
     return replace(workload, build_model=build_model)
 
 
-def _config(data: Mapping[str, Any], path: Path) -> Any:
+def _make_config(data: Mapping[str, Any], path: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
     name = data["model_type"]
     if name not in CONFIG_MAPPING:
         from transformers import __version__ as version
 
-        own = "; code that a config brings (auto_map) is never run" if "auto_map" in data else ""
+        custom_code = "; its custom code (auto_map) is never run" if "auto_map" in data else ""
         raise WorkloadError(
-            f"transformers {version} has no architecture {name!r}{own}",
+            f"transformers {version} has no architecture {name!r}{custom_code}",
             where=str(path),
             hint="install a transformers that has it, or write a model.py with build_model and build_batch",
         )
     try:
         return CONFIG_MAPPING[name].from_dict(dict(data))
     except Exception as error:  # each architecture checks its config in its own way
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise WorkloadError(f"is not a config of {name}: {said:.200}", where=str(path)) from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise WorkloadError(f"is not a config of {name}: {reason:.200}", where=str(path)) from None
 
 
-def _settled(config: Any, source: WorkloadSource) -> Any:
-    """The config as a training run has it."""
-    config.use_cache = False  # the cache is for generation
-    if source.task == "seq2seq":  # labels are shifted right with these
+def _prepare_for_training(config: Any, source: WorkloadSource) -> None:
+    config.use_cache = False  # the cache serves generation
+    if source.task == "seq2seq":  # labels are shifted right with these tokens
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
-    return config
 
 
 def _auto_class(config: Any, task: Task, path: Path) -> Any:
+    """The Auto class of the task. Raises WorkloadError when it has no model for the config."""
     import transformers
 
     autos = {name: getattr(transformers, auto) for name, auto in _AUTO.items()}
     if type(config) in autos[task]._model_mapping:
-        autos[task]._model_mapping[type(config)]  # imports the model's code now, before processes are forked
+        # Import the model's code (600 modules, 70 MiB) once, before ranks are forked, not in each under its budget.
+        autos[task]._model_mapping[type(config)]
         return autos[task]
-    able = [name for name, auto in autos.items() if type(config) in auto._model_mapping]
-    hint = f"give --task {' or '.join(able)}" if able else "write a model.py with build_model and build_batch"
+    supported = [name for name, auto in autos.items() if type(config) in auto._model_mapping]
+    hint = f"give --task {' or '.join(supported)}" if supported else "write a model.py with build_model and build_batch"
     raise WorkloadError(f"{config.model_type} has no model for --task {task}", where=str(path), hint=hint)
 
 
-def _batches(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:
-    """build_batch of the worst shape: the longest sequences, no padding."""
+def _batch_builder(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:
+    """build_batch for the worst shape: the longest sequences, without padding."""
     if source.task == "image-classification":
-        return _images(config)
+        return _image_batch_builder(config)
     text = config.get_text_config()
     vocabulary = int(text.vocab_size)
-    length = source.seq_len or min(_longest(text), LONGEST)
+    length = source.seq_len or min(_max_length(text), DEFAULT_LENGTH)
     target = source.target_len or length
 
     def build_batch(micro_batch_size: int) -> Batch:
@@ -197,7 +197,7 @@ def _batches(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:
     return build_batch
 
 
-def _images(config: Any) -> Callable[[int], Batch]:
+def _image_batch_builder(config: Any) -> Callable[[int], Batch]:
     size = getattr(config, "image_size", None) or 224  # convolutional networks take any size; 224 is ImageNet's
     height, width = (size, size) if isinstance(size, int) else (int(size[-2]), int(size[-1]))
     channels = int(getattr(config, "num_channels", 3))
@@ -211,10 +211,10 @@ def _images(config: Any) -> Callable[[int], Batch]:
     return build_batch
 
 
-def _longest(text: Any) -> int:
-    """The longest sequence by the config; models without a bound (T5's and ALiBi's distances) have none."""
+def _max_length(text: Any) -> int:
+    """The longest sequence that the config allows. Models with relative positions (T5, ALiBi) have no limit."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 1:
             return value
-    return LONGEST
+    return DEFAULT_LENGTH

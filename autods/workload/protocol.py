@@ -1,10 +1,17 @@
-"""The protocol that every kind of workload is brought to."""
+"""The protocol of a workload, and the `model.py` that implements it.
+
+A `model.py` is parsed and checked without running it: a typo is reported before Ray, torch or a GPU is touched.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import InputError
 
@@ -12,24 +19,30 @@ if TYPE_CHECKING:
     import torch
 
 Batch = Mapping[str, Any] | Sequence[Any]
+FUNCTIONS = ("build_model", "build_batch")  # every workload defines both
+_SIGNATURES = {
+    "build_model": "build_model() -> nn.Module",
+    "build_batch": "build_batch(micro_batch_size) -> dict | tuple",
+}
+_CONFIG = "DEEPSPEED_CONFIG"
 
 
 class WorkloadError(InputError):
-    """The user's code does not keep the contract of `Workload`. Raised in a rank; it crosses to the driver as text."""
+    """The user's code breaks the protocol of `Workload`. Raised in a rank; it reaches the driver as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and the batch it is trained on.
+    """A model and the batches that it is trained on.
 
-    build_model() -> nn.Module; its forward returns a scalar loss, or an object or dict with `.loss`.
-    build_batch(micro_batch_size) -> dict (passed as keywords) or tuple (passed in order) of CPU tensors of the worst
-        shape, the first dimension of each being micro_batch_size.
-    build_longest_batch(micro_batch_size) -> the largest batch that training can meet, where build_batch draws its
-        shapes at random.
-    build_optimizer(parameters) -> torch.optim.Optimizer, if the DeepSpeed config shall not name one.
-    loss(model, batch) -> scalar tensor, if forward does not return it.
-    deepspeed_config: the base config that the workload brings, read by the driver; `--base-config` wins.
+    build_model() returns an nn.Module. Its forward returns a scalar loss, or an object or dict with `.loss`.
+    build_batch(micro_batch_size) returns CPU tensors of the worst shape: a dict, passed as keywords, or a tuple,
+    passed in order. The first dimension of each tensor is micro_batch_size.
+    build_longest_batch(micro_batch_size) returns the largest batch that training can meet. It is needed where
+    build_batch draws its shapes at random.
+    build_optimizer(parameters) returns a torch.optim.Optimizer, if the DeepSpeed config should not name one.
+    loss(model, batch) returns a scalar tensor, if forward does not return the loss.
+    deepspeed_config is the workload's base config. The driver reads it; `--base-config` takes precedence.
     """
 
     build_model: Callable[[], torch.nn.Module]
@@ -38,3 +51,114 @@ class Workload:
     loss: Callable[[Any, Batch], Any] | None = None
     deepspeed_config: Mapping[str, Any] | None = None
     build_longest_batch: Callable[[int], Batch] | None = None
+
+
+def load_model_py(path: Path) -> Workload:
+    """Import a `model.py` as a module and take its functions.
+
+    Raises WorkloadError when a required name is not a function. Exceptions of the user's code are passed on.
+    """
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path.stem not in sys.modules else f"autods_workload_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    for function in FUNCTIONS:
+        if not callable(getattr(module, function, None)):
+            raise WorkloadError(
+                f"defines no function {function}", where=str(path), hint=f"add: def {_SIGNATURES[function]}"
+            )
+    return Workload(
+        build_model=module.build_model,
+        build_batch=module.build_batch,
+        build_optimizer=getattr(module, "build_optimizer", None),
+        loss=getattr(module, "loss", None),
+        build_longest_batch=getattr(module, "build_longest_batch", None),
+    )
+
+
+def check_model_py(path: Path) -> ast.Module:
+    """Return the syntax tree of a `model.py`. Raises InputError when it lacks a function that a workload needs."""
+    tree = parse_python(path)
+    names = bound_names(tree)
+    for function in FUNCTIONS:
+        if function not in names and "*" not in names:
+            raise InputError(f"defines no {function}", where=str(path), hint=f"add: def {_SIGNATURES[function]}")
+    return tree
+
+
+def parse_python(path: Path) -> ast.Module:
+    """Return the syntax tree of a file. Raises InputError when the file is missing or not Python."""
+    try:
+        text = importlib.util.decode_source(path.read_bytes())  # UTF-8, or the encoding that its first lines declare
+    except IsADirectoryError:
+        hint = "give a model.py, or a Hugging Face config"
+        raise InputError("is a folder without a config.json", where=str(path), hint=hint) from None
+    except (UnicodeDecodeError, SyntaxError):
+        raise InputError("is not a Python file", where=str(path), hint="give the path of a model.py") from None
+    except OSError as error:
+        hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
+    try:
+        return ast.parse(text, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        source = (getattr(error, "text", None) or "").strip()
+        message = getattr(error, "msg", str(error))
+        where = f"{path}:{line}" if line else str(path)
+        raise InputError(f"syntax error: {message}", where=where, hint=source or None) from None
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """The names that importing the module binds, as far as its source shows; '*' stands for a star import."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((item.asname or item.name).split(".")[0] for item in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def read_base_config(tree: ast.Module, path: Path) -> dict[str, Any] | str | None:
+    """The file's DEEPSPEED_CONFIG: a dict, or the path of a JSON file beside it; None when it has none.
+
+    Raises InputError when the value cannot be read without running the file.
+    """
+    if _CONFIG not in bound_names(tree):
+        return None
+    assignments = [node for node in ast.walk(tree) if _assigns_config(node)]
+    value = None
+    if len(assignments) == 1 and assignments[0] in tree.body:
+        try:
+            value = ast.literal_eval(assignments[0].value or "")
+        except (ValueError, TypeError):
+            value = None
+    if isinstance(value, str):
+        return str(path.parent / value)
+    if isinstance(value, dict):
+        return value
+    raise InputError(
+        f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
+        where=f"{path}:{assignments[-1].lineno}" if assignments else str(path),
+        hint="assign one of these in one place, or give the config with --base-config",
+    )
+
+
+def _assigns_config(node: ast.AST) -> TypeGuard[ast.Assign | ast.AnnAssign]:
+    """Whether the statement assigns DEEPSPEED_CONFIG, or a key of it."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    else:
+        return False
+    names = [target.value if isinstance(target, ast.Subscript) else target for target in targets]
+    return any(isinstance(name, ast.Name) and name.id == _CONFIG for name in names)

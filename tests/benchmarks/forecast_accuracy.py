@@ -147,7 +147,7 @@ def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
     from autods.forecast.simulator import SimulationFailed, Simulator
     from autods.forecast.values import Ask
     from autods.trial.preload import preload
-    from autods.workload import source_of
+    from autods.workload import make_source
 
     preload()
     sizes = [int(size) for size in options.micro_batches.split(",")]
@@ -158,7 +158,7 @@ def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
             batch=golden.batch,
         )
         with tempfile.TemporaryDirectory() as folder:
-            source = source_of(golden.workload_file(architecture, Path(folder), plain=False))
+            source = make_source(golden.workload_file(architecture, Path(folder), plain=False))
             with Simulator(source, processes=1) as simulator:
                 for rung, checkpointing in product(options.rungs.split(","), options.checkpointing.split(",")):
                     ask = Ask(

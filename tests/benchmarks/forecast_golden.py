@@ -39,7 +39,7 @@ from autods.config.strategies import all_rungs
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, Ask
 from autods.trial.preload import preload, settle
-from autods.workload import source_of
+from autods.workload import make_source
 from tests.support import golden_cases as golden
 
 BAR = {"init": 0.05, "forward": 0.01, "backward": 0.01, "step": 0.01}
@@ -163,7 +163,7 @@ def _simulated(cases: Sequence[Case]) -> Iterator[tuple[str, Case, Any]]:
         device, architecture, own = group
         with tempfile.TemporaryDirectory() as folder:
             path = golden.workload_file(architecture, Path(folder), plain=device == "cuda", optimizer=own or "adamw")
-            with Simulator(source_of(path), processes=1) as simulator:
+            with Simulator(make_source(path), processes=1) as simulator:
                 asks = [(case, case.ask()) for case in members]
                 for case, ask in asks:
                     try:

@@ -39,7 +39,7 @@ from autods.forecast.values import Ask, Predicted, Simulated
 from autods.forecast.verdict import judged, tier_verdict
 from autods.types import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.units import parse_bytes
-from autods.workload import source_of
+from autods.workload import make_source
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "forecast_verdicts.json"
@@ -311,11 +311,11 @@ def source(workload: str, scratch: Path) -> WorkloadSource:
     """The reference that ranks and simulator load."""
     said = WORKLOADS[workload]
     if isinstance(said, str):
-        return source_of(ROOT / said)
+        return make_source(ROOT / said)
     folder = scratch / workload
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(said))
-    return source_of(folder, seq_len=128)
+    return make_source(folder, seq_len=128)
 
 
 # ---- what the verdicts are worth

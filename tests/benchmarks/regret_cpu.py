@@ -69,7 +69,7 @@ from autods.tuner.fit import Search, fit
 from autods.tuner.foreseeing import foreseeing
 from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import format_bytes
-from autods.workload import source_of
+from autods.workload import make_source
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -165,7 +165,7 @@ def _options() -> argparse.Namespace:
 def settings_of(workload: Workload, out: Path, *, seed: int = 0, trials: int | None = None) -> Settings:
     """The question, as `autods fit` with the default config asks it."""
     return resolve(
-        source_of(HERE / "workloads" / f"regret_{workload.name}.py"), hardware=look(), gpus=RANKS, device="cpu",
+        make_source(HERE / "workloads" / f"regret_{workload.name}.py"), hardware=look(), gpus=RANKS, device="cpu",
         gpu_memory=workload.gpu_memory, global_batch=workload.global_batch, out=out, seed=seed, max_trials=trials,
     )  # fmt: skip
 

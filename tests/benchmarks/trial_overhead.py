@@ -17,7 +17,7 @@ from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import look
 from autods.types import Fit, Knobs, Steps, Trial
-from autods.workload import source_of
+from autods.workload import make_source
 
 RUNGS = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param")
 BAR_S = {True: 0.8, False: 0.5}  # stage 3, other stages
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         settings = resolve(
-            source_of(options.workload), hardware=look(), gpus=2, device="cpu", gpu_memory="2GiB", out=folder
+            make_source(options.workload), hardware=look(), gpus=2, device="cpu", gpu_memory="2GiB", out=folder
         )
         with RayRunner(settings, lambda event: None) as runner:
             runner.survey()

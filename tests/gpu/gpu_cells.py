@@ -13,7 +13,7 @@ from gpu_ranks import Ranks
 from autods.config.deepspeed import compose, ops_of, start_settings
 from autods.config.strategies import Rung, all_rungs
 from autods.types import Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
-from autods.workload import source_of
+from autods.workload import make_source
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRIES = ROOT / "examples" / "geometries"
@@ -98,7 +98,7 @@ def source(name: str, folder: Path) -> WorkloadSource:
     if not isinstance(model.config, str):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(model.config))
-    return source_of(path, task=model.task, seq_len=model.seq_len, target_len=model.target_len)
+    return make_source(path, task=model.task, seq_len=model.seq_len, target_len=model.target_len)
 
 
 def cells(name: str, site: Site, cards: tuple[int, ...]) -> Iterator[Cell]:

@@ -15,7 +15,7 @@ from autods.runner.runner import RayRunner
 from autods.system.host import look
 from autods.tuner.fit import fit
 from autods.types import Fit
-from autods.workload import source_of
+from autods.workload import make_source
 from tests.support.bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial
@@ -28,7 +28,7 @@ ARGS = ("--", "{micro_batch_size}")
 def started(ray, tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     (folder / "train.py").write_text(GOOD)
-    source = source_of(folder / "train.py", argv=("{micro_batch_size}",))
+    source = make_source(folder / "train.py", argv=("{micro_batch_size}",))
     asked = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder / "out"}
     with RayRunner(resolve(source, hardware=look(), **asked), ignore) as runner:
         yield runner
@@ -88,7 +88,7 @@ def test_a_script_that_fails_in_the_first_trial_ends_the_fit_at_once(autods, scr
 def test_an_odd_script_is_tried_all_the_same(started, script, tmp_path, oddity):
     old, new = FINE[oddity]
     path = script(GOOD.replace(old, new, 1))
-    source = source_of(path, argv=("{micro_batch_size}",))
+    source = make_source(path, argv=("{micro_batch_size}",))
     out = tmp_path / ("a long name of an output folder " * 4) / "out"
     started.settings = replace(started.settings, source=source, out=out)
     started.survey()

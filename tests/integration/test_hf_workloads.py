@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autods.workload import WorkloadError, load, source_of
+from autods.workload import WorkloadError, load, make_source
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> None:
-    workload = load(source_of(write(tmp_path, CONFIGS[name])))
+    workload = load(make_source(write(tmp_path, CONFIGS[name])))
     model, batch = workload.build_model(), workload.build_batch(2)
     assert isinstance(batch, dict)
     loss = model(**batch).loss
@@ -54,12 +54,12 @@ def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> 
 def test_the_sequence_is_the_longest_that_the_config_allows_and_no_longer_than_2048(
     name: str, length: int, tmp_path: Path
 ) -> None:
-    batch = load(source_of(write(tmp_path, CONFIGS[name]))).build_batch(1)
+    batch = load(make_source(write(tmp_path, CONFIGS[name]))).build_batch(1)
     assert batch["input_ids"].shape == (1, length)  # type: ignore[call-overload]
 
 
 def test_lengths_that_were_asked_for_are_those_of_the_batch(tmp_path: Path) -> None:
-    batch = load(source_of(write(tmp_path, CONFIGS["t5"]), seq_len=20, target_len=7)).build_batch(3)
+    batch = load(make_source(write(tmp_path, CONFIGS["t5"]), seq_len=20, target_len=7)).build_batch(3)
     assert batch["input_ids"].shape == (3, 20)  # type: ignore[call-overload]
     assert batch["labels"].shape == (3, 7)  # type: ignore[call-overload]
 
@@ -79,7 +79,7 @@ def test_what_transformers_cannot_build_is_refused_in_two_lines(
 ) -> None:
     path = write(tmp_path, config)
     with pytest.raises(WorkloadError) as caught:
-        load(source_of(path, task=task))
+        load(make_source(path, task=task))
     assert said in str(caught.value)
     assert str(caught.value).startswith(str(path))
     assert len(str(caught.value).splitlines()) <= 2
@@ -88,8 +88,8 @@ def test_what_transformers_cannot_build_is_refused_in_two_lines(
 _NEW_MODULES = """
 import sys
 from pathlib import Path
-from autods.workload import load, source_of
-workload = load(source_of(Path(sys.argv[1])))
+from autods.workload import load, make_source
+workload = load(make_source(Path(sys.argv[1])))
 before = set(sys.modules)
 workload.build_model()
 print(len(set(sys.modules) - before))

@@ -16,7 +16,7 @@ from autods.runner.runner import RayRunner
 from autods.system.host import look
 from autods.tuner.fit import fit
 from autods.types import Communication, Exam, Examined, Fit, Knobs, Scalar, Steps, Trial
-from autods.workload import source_of
+from autods.workload import make_source
 from tests.support.fits import HERE, question
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each
@@ -146,7 +146,7 @@ def test_experts_train_evaluate_save_and_load(runners, rung):
 
 
 def test_a_script_s_pipeline_is_known_and_its_collectives_are_counted(ray, tmp_path_factory):
-    source = source_of(HERE / "scripts" / "with_pipeline.py", argv=("--deepspeed_config", "{ds_config}"))
+    source = make_source(HERE / "scripts" / "with_pipeline.py", argv=("--deepspeed_config", "{ds_config}"))
     settings = resolve(
         source, hardware=look(), gpus=2, device="cpu", gpu_memory="1GiB", config="quick", precision="fp32",
         out=tmp_path_factory.mktemp("pipe"),

@@ -18,7 +18,7 @@ from autods.errors import InputError
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import Ask
 from autods.types import Knobs
-from autods.workload import source_of
+from autods.workload import make_source
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ARGS = ("--deepspeed_config", "{ds_config}", "--micro-batch", "{micro_batch_size}", "--width", "512")
@@ -117,7 +117,7 @@ def _ask(name):
 
 
 def test_a_script_needs_what_its_model_py_needs_and_each_micro_batch_is_a_run_of_its_own(users):
-    script, model = source_of(users / "with_args.py", argv=ARGS), source_of(users / "twin.py")
+    script, model = make_source(users / "with_args.py", argv=ARGS), make_source(users / "twin.py")
     with Simulator(script) as one, Simulator(model) as other:
         for rung in ("zero1", "zero3-offload"):
             ours, larger = one.simulate(_ask(rung), [8, 2048])

@@ -16,7 +16,7 @@ from autods.runner.runner import RayRunner
 from autods.system.host import look
 from autods.tuner.fit import fit
 from autods.types import Failed, Fit, OutOfMemory
-from autods.workload import source_of
+from autods.workload import make_source
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial, untouched
 
@@ -55,7 +55,7 @@ def started(ray, users, tmp_path_factory):
             key = repr((name, argv, asked))
             if key not in known:
                 with contextlib.chdir(users):
-                    source = source_of(users / name, argv=argv)
+                    source = make_source(users / name, argv=argv)
                 out = tmp_path_factory.mktemp("out")
                 said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **asked}
                 settings = resolve(source, hardware=look(), **said)
@@ -70,7 +70,7 @@ def started(ray, users, tmp_path_factory):
 
 def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path):
     with contextlib.chdir(users):
-        source = source_of(users / "trainer.py", argv=HF)
+        source = make_source(users / "trainer.py", argv=HF)
     said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "max_trials": 2, "ladder": ("zero2",)}
     settings = resolve(source, hardware=look(), out=tmp_path, **said)
     report = fit(settings, listen=ignore)

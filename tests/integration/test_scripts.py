@@ -16,7 +16,7 @@ from autods.system.host import look
 from autods.tuner.fit import fit
 from autods.tuner.loss_parity import apart_from_the_start, difference
 from autods.types import Fit, OutOfMemory
-from autods.workload import source_of
+from autods.workload import make_source
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial, untouched
 
@@ -44,7 +44,7 @@ def asked(users, tmp_path_factory):
 
     def asked(name, argv, out=None, *, certified=False, **said):
         with contextlib.chdir(users):
-            source = source_of(users / name, argv=argv)
+            source = make_source(users / name, argv=argv)
         out = out or tmp_path_factory.mktemp("out")
         said = {
             "gpus": 2,

@@ -12,7 +12,7 @@ import pytest
 
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, Ask, Simulated
-from autods.workload import source_of
+from autods.workload import make_source
 from tests.support import golden_cases as golden
 from tests.support.watching import wait_for
 
@@ -45,7 +45,7 @@ def ask(rung: str, **said: object) -> Ask:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
-    source = source_of(golden.workload_file("llama", tmp_path_factory.mktemp("llama"), plain=False))
+    source = make_source(golden.workload_file("llama", tmp_path_factory.mktemp("llama"), plain=False))
     with Simulator(source) as simulator:
         yield simulator
 
@@ -54,7 +54,7 @@ def simulated(folder: Path, line: str = "pass", moved: str = "", head: str = HEA
     """Two steps of a model with that line in its forward, under ZeRO-1."""
     path = folder / "model.py"
     path.write_text(head + MODEL.format(line=line, moved=moved))
-    with Simulator(source_of(path)) as simulator:
+    with Simulator(make_source(path)) as simulator:
         return simulator.simulate(ask("zero1"), (2,))[0]
 
 
@@ -127,7 +127,7 @@ def test_thousands_of_ranks_are_simulated_as_few(llama: Simulator, monkeypatch: 
 def test_the_loops_over_all_ranks_that_are_left_out_allocate_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = source_of(golden.workload_file("llama", tmp_path, plain=False))
+    source = make_source(golden.workload_file("llama", tmp_path, plain=False))
     found = []
     for every in (False, True):
         if every:
@@ -207,7 +207,7 @@ def test_an_operator_with_a_kernel_on_cuda_is_not_taken_apart_without_it(tmp_pat
 def test_a_process_that_dies_is_a_failure_and_the_next_engine_works(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD + MODEL.format(line="import os; os._exit(3) if len(x) == 3 else None", moved=""))
-    with Simulator(source_of(path)) as simulator:
+    with Simulator(make_source(path)) as simulator:
         with pytest.raises(SimulationFailed, match="died") as failed:
             simulator.simulate(ask("zero1"), (3,))
         assert failed.value.kind == "crashed"
@@ -217,7 +217,7 @@ def test_a_process_that_dies_is_a_failure_and_the_next_engine_works(tmp_path: Pa
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD + MODEL.format(line="import time; time.sleep(1000)", moved=""))
-    with Simulator(source_of(path)) as simulator, simulator.engine(ask("zero1")) as engine:
+    with Simulator(make_source(path)) as simulator, simulator.engine(ask("zero1")) as engine:
         engine._connection.sendall(b'{"measure": 2}\n')
         (worker,) = simulator._workers.values()
         group = worker._process.pid
@@ -254,7 +254,7 @@ def test_a_shortened_model_allocates_as_one_with_fewer_layers(architecture: str,
         path = tmp_path / str(layers) / "config.json"
         path.parent.mkdir()
         path.write_text(json.dumps({"model_type": architecture, key: layers, **sizes}))
-        with Simulator(source_of(path, seq_len=32)) as simulator:
+        with Simulator(make_source(path, seq_len=32)) as simulator:
             facts = simulator.facts()
             assert facts.layers == layers
             for rung in ("zero1", "zero3"):
@@ -325,7 +325,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
     path = golden.workload_file("llama", tmp_path_factory.mktemp("own"), plain=False, optimizer="own-adafactor")
     text = path.read_text().replace("padded=None", "padded=micro_batch % 2 == 0")
     path.write_text(text)
-    with Simulator(source_of(path)) as simulator:
+    with Simulator(make_source(path)) as simulator:
         yield simulator
 
 

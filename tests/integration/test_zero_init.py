@@ -10,7 +10,7 @@ import pytest
 
 import autods
 from autods.types import Fit
-from autods.workload import Workload, partitioned
+from autods.workload import Workload, partition_at_build
 
 VOCABULARY = 2048
 MODELS = {
@@ -52,6 +52,6 @@ def test_transformers_knows_of_stage_3_while_the_model_is_built_and_no_longer() 
 
     config = {"zero_optimization": {"stage": 3}}
     workload = Workload(build_model=build_model, build_batch=lambda micro_batch_size: ())  # type: ignore[arg-type]
-    partitioned(workload, config).build_model()
+    partition_at_build(workload, config).build_model()
     assert seen == [(True, config)]
     assert not is_deepspeed_zero3_enabled()

@@ -11,7 +11,7 @@ from pathlib import Path
 from autods.events import Event
 from autods.requests import Settings, resolve
 from autods.system.host import look
-from autods.workload import Workload, source_of
+from autods.workload import Workload, make_source
 
 HERE = Path(__file__).parents[1] / "integration"
 
@@ -24,7 +24,7 @@ def question(
     stall_s: short where ranks are to hang. They have no forecast and no certificate unless asked for: each
     costs some seconds a fit.
     """
-    source = source_of(HERE / "workloads" / workload if isinstance(workload, str) else workload, folder=folder)
+    source = make_source(HERE / "workloads" / workload if isinstance(workload, str) else workload, folder=folder)
     said = {
         "gpus": 2,
         "device": "cpu",

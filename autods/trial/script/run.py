@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from ...types import WorkloadSource
 from ...workload.protocol import WorkloadError
-from ...workload.script_source import filled, takes_local_rank_as_a_word
+from ...workload.script_source import fill_placeholders, has_local_rank_parameter
 from ..job import RankJob
 from . import cpu_ranks, engine_hooks, sandbox
 from .callsite import Place, of_traceback, refusal
@@ -160,8 +160,8 @@ def _prepare(session: Session) -> None:
         "train_batch_size": job.train_batch,
     }
     os.chdir(job.source.folder or Path(job.source.path).parent)
-    sys.argv = [job.source.path, *filled(job.source.argv, values)]
-    if takes_local_rank_as_a_word(job.source):
+    sys.argv = [job.source.path, *fill_placeholders(job.source.argv, values)]
+    if has_local_rank_parameter(job.source):
         sys.argv.append(f"--local_rank={job.local_ranks[session.slot]}")
     sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True

@@ -12,7 +12,7 @@ from autods.prober.axes import all_keys, axes_of, known_keys, parsed
 from autods.prober.request import MOST_CELLS, experiment_rungs
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
-from autods.workload.arguments import settings_under
+from autods.workload.conditions import apply_conditions
 from tests.support.probes import CARD, HERE, ask
 
 RUNGS = all_rungs((experiment_rungs(),))
@@ -183,13 +183,16 @@ def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path
 
 def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
     from autods.prober.request import settle
-    from autods.workload.arguments import source_under
+    from autods.workload.conditions import apply_to_source
 
     argv = ("--lr", "{lr}", "--config", "{ds_config}")
     source = WorkloadSource(kind="script", path=str(tmp_path / "train.py"), name="train", digest="1", argv=argv)
     said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
     question = settle(tmp_path / "train.py", source, vary=["args.lr=1e-3,2e-3"], **said)
-    assert [source_under(source, {"args.lr": value}).argv[1] for value in question.axes[1].values] == ["0.001", "0.002"]
+    assert [apply_to_source(source, {"args.lr": value}).argv[1] for value in question.axes[1].values] == [
+        "0.001",
+        "0.002",
+    ]
     for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
         with pytest.raises(InputError, match=r"train\.py"):
             settle(tmp_path / "train.py", source, vary=[wrong], **said)
@@ -212,7 +215,7 @@ def test_the_experiments_that_ship_are_axes_and_vary_replaces_one_of_them(tmp_pa
 def test_fewer_ranks_than_the_nodes_hold_leave_nodes_alone(tmp_path: Path) -> None:
     settings = ask(tmp_path, gpus="1,2,4", nodes=2, address="auto").settings
     assert (settings.gpus, settings.nodes) == (4, 2)
-    smaller = [settings_under(settings, {"gpus": count}) for count in (1, 2, 4)]
+    smaller = [apply_conditions(settings, {"gpus": count}) for count in (1, 2, 4)]
     assert [one.nodes for one in smaller] == [1, 1, 2]
 
 

@@ -9,8 +9,8 @@ import pytest
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, for_trainer, get
 from autods.report import Report, to_dict, write
 from autods.report.launch import accelerate_yaml, commands, filled, lines, trainer_arguments
-from autods.workload import source_of
-from autods.workload.script_source import launched
+from autods.workload import make_source
+from autods.workload.script_source import describe_launch
 from tests.support.reports import fitting_report, hopeless_report
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
@@ -175,6 +175,6 @@ def test_where_nothing_fits_there_is_nothing_to_launch():
 )
 def test_the_deepspeed_launcher_gives_local_rank_only_to_a_script_that_knows_it(tmp_path: Path, text: str, knows: bool):
     (tmp_path / "train.py").write_text(text)
-    said = launched(source_of(tmp_path / "train.py", argv=("--a", "{ds_config}")))
+    said = describe_launch(make_source(tmp_path / "train.py", argv=("--a", "{ds_config}")))
     assert said["takes_local_rank"] is knows
     assert said["argv"] == ["--a", "{ds_config}"]

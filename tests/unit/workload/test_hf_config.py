@@ -8,7 +8,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.types import WorkloadSource
-from autods.workload import Workload, source_of
+from autods.workload import Workload, make_source
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -23,15 +23,15 @@ def config(folder: Path, said: Any = LLAMA) -> Path:
 
 def refusal(path: Path, **said: Any) -> str:
     with pytest.raises(InputError) as caught:
-        source_of(path, **said)
+        make_source(path, **said)
     assert len(str(caught.value).splitlines()) <= 2
     return str(caught.value)
 
 
 def test_a_folder_and_its_config_json_are_the_same_workload(tmp_path: Path) -> None:
     folder = config(tmp_path)
-    source = source_of(folder)
-    assert source == source_of(folder / "config.json")
+    source = make_source(folder)
+    assert source == make_source(folder / "config.json")
     assert (source.kind, source.name, source.task) == ("hf_config", "tiny", "causal-lm")
 
 
@@ -48,16 +48,16 @@ def test_a_folder_and_its_config_json_are_the_same_workload(tmp_path: Path) -> N
     ],
 )
 def test_the_task_is_that_of_the_architectures_else_causal_lm(tmp_path: Path, said: dict[str, Any], task: str) -> None:
-    assert source_of(config(tmp_path, said)).task == task
+    assert make_source(config(tmp_path, said)).task == task
 
 
 def test_the_task_that_was_asked_for_wins(tmp_path: Path) -> None:
-    assert source_of(config(tmp_path), task="masked-lm").task == "masked-lm"
+    assert make_source(config(tmp_path), task="masked-lm").task == "masked-lm"
 
 
 def test_another_length_or_task_is_another_workload(tmp_path: Path) -> None:
     folder = config(tmp_path)
-    sources = [source_of(folder, **said) for said in ({"seq_len": 8}, {"seq_len": 9}, {"task": "masked-lm"}, {})]
+    sources = [make_source(folder, **said) for said in ({"seq_len": 8}, {"seq_len": 9}, {"task": "masked-lm"}, {})]
     assert len({source.digest for source in sources}) == 4
 
 
@@ -101,20 +101,20 @@ def test_a_model_py_whose_batch_takes_a_length_is_given_it(tmp_path: Path) -> No
     model.write_text("def build_model(): ...\ndef build_batch(micro_batch_size, seq_len=16): return [seq_len]\n")
     from autods.workload import load
 
-    assert load(source_of(model, seq_len=8)).build_batch(1) == [8]
-    assert load(source_of(model)).build_batch(1) == [16]
+    assert load(make_source(model, seq_len=8)).build_batch(1) == [8]
+    assert load(make_source(model)).build_batch(1) == [16]
 
 
 def test_a_workload_object_whose_batch_takes_no_length_is_refused(tmp_path: Path) -> None:
     workload = Workload(build_model=lambda: None, build_batch=lambda n: {})  # type: ignore[arg-type,return-value]
     with pytest.raises(InputError, match="no argument seq_len"):
-        source_of(workload, folder=tmp_path, seq_len=8)
+        make_source(workload, folder=tmp_path, seq_len=8)
 
 
 def test_a_source_crosses_processes_as_json(tmp_path: Path) -> None:
     from dataclasses import asdict
 
-    source = source_of(config(tmp_path), seq_len=8)
+    source = make_source(config(tmp_path), seq_len=8)
     assert WorkloadSource(**json.loads(json.dumps(asdict(source)))) == source
 
 
@@ -126,16 +126,16 @@ def test_checkpointing_that_build_model_turned_on_can_be_turned_off(tmp_path: Pa
     )
     from autods.workload import load
 
-    assert load(source_of(model)).build_model().recomputes  # type: ignore[attr-defined]
-    assert not load(source_of(model, recompute=False)).build_model().recomputes  # type: ignore[attr-defined]
+    assert load(make_source(model)).build_model().recomputes  # type: ignore[attr-defined]
+    assert not load(make_source(model, recompute=False)).build_model().recomputes  # type: ignore[attr-defined]
 
 
 def test_a_folder_may_be_said_to_be_hugging_faces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = config(tmp_path)
     monkeypatch.chdir(tmp_path)
-    same = source_of(folder)
+    same = make_source(folder)
     for said in ("hf:tiny", "hf:./tiny", "hf:./tiny/config.json", f"hf:{folder}"):
-        assert source_of(Path(said)) == same
+        assert make_source(Path(said)) == same
 
 
 def test_a_name_that_is_no_folder_says_that_nothing_is_downloaded(
@@ -152,11 +152,11 @@ def test_a_name_that_is_no_folder_says_that_nothing_is_downloaded(
 
 def test_zero_init_is_of_a_config_and_makes_another_workload(tmp_path: Path) -> None:
     folder = config(tmp_path)
-    assert source_of(folder, zero_init=True).zero_init
+    assert make_source(folder, zero_init=True).zero_init
     assert (
-        source_of(folder, zero_init=True).digest
-        != source_of(folder).digest
-        == source_of(folder, zero_init=False).digest
+        make_source(folder, zero_init=True).digest
+        != make_source(folder).digest
+        == make_source(folder, zero_init=False).digest
     )
     model = tmp_path / "model.py"
     model.write_text("def build_model(): ...\ndef build_batch(n): ...\n")

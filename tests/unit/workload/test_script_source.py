@@ -1,4 +1,4 @@
-"""A training script is told from a model.py by its source, and its arguments are filled in."""
+"""A training script is told from a model.py by its source, and its arguments are fill_placeholders in."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from autods.errors import InputError
 from autods.types import WorkloadSource
-from autods.workload import source_of
-from autods.workload.script_source import filled, launched
+from autods.workload import make_source
+from autods.workload.script_source import describe_launch, fill_placeholders
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
 MODEL = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"
@@ -45,45 +45,45 @@ def write(tmp_path):
     ],
 )
 def test_the_kind_of_a_script_is_seen_in_its_imports(write, text, kind):
-    source = source_of(write(text))
+    source = make_source(write(text))
     assert (source.kind, source.script_kind) == ("script", kind)
 
 
 def test_a_script_whose_engine_is_made_by_a_module_beside_it_is_seen_through_it(write):
     write(PLAIN, "loop.py")
-    assert source_of(write("import loop\nloop.main()\n")).script_kind == "deepspeed"
+    assert make_source(write("import loop\nloop.main()\n")).script_kind == "deepspeed"
 
 
 def test_a_file_that_defines_model_and_batch_is_a_model_whatever_it_imports(write):
-    assert source_of(write(PLAIN + MODEL)).kind == "file"
+    assert make_source(write(PLAIN + MODEL)).kind == "file"
 
 
 def test_a_script_may_define_one_of_the_two(write):
-    assert source_of(write(PLAIN + "def build_model(): ...\n")).kind == "script"
+    assert make_source(write(PLAIN + "def build_model(): ...\n")).kind == "script"
 
 
 def test_kind_overrides_what_the_file_shows(write):
     path = write("import launcher\nlauncher.train()\n")
-    assert source_of(path, kind="script").script_kind is None
-    assert source_of(path, kind="accelerate").script_kind == "accelerate"
-    assert source_of(write(PLAIN + MODEL), kind="script").kind == "script"
+    assert make_source(path, kind="script").script_kind is None
+    assert make_source(path, kind="accelerate").script_kind == "accelerate"
+    assert make_source(write(PLAIN + MODEL), kind="script").kind == "script"
 
 
 @pytest.mark.parametrize(
     ("text", "asked", "says"),
     [
-        ("print('hello')\n", {}, "is no workload"),
+        ("print('hello')\n", {}, "is not a workload"),
         ("def build_model(): ...\n", {}, "defines no build_batch"),
         (MODEL, {"argv": ["--epochs", "3"]}, "takes no arguments: --epochs 3"),
         (PLAIN, {"kind": "model"}, "defines no build_model"),
         (PLAIN, {"kind": "notebook"}, "there is no kind 'notebook'"),
-        (PLAIN, {"seq_len": 8}, "--seq-len says nothing to a training script"),
+        (PLAIN, {"seq_len": 8}, "--seq-len does not apply to a training script"),
         ("import deepspeed\nif\n", {}, "syntax error"),
     ],
 )
 def test_what_is_neither_or_contradicts_itself_is_refused(write, text, asked, says):
     with pytest.raises(InputError, match=says):
-        source_of(write(text), **asked)
+        make_source(write(text), **asked)
 
 
 def test_another_argument_another_module_or_another_named_file_is_another_workload(write, monkeypatch):
@@ -92,17 +92,17 @@ def test_another_argument_another_module_or_another_named_file_is_another_worklo
     write("A = 1\n", "loop.py")
     write("{}", "own.json")
     argv = ["--config=own.json"]
-    digests = [source_of(path, argv=argv).digest, source_of(path, argv=[*argv, "--epochs=3"]).digest]
+    digests = [make_source(path, argv=argv).digest, make_source(path, argv=[*argv, "--epochs=3"]).digest]
     write("A = 2\n", "loop.py")
-    digests.append(source_of(path, argv=argv).digest)
+    digests.append(make_source(path, argv=argv).digest)
     write('{"a": 1}', "own.json")
-    digests.append(source_of(path, argv=argv).digest)
+    digests.append(make_source(path, argv=argv).digest)
     assert len(set(digests)) == 4
-    assert source_of(path, argv=argv).digest == digests[-1]
+    assert make_source(path, argv=argv).digest == digests[-1]
 
 
 def test_a_source_survives_its_way_through_json(write):
-    source = source_of(write(PLAIN), argv=["--batch", "{micro_batch_size}"])
+    source = make_source(write(PLAIN), argv=["--batch", "{micro_batch_size}"])
     assert WorkloadSource(**json.loads(json.dumps(asdict(source)))) == source
 
 
@@ -114,7 +114,7 @@ def test_placeholders_are_filled_in_and_all_other_braces_stay():
         "train_batch_size": 16,
     }
     argv = ["--ds={ds_config}", "{micro_batch_size}", '{"lr": 1}', "{other}", "{}", "{gradient_accumulation_steps}"]
-    assert filled(argv, values) == ["--ds=/tmp/a.json", "4", '{"lr": 1}', "{other}", "{}", "2"]
+    assert fill_placeholders(argv, values) == ["--ds=/tmp/a.json", "4", '{"lr": 1}', "{other}", "{}", "2"]
 
 
 FIRE = "import deepspeed, fire\ndeepspeed.initialize\ndef train(batch: int = 8{}): ...\nfire.Fire(train)\n"
@@ -122,10 +122,10 @@ FIRE = "import deepspeed, fire\ndeepspeed.initialize\ndef train(batch: int = 8{}
 
 def test_a_local_rank_that_fire_reads_is_given_by_the_deepspeed_launcher(write):
     with_it, without = FIRE.format(", local_rank: int = -1"), FIRE.format("")
-    assert launched(source_of(write(with_it)))["takes_local_rank"]
-    assert not launched(source_of(write(without)))["takes_local_rank"]
+    assert describe_launch(make_source(write(with_it)))["takes_local_rank"]
+    assert not describe_launch(make_source(write(without)))["takes_local_rank"]
 
 
 def test_an_argument_of_that_name_is_no_option_where_no_command_line_is_made_of_functions(write):
     text = "import deepspeed\ndeepspeed.initialize\ndef setup(local_rank): ...\n"
-    assert not launched(source_of(write(text)))["takes_local_rank"]
+    assert not describe_launch(make_source(write(text)))["takes_local_rank"]

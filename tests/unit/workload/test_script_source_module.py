@@ -1,4 +1,4 @@
-"""A script that is started as `python -m package.module`: found without running it, and launched the same way."""
+"""A script that is started as `python -m package.module`: found without running it, and started the same way."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autods.cli import fit, plan, probe
 from autods.errors import InputError
 from autods.report.launch import commands
 from autods.trial.script.run import _as_main
-from autods.workload import source_of
-from autods.workload.script_source import launched
+from autods.workload import make_source
+from autods.workload.script_source import describe_launch
 from tests.support.reports import fitting_report
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
@@ -36,14 +36,14 @@ def package(tmp_path, monkeypatch):
 
 def test_a_module_is_found_where_python_would_find_it_and_nothing_is_run(package, tmp_path):
     package("train.py", PLAIN)
-    source = source_of(Path("module:shop.train"))
+    source = make_source(Path("module:shop.train"))
     assert (source.path, source.module, source.name) == (str(tmp_path / "shop/train.py"), "shop.train", "shop.train")
     assert (source.kind, source.script_kind, source.folder) == ("script", "deepspeed", str(tmp_path))
 
 
 def test_a_package_is_its_main(package, tmp_path):
     package("__main__.py", PLAIN)
-    assert source_of(Path("module:shop")).path == str(tmp_path / "shop/__main__.py")
+    assert make_source(Path("module:shop")).path == str(tmp_path / "shop/__main__.py")
 
 
 def test_one_of_pythonpath_is_found(package, tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_one_of_pythonpath_is_found(package, tmp_path, monkeypatch):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert source_of(Path("module:shop.train")).root == str(tmp_path)
+    assert make_source(Path("module:shop.train")).root == str(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["from shop.parts.loop import main", "from .parts import loop", "from . import parts"])
@@ -61,15 +61,15 @@ def test_its_kind_is_seen_through_the_modules_of_its_package(package, line):
     package("parts/__init__.py", "from .loop import run\n")
     package("parts/loop.py", "from ..deep import run\n")
     package("deep.py", PLAIN)
-    assert source_of(Path("module:shop.train")).script_kind == "deepspeed"
+    assert make_source(Path("module:shop.train")).script_kind == "deepspeed"
 
 
 def test_another_content_of_its_package_is_another_workload(package):
     package("train.py", "from .loop import main\n")
     package("loop.py", PLAIN)
-    before = source_of(Path("module:shop.train")).digest
+    before = make_source(Path("module:shop.train")).digest
     package("loop.py", PLAIN + "more = 1\n")
-    assert source_of(Path("module:shop.train")).digest != before
+    assert make_source(Path("module:shop.train")).digest != before
 
 
 def test_of_an_installed_package_only_its_relative_imports_are_followed(package, tmp_path):
@@ -77,13 +77,13 @@ def test_of_an_installed_package_only_its_relative_imports_are_followed(package,
     (tmp_path / "other.py").write_text("import lightning\n")
     package("train.py", "import other\nfrom .loop import main\n")
     package("loop.py", PLAIN)
-    assert source_of(Path("module:shop.train")).script_kind == "deepspeed"
+    assert make_source(Path("module:shop.train")).script_kind == "deepspeed"
 
 
 def test_what_the_script_itself_uses_decides_over_a_helper_of_its_own(package):
     package("train.py", "from transformers import Trainer\nfrom . import reference\n")
     package("reference.py", PLAIN)
-    assert source_of(Path("module:shop.train")).script_kind == "hf_trainer"
+    assert make_source(Path("module:shop.train")).script_kind == "hf_trainer"
 
 
 def test_a_project_that_pythonpath_names_is_the_users_own(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_a_project_that_pythonpath_names_is_the_users_own(tmp_path, monkeypatch)
     (tmp_path / "tools/train.py").write_text("import engine_room\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "lib")
-    assert source_of(tmp_path / "tools/train.py").script_kind == "deepspeed"
+    assert make_source(tmp_path / "tools/train.py").script_kind == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_a_project_that_pythonpath_names_is_the_users_own(tmp_path, monkeypatch)
         ("shop.missing", r"-m shop.missing: there is no module shop.missing in .*start it from the folder"),
         ("shopp.train", r"there is no module shopp in"),
         ("shop", r"is a package without a __main__.py.*-m shop.train"),
-        ("shop/train.py", r"is no module's name.*package.module"),
-        ("train.py", r"is a file, and -m takes a module's name.*drop -m"),
+        ("shop/train.py", r"is not a module name.*package.module"),
+        ("train.py", r"is a file, and -m takes a module name.*drop -m"),
     ],
 )
 def test_what_is_no_module_is_told(package, tmp_path, name, says):
     (tmp_path / "train.py").write_text(PLAIN)
     with pytest.raises(InputError) as refused:
-        source_of(Path(f"module:{name}"))
+        make_source(Path(f"module:{name}"))
     assert re.search(says, str(refused.value).replace("\n", " "))
 
 
@@ -120,15 +120,15 @@ def test_it_runs_as_python_would_run_it(package, capsys, monkeypatch):
     monkeypatch.syspath_prepend(".")
     for name in [one for one in sys.modules if one.partition(".")[0] == "shop"]:
         monkeypatch.delitem(sys.modules, name)
-    _as_main(source_of(Path("module:shop.train"), kind="deepspeed"))
+    _as_main(make_source(Path("module:shop.train"), kind="deepspeed"))
     assert capsys.readouterr().out == "__main__ shop tools\n"
 
 
 def test_each_launcher_starts_it_as_a_module(package):
     package("train.py", PLAIN)
-    source = source_of(Path("module:shop.train"), argv=["--batch", "{micro_batch_size}"])
+    source = make_source(Path("module:shop.train"), argv=["--batch", "{micro_batch_size}"])
     report = fitting_report("out")
-    said = commands(replace(report, question={**report.question, "script": launched(source)}))
+    said = commands(replace(report, question={**report.question, "script": describe_launch(source)}))
     assert said["torchrun"].endswith("--nproc_per_node 2 -m shop.train --batch 4")
     assert " --module shop.train --batch 4" in said["deepspeed"]
     assert said["accelerate"].endswith(" -m shop.train --batch 4")
