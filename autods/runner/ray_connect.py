@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import ipaddress
 import logging
 import os
@@ -53,56 +52,6 @@ def apart() -> Iterator[None]:
 def said_by(error: BaseException) -> str:
     """What an error of Ray's says, without the stacks that follow; its name where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-_UNUSED = {"no_monitor": True, "include_log_monitor": False}  # as `ray start` has them
-
-
-@contextlib.contextmanager
-def without_monitors() -> Iterator[None]:
-    """ray.init inside starts no autoscaler, log monitor or dashboard server, and the small one of its two agents.
-
-    Each is a Python that imports Ray, together some 2 s of processors while torch is being loaded. `ray start` has
-    switches for the first two, ray.init for none. The node's agent has a small form, for a Ray that was installed
-    without its dashboard: the other one listens on a fixed port, and where another Ray of this machine has that, tries
-    for 3.4 s to get it while the raylet waits. Where a release of Ray has other names, they are started as usual.
-    """
-    with contextlib.ExitStack() as stack:
-        for arrange in (_no_monitors, _small_agent):
-            with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
-                arrange(stack)
-        yield
-
-
-def _small_agent(stack: contextlib.ExitStack) -> None:
-    from ray._private import utils
-
-    lacks = utils.get_dashboard_dependency_error
-    utils.get_dashboard_dependency_error = lambda: ImportError("nobody looks at a dashboard of ours")
-    stack.callback(setattr, utils, "get_dashboard_dependency_error", lacks)
-
-
-def _no_monitors(stack: contextlib.ExitStack) -> None:
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
-
-    init, serve = RayParams.__init__, Node.start_api_server
-    known = inspect.signature(init).parameters
-    unused = {name: value for name, value in _UNUSED.items() if name in known}
-
-    def without(self: Any, *args: Any, **named: Any) -> None:
-        init(self, *args, **{**named, **unused})
-
-    def serve_nothing(self: Any, **named: Any) -> None:
-        if named.get("include_dashboard") is not False:
-            serve(self, **named)
-        else:
-            self._webui_url = None
-
-    RayParams.__init__ = without
-    stack.callback(setattr, RayParams, "__init__", init)
-    Node.start_api_server = serve_nothing
-    stack.callback(setattr, Node, "start_api_server", serve)
 
 
 _ANSWERS_S = 5.0  # a cluster that lives answers at once; Ray itself would try for a minute and more
@@ -290,7 +239,7 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
     """Ray's start, tried twice: on a busy machine its raylet can miss its 30 s. Raises EnvironmentBroken."""
     for last in (False, True):
         try:
-            with keeping_sigterm(), apart(), without_monitors(), as_said("127.0.0.1"):
+            with keeping_sigterm(), apart(), as_said("127.0.0.1"):
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -311,7 +260,7 @@ def _begin(ray: Any, cpus: int, folder: Path) -> None:
                     f"Ray did not start, twice: {said_by(error)}\n"
                     "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
                 ) from error
-    _let_agents_go(folder)
+    _let_agents_end_with_driver(folder)
 
 
 def _import_ray(*, joins: bool = False) -> Any:
@@ -333,13 +282,14 @@ def _import_ray(*, joins: bool = False) -> Any:
     return ray
 
 
-def _let_agents_go(folder: Path) -> None:
-    """Have Ray's agents follow a killed driver at once.
+def _let_agents_end_with_driver(folder: Path) -> None:
+    """Note a regular end in the log of Ray's raylet, so that Ray's two agents follow a killed driver at once.
 
-    Else they try for 60 s to report the raylet's end to a GCS that is gone as well, unless its log says this.
+    Without the line they try to report the raylet's death to a GCS that is gone as well: measured, both stay 60 to 70 s
+    after a SIGKILL of the driver. With it they are gone within seconds.
     """
     with contextlib.suppress(OSError), open(folder / "session_latest/logs/raylet.out", "a") as log:
-        log.write("Raylet received SIGTERM (so that agents do not report its end, says autods)\n")
+        log.write("Raylet received SIGTERM (written by autods, so that agents do not report the raylet's death)\n")
 
 
 def _sweep() -> None:

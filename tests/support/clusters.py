@@ -113,16 +113,13 @@ def _hold(folder: Path, cpus: Sequence[int]) -> None:
     from ray._private import services
     from ray.cluster_utils import Cluster
 
-    from autods.runner.ray_connect import without_monitors
-
     common = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": 80 * 2**20}
     services.get_node = _patient(services.get_node)
     first, *others = cpus
-    with without_monitors():
-        head = {"num_cpus": first, "temp_dir": str(folder / "ray"), **common}
-        ours = Cluster(initialize_head=True, head_node_args=head)
-        for count in others:
-            ours.add_node(num_cpus=count, **common)
+    head = {"num_cpus": first, "temp_dir": str(folder / "ray"), **common}
+    ours = Cluster(initialize_head=True, head_node_args=head)
+    for count in others:
+        ours.add_node(num_cpus=count, **common)
     while len(_alive(ours)) < len(cpus):
         time.sleep(0.05)
     (folder / "address.tmp").write_text(ours.address)
