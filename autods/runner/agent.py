@@ -6,10 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..system import processes
@@ -48,59 +45,47 @@ _ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's own puts the fastest card first
     "NCCL_DEBUG": "WARN",  # else NCCL keeps to itself why it failed: out of memory, say
 }
-_ENDS_S = 20.0  # who uses a zygote has let go of it: it ends at once, but where the machine is very busy
-_TAKEN_S = 30.0  # an actor that was started takes its zygote at once
+_ENDS_S = 2.0  # a zygote whose connection was closed ends at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zygote:
-    """A zygote that was started. It ends when the last copy of `connection` is closed; keeper: the pid of its parent.
+    """A zygote process that was started. It ends when the last copy of `connection` is closed."""
 
-    status: the keeper writes the zygote's exit code there, and ends.
-    """
-
-    keeper: int
+    process: subprocess.Popen[bytes]
     connection: socket.socket
-    status: socket.socket
 
-    def wait(self, timeout_s: float | None = None) -> int:
-        """The exit code, negative for a signal; a keeper that was killed took the zygote along. Raises TimeoutError."""
-        self.status.settimeout(timeout_s)
-        said = self.status.recv(64)
-        return int(said) if said else -signal.SIGKILL
-
-    def kill(self) -> None:
-        """SIGKILL for all of it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.keeper, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Have no more to do with it."""
+    def close(self) -> int:
+        """End it with its ranks; the exit code, negative for a signal."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        try:
+            code = self.process.wait(_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
         self.connection.close()
-        self.status.close()
+        return code
 
 
-def launch(
+def start_zygote(
     source: WorkloadSource, device: Device, driver_pid: int, log: str, environment: Mapping[str, str]
-) -> tuple[Zygote, subprocess.Popen[bytes]]:
-    """Start a zygote; it says {"ready": …} when it has loaded everything. Its keeper is our child."""
-    pairs = socket.socketpair(), socket.socketpair()
-    (connection, its_connection), (status, its_status) = pairs
+) -> Zygote:
+    """Start a zygote as a child of this process; it sends {"ready": …} when it has loaded everything."""
+    connection, peer = socket.socketpair()
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    argv = [str(its_status.fileno()), str(its_connection.fileno()), str(driver_pid), json.dumps(asdict(source))]
-    with open(log, "ab") as file:
+    words = [str(peer.fileno()), str(driver_pid), json.dumps(asdict(source))]
+    with peer, open(log, "ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autods.runner.subreaper", *argv],
-            pass_fds=[its_status.fileno(), its_connection.fileno()],
+            [sys.executable, "-m", "autods.runner.zygote", *words],
+            pass_fds=[peer.fileno()],
             env=_environment(device, environment),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,  # the terminal's Ctrl-C is not for it
         )
-    its_connection.close()
-    its_status.close()
-    return Zygote(keeper=process.pid, connection=connection, status=status), process
+    return Zygote(process=process, connection=connection)
 
 
 def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
@@ -126,67 +111,6 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
     return said
 
 
-class Offer:
-    """A zygote that loads while other things start; the first process of this user that calls at `name` has it.
-
-    What nobody took when the block ends, ends with it.
-    """
-
-    def __init__(self, zygote: Zygote, process: subprocess.Popen[bytes]) -> None:
-        self.name = f"autods-{os.getpid()}-{secrets.token_hex(16)}"
-        self._zygote, self._process = zygote, process
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(f"\0{self.name}")  # no file: nothing is left of it
-        self._door.listen(1)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-
-    def __enter__(self) -> Offer:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-        self._zygote.close()
-        try:
-            self._process.wait(_ENDS_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _serve(self) -> None:
-        with self._door, contextlib.suppress(OSError):
-            while True:
-                caller, _ = self._door.accept()
-                with caller:
-                    if _uid_of(caller) != os.getuid():
-                        continue
-                    fds = [self._zygote.connection.fileno(), self._zygote.status.fileno()]
-                    socket.send_fds(caller, [str(self._zygote.keeper).encode()], fds)
-                    self._zygote.close()
-                    return
-
-
-def take(name: str) -> Zygote:
-    """The zygote that is offered at this name, once. Raises OSError when it is gone."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.settimeout(_TAKEN_S)
-        caller.connect(f"\0{name}")
-        said, fds, _, _ = socket.recv_fds(caller, 64, 2)
-    if len(fds) != 2:
-        raise ConnectionError(f"no zygote is offered at {name}")
-    connection, status = (socket.socket(fileno=fd) for fd in fds)
-    return Zygote(keeper=int(said), connection=connection, status=status)
-
-
-def _uid_of(peer: socket.socket) -> int:
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
-
-
 _LEAVES_S = 0.2
 
 
@@ -200,16 +124,14 @@ class Node:
         driver: dict[str, Any],  # its pid, and the machine where that is its pid
         log: str,
         environment: dict[str, str],
-        offered: str | None = None,  # where a zygote that already loads can be had
     ) -> None:
         self.source = WorkloadSource(**source)
         self.device, self.log, self.environment = device, log, environment
         # On another machine that pid is a stranger's.
         self.driver_pid = int(driver["pid"]) if driver["machine"] == processes.machine() else 0
-        self.offered, self.number = offered, 0  # of the job under way; 0: none
+        self.number = 0  # of the job under way; 0: none
         self.telling = threading.Lock()  # a word that is meant for one job must not come after the next one's line
         self.zygote: Zygote | None = None
-        self.keeper: subprocess.Popen[bytes] | None = None  # of the one that we started
         self.connection: socket.socket | None = None
         self.beat: list[Any] = ["start", 0]
         self.reading = b""
@@ -252,7 +174,7 @@ class Node:
         processes.adopt_orphans()
         if os.getppid() > 1:
             processes.die_with_parent(os.getppid())  # of the raylet: left alone an actor outlives it by some 15 s
-        self.zygote = self._taken() or self._launched()
+        self.zygote = start_zygote(self.source, self.device, self.driver_pid, self.log, self.environment)
         self.connection, self.reading = self.zygote.connection, b""
         message = self._next()
         if message is None:
@@ -298,35 +220,15 @@ class Node:
 
     def stop(self) -> None:
         """End the zygote and everything below it."""
-        zygote, connection = self.zygote, self.connection
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        zygote = self.zygote
         if zygote is not None:
-            try:
-                zygote.wait(2)
-            except TimeoutError:
-                zygote.kill()
-            except OSError:
-                pass
+            zygote.close()
         processes.kill_children(2.0)
 
     def leave(self) -> None:
         """`stop`, and end this process a moment later: where Ray's head is gone, nobody else does."""
         self.stop()
         threading.Timer(_LEAVES_S, os._exit, (0,)).start()
-
-    def _taken(self) -> Zygote | None:
-        """The one that the driver started, the first time."""
-        offered, self.offered = self.offered, None
-        if offered is not None:
-            with contextlib.suppress(OSError):
-                return take(offered)
-        return None
-
-    def _launched(self) -> Zygote:
-        zygote, self.keeper = launch(self.source, self.device, self.driver_pid, self.log, self.environment)
-        return zygote
 
     def _next(self) -> dict[str, Any] | None:
         """The zygote's next message; None when it is gone."""
@@ -346,8 +248,7 @@ class Node:
     def _death(self) -> str:
         """How the zygote died; its ranks follow it, strays that hid from it were adopted by us."""
         assert self.zygote is not None
-        code = self.zygote.wait()
-        self.zygote.close()
+        code = self.zygote.close()
         self.zygote = self.connection = None
         processes.kill_children(2.0)
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"

@@ -16,10 +16,10 @@ from ..system import processes
 from ..system.host import look
 from ..trial.job import RankJob
 from ..units import format_bytes
-from .agent import Node, Offer, digest_of, launch
+from .agent import Node, digest_of
 from .lifeline import Head, Lifelines
 from .placement import Need, Places, RayPlaces, Spot, reserve
-from .ray_connect import is_connected, said_by, session
+from .ray_connect import said_by, session
 from .worker_group import Member, Report, Team, own_place, parts_of, repeated, shared_folders
 
 _STOPS_S = 10.0  # a node has waited for all that it ends in a third of that
@@ -95,7 +95,6 @@ def muster(
     listen: Callable[[Event], None],
     *,
     environment: Mapping[str, str],
-    offered: str | None = None,
     places: Places | None = None,
     within_s: float | None = None,
 ) -> Mustered:
@@ -113,7 +112,7 @@ def muster(
     mustered = Mustered(team=Team(ray, members, head=head), seen=(), places=places, group=group)
     try:
         for number, spot in enumerate(spots):
-            actor = _actor(ray, need, group, spot, settings, number, environment, offered)
+            actor = _actor(ray, need, group, spot, settings, number, environment)
             members.append(Member(spot.node, actor))
         if settings.address is not None:
             mustered.seen = ray.get([member.actor.seen.remote() for member in members])
@@ -154,7 +153,6 @@ def _actor(
     settings: Settings,
     number: int,
     environment: Mapping[str, str],
-    offered: str | None,
 ) -> Any:
     """The node's actor, in its bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -170,9 +168,7 @@ def _actor(
         ),
     }
     driver = {"pid": os.getpid(), "machine": processes.machine()}
-    return ray.remote(**options)(Node).remote(
-        asdict(settings.source), settings.device, driver, log, dict(environment), offered
-    )
+    return ray.remote(**options)(Node).remote(asdict(settings.source), settings.device, driver, log, dict(environment))
 
 
 def _check_shared(ray: Any, members: Sequence[Member], settings: Settings) -> None:
@@ -261,10 +257,9 @@ class Nodes:
 
     def __enter__(self) -> Nodes:
         with contextlib.ExitStack() as stack:
-            offered = self._offered(stack)
             self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=self.settings.address))
             stack.callback(self.dismiss)
-            self._muster(offered)
+            self._muster()
             self.exits = stack.pop_all()
         return self
 
@@ -340,31 +335,17 @@ class Nodes:
         if self.mustered is not None:
             self.mustered.dismiss()
 
-    def _muster(self, offered: str | None = None) -> None:
+    def _muster(self) -> None:
         """Nodes for the ranks, each with a zygote that has loaded everything."""
         self.mustered = muster(
             self.ray,
             self.settings,
             self.listen,
             environment=self.environment,
-            offered=offered,
             within_s=self.within_s,
         )
         for ready in self.mustered.ready():
             self.check(ready)
-
-    def _offered(self, stack: contextlib.ExitStack) -> str | None:
-        """Have a zygote load while Ray starts, for the actor to take; its name.
-
-        None where the actor starts it itself: it may be on another machine, or be the one that knows its cards.
-        """
-        settings = self.settings
-        if settings.device != "cpu" or settings.address is not None or is_connected():
-            return None
-        log = str(settings.out / "logs" / "zygote.log")
-        return stack.enter_context(
-            Offer(*launch(settings.source, settings.device, os.getpid(), log, self.environment))
-        ).name
 
 
 def _headless(team: Team) -> Report:

@@ -1,6 +1,6 @@
 """The zygote: a single-threaded process that has torch, DeepSpeed and the user's module loaded and forks the ranks.
 
-Started by its keeper, see `launch`, as `python -m autods.cluster.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the
+Started by the agent of its node as `python -m autods.runner.zygote FD DRIVER_PID SOURCE`; speaks JSON lines on the
 socket: it says {"ready": …} once, then for each job line {"beat": …} while it runs and {"done": …} at its end.
 """
 

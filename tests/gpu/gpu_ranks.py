@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autods.runner.agent import Zygote, launch
+from autods.runner.agent import Zygote, start_zygote
 from autods.runner.outcome import failure_from, outcome_from
 from autods.trial.job import RankJob
 from autods.types import Device, ModelFacts, Outcome, WorkloadSource
@@ -30,7 +28,6 @@ class Ranks:
     ) -> None:
         self.source, self.device, self.ranks, self.out, self.said = source, device, ranks, out, said
         self.zygote: Zygote | None = None
-        self.process: subprocess.Popen[bytes] | None = None
         self.pending, self.count = b"", 0
         self.facts: ModelFacts | None = None
 
@@ -85,14 +82,13 @@ class Ranks:
         while (message := self._next()) is not None:
             if "done" in message:
                 return dict(message["done"])
-        code = self.zygote.wait(5)
-        self._stop()
+        code = self._stop()
         self._start()
         return {"died": f"exit {code}"}
 
     def _start(self) -> None:
         log = str(self.out / "zygote.log")
-        self.zygote, self.process = launch(self.source, self.device, os.getpid(), log, dict(os.environ))
+        self.zygote = start_zygote(self.source, self.device, os.getpid(), log, dict(os.environ))
         self.pending = b""
         message = self._next()
         if message is None or "pid" not in message["ready"]:
@@ -111,17 +107,10 @@ class Ranks:
         line, _, self.pending = self.pending.partition(b"\n")
         return dict(json.loads(line))
 
-    def _stop(self) -> None:
-        if self.zygote is None or self.process is None:
-            return
-        try:
-            self.zygote.connection.shutdown(socket.SHUT_RDWR)
-            self.process.wait(5)
-        except (OSError, subprocess.TimeoutExpired):
-            self.zygote.kill()
-            self.process.wait()
-        self.zygote.close()
-        self.zygote = None
+    def _stop(self) -> int | None:
+        """The exit code of the zygote; None where there was none."""
+        zygote, self.zygote = self.zygote, None
+        return zygote.close() if zygote is not None else None
 
 
 def peaks_of(report: Mapping[str, Any]) -> dict[str, int | None]:

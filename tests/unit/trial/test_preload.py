@@ -109,8 +109,7 @@ def started(device: Device, monkeypatch: pytest.MonkeyPatch, **users: str) -> di
             seen.update(env)
 
     monkeypatch.setattr(agent.subprocess, "Popen", Process)
-    zygote, _ = agent.launch(SOURCE, device, 0, "/dev/null", users)
-    zygote.close()
+    agent.start_zygote(SOURCE, device, 0, "/dev/null", users).connection.close()
     return seen
 
 
