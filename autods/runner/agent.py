@@ -23,7 +23,6 @@ from ..system.host import look, versions
 from ..trial.job import RankJob
 from ..trial.ops import is_cached, ops_folder
 from ..types import Device, WorkloadSource
-from .lifeline import hold
 from .monitor import HostWatch
 from .ranks import remove_folders
 
@@ -111,9 +110,6 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
     return said
 
 
-_LEAVES_S = 0.2
-
-
 class Node:
     """`start` once, then `run` jobs one at a time; `progress` and `abort` may be called from another thread."""
 
@@ -139,10 +135,6 @@ class Node:
     def seen(self) -> dict[str, Any]:
         """What this node is, plain: its hardware and software."""
         return {"hardware": asdict(look()), "versions": versions()}
-
-    def hold(self, place: dict[str, Any], number: int) -> bool:
-        """Be bound to the driver's life: when it is gone, so are the ranks. See `lifeline.hold`."""
-        return hold(place, number, self.abort)
 
     def clock(self) -> float:
         """Seconds of this node's monotonic clock."""
@@ -224,11 +216,6 @@ class Node:
         if zygote is not None:
             zygote.close()
         processes.kill_children(2.0)
-
-    def leave(self) -> None:
-        """`stop`, and end this process a moment later: where Ray's head is gone, nobody else does."""
-        self.stop()
-        threading.Timer(_LEAVES_S, os._exit, (0,)).start()
 
     def _next(self) -> dict[str, Any] | None:
         """The zygote's next message; None when it is gone."""

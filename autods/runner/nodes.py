@@ -17,7 +17,6 @@ from ..system.host import look
 from ..trial.job import RankJob
 from ..units import format_bytes
 from .agent import Node, digest_of
-from .lifeline import Head, Lifelines
 from .placement import Need, Places, RayPlaces, Spot, reserve
 from .ray_connect import said_by, session
 from .worker_group import Member, Report, Team, own_place, parts_of, repeated, shared_folders
@@ -59,17 +58,15 @@ class Mustered:
 
     def dismiss(self) -> None:
         """All ranks gone, then the zygotes, then the actors, and the reservation given back."""
-        headless = self.team.is_headless()
-        for connection in (self.team.lines, self.team.head):
-            if connection is not None:
-                connection.close()
         ray, actors = self.team.ray, [member.actor for member in self.team.members if member.lost is None]
-        for asked, within_s in (("abort", 1), ("leave" if headless else "stop", _STOPS_S)):
+        for asked, within_s in (("abort", 1), ("stop", _STOPS_S)):
             with contextlib.suppress(
                 Exception
             ):  # Ray may already be going down; one that is late is stopped all the same
                 ray.get([getattr(actor, asked).remote() for actor in actors], timeout=within_s)
-        if headless:
+        try:
+            self.team.check_head()
+        except EnvironmentBroken:
             return  # nobody is there to take back what was given
         for member in self.team.members:
             with contextlib.suppress(Exception):
@@ -108,7 +105,7 @@ def muster(
     need = need_of(settings)
     group, spots = reserve(places, need, say=lambda text: listen(Note(text=text)), first=here, within_s=within_s)
     members: list[Member] = []
-    head = Head(ray.get_runtime_context().gcs_address)
+    head = ray.get_runtime_context().gcs_address if settings.address is not None else None
     mustered = Mustered(team=Team(ray, members, head=head), seen=(), places=places, group=group)
     try:
         for number, spot in enumerate(spots):
@@ -121,7 +118,6 @@ def muster(
                 listen(Note(text=said))
             _check_shared(ray, members, settings)
             listen(Note(text=_where(spots, settings)))
-            _bind(mustered, listen, next(node.address for node in places.nodes() if node.id == here))
         if len(members) > 1:
             mustered.team.set_clocks()
         mustered.ready_references = [member.actor.start.remote() for member in members]
@@ -132,17 +128,6 @@ def muster(
         mustered.dismiss()
         raise
     return mustered
-
-
-def _bind(mustered: Mustered, listen: Callable[[Event], None], address: str) -> None:
-    """Let the driver and each node see each other's end at once."""
-    team = mustered.team
-    team.lines = Lifelines(address)
-    place = team.lines.open()
-    held = [member.actor.hold.remote(place, number) for number, member in enumerate(team.members)]
-    for number in team.lines.admit(len(held)):
-        node = team.members[number].node.address
-        listen(Note(text=f"{node} cannot reach {address}:{place['port']}: only Ray will notice the loss of this node"))
 
 
 def _actor(
@@ -287,7 +272,7 @@ class Nodes:
         """The nodes, or others in place of those that were lost. Raises EnvironmentBroken where too few are left."""
         assert self.mustered is not None
         lost = self.mustered.team.lost
-        if lost is not None and not self.mustered.team.is_headless():
+        if lost is not None:
             self.listen(
                 Note(text=f"node {lost.node.address} was lost ({lost.lost}); the ranks are placed on what is left")
             )
@@ -308,8 +293,7 @@ class Nodes:
         everywhere: every node does all of it by itself; else its ranks are cut along the nodes.
         """
         team, each = self.team, self.settings.ranks_per_node
-        if team.is_headless():
-            return [_headless(team)]
+        team.check_head()
         if everywhere:
             parts = repeated(job, team.members)
         else:
@@ -319,8 +303,6 @@ class Nodes:
             parts = parts_of(job, team.members, each, bound["bound"])
         with shared_folders(parts):
             reports = team.execute(parts, told)
-        if team.headless is not None:
-            return [*reports, _headless(team)]
         if team.lost is not None and self.settings.address is None:
             raise EnvironmentBroken(f"the Ray actor of this node died: {team.lost.lost}")
         return reports
@@ -346,8 +328,3 @@ class Nodes:
         )
         for ready in self.mustered.ready():
             self.check(ready)
-
-
-def _headless(team: Team) -> Report:
-    assert team.head is not None
-    return {"headless": team.headless, "address": team.head.address}

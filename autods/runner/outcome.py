@@ -125,9 +125,6 @@ def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: st
 
 def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
     """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
-    headless = next((report for report in reports if "headless" in report), None)
-    if headless is not None:
-        return _headless(headless, reports)
     lost = next((report for report in reports if "lost" in report), None)
     if lost is not None:
         return _node_lost(lost, [report for report in reports if "lost" not in report], job)
@@ -155,18 +152,6 @@ def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome 
             failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
         )
     return None
-
-
-def _headless(headless: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> Failed:
-    """Without its head a cluster answers nothing more; nothing else can be tried until there is one again."""
-    last = _last([end for report in reports for end in report.get("ends", ())])
-    return Failed(
-        failure="infrastructure", rank=-1, phase=last["phase"], step=last["step"],
-        evidence=f"the head of the Ray cluster at {headless['address']} is gone: {headless['headless']}",
-        action="fix_environment",
-        advice="start Ray again, `ray start --head` first, and the same command goes on; if it happens again, look at "
-        "that machine's memory and dmesg",
-    )  # fmt: skip
 
 
 def _last(ends: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

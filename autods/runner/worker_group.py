@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import EnvironmentBroken
 from ..trial.job import RankJob
-from .lifeline import Head, Lifelines
 from .placement import NodeState
 from .ray_connect import said_by
 
@@ -20,6 +21,7 @@ POLL_S = 0.25
 SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
 ENDS_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
 _REMIND_S = 0.5
+_HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
 _SAYS_S = 1.5  # where one node is stuck the others are, too: time for them to say which rank lets the others wait
 Report = Mapping[str, Any]
 
@@ -40,9 +42,7 @@ class Team:
 
     ray: Any
     members: Sequence[Member]
-    lines: Lifelines | None = None
-    head: Head | None = None
-    headless: str | None = None  # how it is known that the head of the cluster is gone: nothing can be placed any more
+    head: str | None = None  # HOST:PORT of the head of somebody's cluster
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -86,16 +86,18 @@ class Team:
         run.settle()
         return [run.reports[id(member)] for member, _ in parts]
 
-    def is_headless(self) -> bool:
-        """Looks for the head, where it was there until now."""
-        if self.headless is None and self.head is not None:
-            self.headless = self.head.gone()
-        return self.headless is not None
-
-    def ended(self) -> dict[int, str]:
-        """Members whose actor or machine is gone, by id, and how that is known."""
-        said = self.lines.ended() if self.lines is not None else {}
-        return {id(self.members[number]): how for number, how in said.items()}
+    def check_head(self) -> None:
+        """Raises EnvironmentBroken when the head of the cluster does not answer: Ray itself ends us 60 s later."""
+        if self.head is None:
+            return
+        host, _, port = self.head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_S).close()
+        except OSError as error:
+            raise EnvironmentBroken(
+                f"the head of the Ray cluster at {self.head} is gone: {str(error.strerror or error).lower()}\n"
+                "  start Ray again, `ray start --head` first, and the same command continues"
+            ) from None
 
     def _report(self, member: Member, reference: Any) -> Report:
         """What it said, on our clock."""
@@ -126,6 +128,7 @@ class _Run:
     aborts: list[Any] = field(default_factory=list)
     ending_s: float | None = None
     reminded_s: float = 0.0
+    head_checked_s: float = 0.0
 
     def begin(self, member: Member, job: RankJob) -> None:
         self.pending[member.actor.run.remote(job.to_json(), self.number)] = member
@@ -138,14 +141,12 @@ class _Run:
             member = self.pending.pop(reference)
             self._ended(member, self.team._report(member, reference))
         self._ask()
-        if self.ending_s is None and self.team.is_headless():
-            self.ending_s = time.monotonic()
-            self._end_others()
-        now, ended = time.monotonic(), self.team.ended()
+        now = time.monotonic()
+        if now - self.head_checked_s > _HEAD_EVERY_S:
+            self.head_checked_s = now
+            self.team.check_head()
         for reference, member in list(self.pending.items()):
-            if id(member) in ended:
-                self._given_up(reference, member, ended[id(member)])
-            elif now - self.heard_s[id(member)] > SILENT_S:
+            if now - self.heard_s[id(member)] > SILENT_S:
                 self._given_up(reference, member, f"it has not answered for {SILENT_S:.0f} s")
             elif self.ending_s is not None and now - self.ending_s > ENDS_S:
                 self._given_up(reference, member, "it did not end the trial when it was told to")

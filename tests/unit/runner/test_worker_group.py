@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autods.runner import lifeline as heads
+from autods.errors import EnvironmentBroken
 from autods.runner import worker_group as teams
 from autods.runner.agent import Node
-from autods.runner.nodes import Nodes
 from autods.runner.outcome import failure_from
 from autods.runner.placement import NodeState
 from autods.runner.worker_group import Member, Team, parts_of, repeated
 from autods.trial.job import RankJob
 from autods.trial.worker import environment
-from autods.types import Failed, OutOfMemory, WorkloadSource, is_machines_fault
+from autods.types import Failed, OutOfMemory, WorkloadSource
 
 JOB = RankJob(
     job="train",
@@ -92,46 +89,12 @@ class Actor:
         return Reference(time.monotonic() + self.ahead_s)
 
 
-class Lines:
-    """Lifelines of which some have ended."""
-
-    def __init__(self, ended: dict[int, str]) -> None:
-        self.said = ended
-
-    def ended(self) -> dict[int, str]:
-        return self.said
-
-
-class Head:
-    """Gone after so many looks."""
-
-    address = "10.0.0.9:6379"
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    def gone(self) -> str | None:
-        self.looks -= 1
-        return "connection refused" if self.looks < 0 else None
-
-
-def until(holds: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began < 20
-
-
-def calls(door: socket.socket) -> bool:
-    """Whether somebody waits to be let in."""
-    return bool(select.select([door], [], [], 0)[0])
-
-
 def a_member(actor: Actor, number: int) -> Member:
     return Member(NodeState(id=f"id{number}", address=f"10.0.0.{number}", total={}), actor)
 
 
-def a_team(*actors: Actor, lines: Any = None) -> Team:
-    return Team(Ray(), [a_member(actor, number) for number, actor in enumerate(actors, 1)], lines)
+def a_team(*actors: Actor) -> Team:
+    return Team(Ray(), [a_member(actor, number) for number, actor in enumerate(actors, 1)])
 
 
 def run(team: Team) -> list[Any]:
@@ -220,16 +183,6 @@ def test_a_rank_that_fails_on_one_node_ends_the_ranks_of_the_other() -> None:
     assert outcome.rank == 3
 
 
-def test_a_node_whose_line_ends_is_lost_and_the_others_are_ended() -> None:
-    waiting = Actor({**WELL, "ends": [an_end(0, error=PEER_CLOSED)]}, when="aborted")
-    team = a_team(waiting, Actor(None, when="never"), lines=Lines({1: "its actor's process ended"}))
-    outcome = failure_from(run(team), JOB)
-    assert team.lost is team.members[1]
-    assert isinstance(outcome, Failed)
-    assert (outcome.failure, outcome.action) == ("infrastructure", "retry")
-    assert "node 10.0.0.2 was lost" in outcome.evidence
-
-
 def test_an_actor_that_ray_calls_dead_is_lost() -> None:
     team = a_team(
         Actor({**WELL, "ends": [an_end(0, killed=True)]}, "aborted"), Actor(Ray.exceptions.RayError("died\n"))
@@ -258,31 +211,13 @@ def test_where_a_node_is_stuck_the_other_may_say_so_too_before_it_is_ended(monke
     assert outcome.rank == 3
 
 
-def test_when_the_head_is_gone_all_ranks_are_ended_and_nothing_is_tried_until_there_is_one_again() -> None:
-    """Memory that seemed to run out then is no finding: the cluster has to be mended first."""
-    ended = {**WELL, "ends": [an_end(0, killed=True)], "why_killed": "aborted"}
-    actors = Actor(ended, when="aborted"), Actor(ended, when="aborted")
-    settings: Any = SimpleNamespace(ranks_per_node=2, address="auto")
-    nodes = Nodes(settings, lambda event: None, environment={}, check=lambda ready: None)
-    team = a_team(*actors)
-    team.head = Head(2)  # type: ignore[assignment]
-    nodes.mustered = SimpleNamespace(team=team)  # type: ignore[assignment]
-    for _ in range(2):  # the second is not even begun
-        outcome = failure_from(nodes.run(replace(JOB, world_size=2, local_ranks=(0, 1))), JOB)
-        assert isinstance(outcome, Failed)
-        assert (outcome.failure, outcome.action, outcome.rank) == ("infrastructure", "fix_environment", -1)
-        assert outcome.evidence == "the head of the Ray cluster at 10.0.0.9:6379 is gone: connection refused"
-        assert is_machines_fault(outcome)
-    assert len(actors[0].jobs) == 1
-
-
-def test_a_head_that_hangs_up_on_who_says_nothing_is_still_there_while_it_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        head = heads.Head(f"127.0.0.1:{door.getsockname()[1]}")
-        for _ in range(2):
-            until(lambda: head.gone() is None and calls(door))
-            door.accept()[0].close()
-    until(lambda: head.gone() == "connection refused")
+def test_a_head_that_is_gone_ends_the_fit_with_a_way_to_go_on() -> None:
+    team = a_team(Actor(WELL), Actor(WELL))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        team.head = f"127.0.0.1:{listening.getsockname()[1]}"
+        team.check_head()
+    with pytest.raises(EnvironmentBroken, match="connection refused"):
+        run(team)
 
 
 def test_memory_that_ran_out_on_a_node_that_is_there_is_the_cause_of_one_that_is_not() -> None:
