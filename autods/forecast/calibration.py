@@ -125,8 +125,7 @@ def pair_of(
             return None
 
 
-def learned(ask: Ask, pairs: Iterable[Pair], constants: Constants | None = None, *, exact: bool = True) -> Calibration:
+def learned(ask: Ask, pairs: Iterable[Pair], constants: Constants | None = None) -> Calibration:
     """The calibration of a machine with this kind of device after its trials."""
     rows = constants or read_constants()
-    kind = ask.device if exact else "estimate"
-    return calibrated(pairs, spread=rows.spread[kind], least=rows.least[kind])
+    return calibrated(pairs, spread=rows.spread[ask.device], least=rows.least[ask.device])

@@ -13,7 +13,6 @@ from .overheads import Constants
 from .values import Ask, ForecastPhase, Interval, Simulated, exactly
 
 _DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
-_UNREPLAYED = (1.0, 1.06, 1.25)  # held over live where there is no trace: replays of real traces added 1 to 24 %
 _OF_WHAT_IS_CACHED = 0.1  # how much of what could be given back may have to be kept after all; estimated
 
 
@@ -37,7 +36,7 @@ class Need:
 
 
 def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable: bool) -> Need:
-    """What a rank needs. Without a trace of the device (an estimate) the allocator's share is the usual one."""
+    """What a rank needs."""
     live = _live(simulated, "device")
     tensors, by_phase = _tensors(ask, simulated, expandable=expandable)
     shares = {
@@ -72,11 +71,7 @@ def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Inter
     batches), so a phase counts at least its live bytes.
     """
     live = {phase: peaks.get("device", 0) for phase, peaks in simulated.live_bytes.items()}
-    if (trace := simulated.traces.get("device")) is None:
-        low, middle, high = _UNREPLAYED
-        most = max(live.values(), default=0)
-        found = Interval(low_bytes=int(most * low), peak_bytes=int(most * middle), high_bytes=int(most * high))
-        return found, {phase: int(size * middle) for phase, size in live.items()}
+    trace = simulated.traces["device"]
     if ask.device == "cpu":
         held = replay_process(trace)
         least = roomy = held.peak_reserved_bytes
@@ -98,7 +93,7 @@ def _pinned(simulated: Simulated) -> Interval:
     """Page-locked bytes of a rank."""
     live = _live(simulated, "pinned")
     if (trace := simulated.traces.get("pinned")) is None:
-        return Interval(low_bytes=live, peak_bytes=live, high_bytes=2 * live if live else 0)
+        return exactly(live)
     held = max(replay_pinned(trace, unrounded=trace.unrounded).held_bytes, live)
     return Interval(low_bytes=live, peak_bytes=held, high_bytes=held)
 

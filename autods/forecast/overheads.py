@@ -90,7 +90,7 @@ def read_constants(path: Path | None = None) -> Constants:
     return Constants(rows=file.constant, spread=file.spread, least=file.least)
 
 
-_KINDS = ("cuda", "cpu", "estimate")
+_KINDS = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

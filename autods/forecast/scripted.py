@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from ..types import Device, ModelFacts, Tier
 from .simulator.client import SimulationFailed
-from .values import Ask, Engine, ForecastPhase, Simulated, Simulator
+from .values import Ask, Engine, ForecastPhase, Simulated, Simulator, Trace
 
 # Engine and micro batch → what it allocates; raises SimulationFailed.
 Script = Callable[[Ask, int], Simulated]
 
 
 def allocates(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> Simulated:
-    """`allocates(1, init=4 * GIB, backward=6 * GIB)`: peaks of the tensors, a rank, without a trace."""
+    """`allocates(1, init=4 * GIB, backward=6 * GIB)`: one tensor in each phase, of these bytes a rank."""
     phases: Mapping[str, ForecastPhase] = {
         "init": "init", "forward": "forward", "backward": "backward", "step": "step",
     }  # fmt: skip
@@ -23,8 +23,13 @@ def allocates(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> 
         phases[phase]: {"device": size, "host": host} for phase, size in device.items()
     }
     most = max(device.values(), default=0)
+    events = [event for number, size in enumerate(device.values()) for event in (size, ~number)]
+    marks = tuple((2 * number, phases[phase]) for number, phase in enumerate(device))
+    trace = Trace(events=events, marks=marks)
     shares = {"parameters": most // 2, "activations": most - most // 2}
-    return Simulated(micro_batch=micro_batch, live_bytes=live, traces={}, nvme_bytes=nvme, breakdown=shares)
+    return Simulated(
+        micro_batch=micro_batch, live_bytes=live, traces={"device": trace}, nvme_bytes=nvme, breakdown=shares
+    )
 
 
 @dataclass(slots=True)

@@ -156,9 +156,8 @@ class Predicted:
 class RungForecast:
     """What is said of one rung.
 
-    exact: simulated in full; False: an estimate by a shortcut, which `assumed` names. live_peak_bytes: tensors alone,
-    on the device. by_phase: what the card must hold in each phase. largest_micro_batch: the largest whose forecast (not
-    its low end) fits; None when it was not looked for or none fits.
+    live_peak_bytes: tensors alone, on the device. by_phase: what the card must hold in each phase. largest_micro_batch:
+    the largest whose forecast (not its low end) fits; None when it was not looked for or none fits.
     """
 
     rung: str
@@ -170,7 +169,6 @@ class RungForecast:
     by_phase: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     largest_micro_batch: int | None = None
-    exact: bool = True
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
 

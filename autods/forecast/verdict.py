@@ -62,12 +62,11 @@ def judged(
 
     limits: bytes, where known: device and pinned a rank, host and nvme a node. emulated: the device's limit is a budget
     of torch's allocator on a larger card, as a fit with --gpu-memory sets it, and what lies beside the allocator does
-    not count. calibration: None: no trial has been seen. Without a trace (the formulas' estimates) it is not exact.
+    not count. calibration: None: no trial has been seen.
     """
     rows = constants or read_constants()
-    exact = bool(simulated.traces)
     need = need_of(ask, simulated, rows, expandable=expandable)
-    ratios = (calibration or learned(ask, (), rows, exact=exact)).ratios(ask.rung)
+    ratios = (calibration or learned(ask, (), rows)).ratios(ask.rung)
     inside = need.device.times(ratios)
     device = inside if emulated else inside + need.beside
     memory: dict[Tier, Predicted] = {
@@ -85,7 +84,6 @@ def judged(
         live_peak_bytes=need.live_bytes,
         by_phase=_by_phase(need, device),
         breakdown=simulated.breakdown,
-        exact=exact,
         assumed=simulated.assumed,
         seconds=simulated.seconds,
     )

@@ -14,7 +14,6 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.allocator import AllocConf, alloc_conf
-from ..forecast.fallback import WithFormulas
 from ..forecast.remembered import remembered
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import ForecastListener, Simulator, Start
@@ -163,8 +162,8 @@ def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
 
 @contextmanager
 def _simulated(source: WorkloadSource) -> Iterator[Simulator]:
-    """The simulated device; where it cannot be built, the formulas, which say that they are estimates."""
+    """The simulated device."""
     from ..forecast import simulator
 
     with simulator.Simulator(source, processes=_PROCESSES) as real:
-        yield WithFormulas(remembered(real, source))
+        yield remembered(real, source)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from ..config.deepspeed import compose, without_monitors
 from ..events import Listener, Note
 from ..forecast.batch_search import MOST_MICRO_BATCH, largest
-from ..forecast.fallback import WithFormulas
 from ..forecast.remembered import remembered
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import Ask, RungForecast, Simulator, Start
@@ -198,9 +197,9 @@ def sizes_of(question: Question, trial: Trial, facts: ModelFacts) -> Sequence[in
 
 @contextmanager
 def simulated(source: WorkloadSource) -> Iterator[Simulator]:
-    """The simulated device; where it cannot be built, the formulas."""
+    """The simulated device."""
     from ..forecast import simulator
 
     real: AbstractContextManager[simulator.Simulator] = simulator.Simulator(source, processes=_PROCESSES)
     with real as one:
-        yield WithFormulas(remembered(one, source))
+        yield remembered(one, source)

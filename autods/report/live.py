@@ -204,7 +204,7 @@ class PlanProgress(LiveView):
         self._rows[event.machine, said.rung] = said
         self._share = f"{event.done} of at most {event.total}"
         self._doing.pop(said.rung, None)
-        if self._live is None and (before is None or before.exact != said.exact):
+        if self._live is None and before is None:
             self._print_plain(f"{_of(event.machine)}{line_of(said)}")
         elif self._live is None and said.largest_micro_batch is not None:
             self._print_plain(f"{_of(event.machine)}{said.rung}: up to micro batch {said.largest_micro_batch}")
@@ -232,5 +232,4 @@ def line_of(said: RungForecast) -> str:
     mark, word, _ = MARKS[said.verdict]
     device = said.memory.get("device")
     peak = f"{of_predicted(device)}, " if device is not None and not said.reason.startswith("needs ") else ""
-    estimate = "" if said.exact else ", estimate"
-    return f"{mark} {said.rung}: {word}{estimate}: {peak}{said.reason}"
+    return f"{mark} {said.rung}: {word}: {peak}{said.reason}"

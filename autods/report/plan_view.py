@@ -244,7 +244,7 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
         word = "n/a" if narrow and rung.verdict == "not_applicable" else word
         cells = [
             Text(rung.rung, style="bold" if rung.rung == best else ""),
-            Text(f"{mark} {word}" + ("" if rung.exact else ", estimate"), style=style),
+            Text(f"{mark} {word}", style=style),
             Text("\n").join(_tiers(rung)),
             Text(str(rung.largest_micro_batch or "")),
             bar(rung, scale),

@@ -246,7 +246,7 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
         "micro_batch": rung.micro_batch,
         "largest_micro_batch": rung.largest_micro_batch,
         "decides": rung.decides,
-        "exact": rung.exact,
+        "exact": True,  # every figure is simulated; the key stays for readers of earlier plans
         "assumed": list(rung.assumed),
         "seconds": round(rung.seconds, 3),
     }

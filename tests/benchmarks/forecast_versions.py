@@ -71,8 +71,8 @@ def figures_of(plan: Forecast) -> dict[str, dict[str, Any]]:
     """Rung → peak bytes by tier, the live tensors' peak, and the peak of each phase; or what went wrong."""
     found: dict[str, dict[str, Any]] = {}
     for rung in plan.sites[0].rungs:
-        if not rung.memory or not rung.exact:
-            found[rung.rung] = {"problem": rung.reason if not rung.memory else "an estimate, not simulated"}
+        if not rung.memory:
+            found[rung.rung] = {"problem": rung.reason}
             continue
         found[rung.rung] = {
             "live": rung.live_peak_bytes,

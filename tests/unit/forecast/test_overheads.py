@@ -15,11 +15,9 @@ HEAD = """
 [spread]
 cuda = 0.02
 cpu = 0.02
-estimate = 0.1
 [least]
 cuda = 0.01
 cpu = 0.01
-estimate = 0.05
 """
 ROW = """
 [[constant]]
