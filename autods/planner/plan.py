@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ..config.strategies import Rung
@@ -14,8 +12,8 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.allocator import AllocConf, alloc_conf
-from ..forecast.remembered import remembered
 from ..forecast.simulator.client import SimulationFailed
+from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, Start
 from ..report.results import Forecast, SiteForecast
 from ..requests import Question, Site, plan_with_workloads_config
@@ -36,7 +34,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
     """
     began = time.monotonic()
     try:
-        with (start or _simulated)(_to_look_at(question)) as simulator:
+        with (start or ProcessSimulator)(_to_look_at(question)) as simulator:
             listen(Note(text="preparing the simulated device"))
             facts = _looked(simulator, question, listen)
             question = plan_with_workloads_config(question, facts)
@@ -158,12 +156,3 @@ def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
     where = failed.where or (None if failed.kind == "engine" else source.path)
     larger = "the model cannot be trained with so few samples: give --micro-batch 2 or more"
     return InputError(failed.what, where=where, hint=larger if wants_larger_batch(failed.what) else failed.hint)
-
-
-@contextmanager
-def _simulated(source: WorkloadSource) -> Iterator[Simulator]:
-    """The simulated device."""
-    from ..forecast import simulator
-
-    with simulator.Simulator(source, processes=_PROCESSES) as real:
-        yield remembered(real, source)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ..config.deepspeed import compose, without_monitors
 from ..events import Listener, Note
 from ..forecast.batch_search import MOST_MICRO_BATCH, largest
-from ..forecast.remembered import remembered
 from ..forecast.simulator.client import SimulationFailed
+from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import Ask, RungForecast, Simulator, Start
 from ..forecast.verdict import judged
 from ..requests import NVME_PLACE
@@ -51,7 +51,7 @@ class Simulators:
             while len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open)))[1].close()
             stack = ExitStack()
-            self._open[source.digest] = stack.enter_context((self._start or simulated)(source)), stack
+            self._open[source.digest] = stack.enter_context((self._start or ProcessSimulator)(source)), stack
         return self._open[source.digest][0]
 
     def facts(self, source: WorkloadSource) -> ModelFacts:
@@ -193,13 +193,3 @@ def sizes_of(question: Question, trial: Trial, facts: ModelFacts) -> Sequence[in
     settings = settings_of(question, trial.conditions, facts)
     most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
     return micro_batches(settings.global_batch, facts.replicas(settings.gpus), most)
-
-
-@contextmanager
-def simulated(source: WorkloadSource) -> Iterator[Simulator]:
-    """The simulated device."""
-    from ..forecast import simulator
-
-    real: AbstractContextManager[simulator.Simulator] = simulator.Simulator(source, processes=_PROCESSES)
-    with real as one:
-        yield remembered(one, source)

@@ -1,6 +1,6 @@
 """How long a forecast takes: wall, CPU seconds and memory of the whole process tree, and each rung's own time.
 
-python tests/benchmarks/forecast_speed.py [--models 7b,70b,405b] [--json] [--cache]
+python tests/benchmarks/forecast_speed.py [--models 7b,70b,405b] [--json]
 
 The machine may be busy: CPU seconds over the number of cores is what a quiet machine would need at best.
 """
@@ -50,25 +50,20 @@ _EVERY_S = 0.2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--cache", action="store_true", help="ask twice: the second answer is from the cache")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "AUTODS_FORECAST_CACHE": "off"}
-        if options.cache:
-            environment = {**os.environ, "XDG_CACHE_HOME": folder}
         for name in options.models.split(","):
-            for _ in range(2 if options.cache else 1):
-                rows.append(measured(name, Path(folder), environment))
-                if not options.json:
-                    show(rows[-1])
+            rows.append(measured(name, Path(folder)))
+            if not options.json:
+                show(rows[-1])
     if options.json:
         print(json.dumps(rows, indent=2))
     return 1 if any(row["exit"] not in (0, 1) for row in rows) else 0
 
 
-def measured(name: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def measured(name: str, folder: Path) -> dict[str, Any]:
     """One plan as a whole process."""
     sizes, machine = MODELS[name]
     path = folder / name / "config.json"
@@ -78,7 +73,7 @@ def measured(name: str, folder: Path, environment: dict[str, str]) -> dict[str, 
         sys.executable, "-m", "autods", "plan", str(path), *machine, "--gpu-memory", "80GiB", "--no-largest", "--json",
     ]  # fmt: skip
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     tree = _Tree(process.pid)
     lines: list[str] = []
 

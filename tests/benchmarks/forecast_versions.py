@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-os.environ["AUTODS_FORECAST_CACHE"] = "off"
 
 import autods
 from autods.report.results import Forecast

