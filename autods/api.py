@@ -85,10 +85,10 @@ def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
 
 def _hardware(asked: Mapping[str, Any]) -> Hardware:
     """This machine's, or that of the weakest node of a cluster that may be used."""
-    from .system.host import look
+    from .system.host import read_hardware
 
     if asked.get("address") is None:
-        return look()
+        return read_hardware()
     from .runner.placement import weakest_of
 
     check_nodes(asked.get("nodes"), asked["address"])
@@ -142,12 +142,12 @@ def plan(
 def ask(workload: str | Path | Workload, **asked: Any) -> Question:
     """Check the workload and what was asked (by `plan`'s names). Raises InputError."""
     from .requests import pose
-    from .system.host import look
+    from .system.host import read_hardware
 
     asked = _one_world(typed(asked))
     recompute = False if asked.get("checkpointing") == "off" else None
     source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
-    return pose(source, hardware=look(), **_with_tuples(asked))
+    return pose(source, hardware=read_hardware(), **_with_tuples(asked))
 
 
 def run_plan(question: Question, listen: ForecastListener) -> Forecast:

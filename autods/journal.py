@@ -23,7 +23,7 @@ VERSION = 1
 _ROW_START = b'{"kind": "'
 
 
-def key_of(trial: Trial) -> str:
+def trial_key(trial: Trial) -> str:
     """Equal for trials that ask the same question; what the journal looks answers up by."""
     said = asdict(trial)
     if not trial.conditions:
@@ -34,7 +34,7 @@ def key_of(trial: Trial) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class History:
     """What a journal says: finished trials by key, how often a trial was started without an end, and what was
     forecast for finished ones, as it was written. surveys: digest of a workload → what a look at it found."""
 
@@ -50,7 +50,7 @@ class Journal:
 
     path: Path
 
-    def open(self, *, fingerprint: str) -> Past:
+    def open(self, *, fingerprint: str) -> History:
         """Start a journal, or read the one that is there.
 
         Raises InputError when it answers another question, cannot be read, or a line is damaged (its number is said).
@@ -59,25 +59,25 @@ class Journal:
         lines = self._whole_lines()
         if not lines:
             self.append({"kind": "header", "version": VERSION, "fingerprint": fingerprint})
-            return Past({}, {})
+            return History({}, {})
         self._check_header(lines[0], fingerprint)
         return self._replay(lines[1:])
 
     def started(self, trial: Trial) -> None:
         """Written before the trial runs."""
-        self.append({"kind": "started", "key": key_of(trial)})
+        self.append({"kind": "started", "key": trial_key(trial)})
 
     def interrupted(self, trial: Trial) -> None:
         """Written when the user stopped the fit under it: no fault of the trial."""
-        self.append({"kind": "interrupted", "key": key_of(trial)})
+        self.append({"kind": "interrupted", "key": trial_key(trial)})
 
     def finished(self, record: Record) -> None:
         """Written as soon as the outcome is known."""
-        self.append({"kind": "finished", "key": key_of(record.trial), "record": asdict(record)})
+        self.append({"kind": "finished", "key": trial_key(record.trial), "record": asdict(record)})
 
     def foreseen(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
         """What had been forecast for a finished trial, beside what it measured."""
-        self.append({"kind": "forecast", "key": key_of(trial), "forecast": forecast})
+        self.append({"kind": "forecast", "key": trial_key(trial), "forecast": forecast})
 
     def surveyed(self, digest: str, survey: Mapping[str, Any]) -> None:
         """What a look at a workload found; a probe has several of them."""
@@ -137,7 +137,7 @@ class Journal:
             raise self._damaged(number)
         return row
 
-    def _replay(self, rows: list[dict[str, Any]]) -> Past:
+    def _replay(self, rows: list[dict[str, Any]]) -> History:
         records: dict[str, Record] = {}
         unfinished: dict[str, int] = {}
         forecasts: dict[str, Mapping[str, Any]] = {}
@@ -162,7 +162,7 @@ class Journal:
                         del records[key]  # asked again
                 case _:
                     raise self._damaged(number)
-        return Past(records, unfinished, forecasts, surveys)
+        return History(records, unfinished, forecasts, surveys)
 
     def _check_header(self, row: Mapping[str, Any], fingerprint: str) -> None:
         if row.get("kind") != "header":
@@ -231,11 +231,11 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
             pass
         if fresh:
             _clear(out)
-        check_room(out)
+        check_disk_space(out)
         yield out
 
 
-def check_room(out: Path) -> None:
+def check_disk_space(out: Path) -> None:
     """Raises InputError when the disk is full: ranks would die of it in ways that look like something else."""
     free = shutil.disk_usage(out).free
     if free < _LEAST_FREE_BYTES:
@@ -267,7 +267,7 @@ def _clear(out: Path) -> None:
 
 
 @dataclass(slots=True)
-class Memory:
+class TrialStore:
     """Answers from the journal what it knows, runs the rest, and writes down what it learns.
 
     learn: told of each outcome; what it returns, a forecast beside what was measured, is written down too. It may be
@@ -275,7 +275,7 @@ class Memory:
     """
 
     journal: Journal
-    past: Past
+    past: History
     execute: Execute
     listen: Listener
     records: list[Record] = field(default_factory=list)
@@ -285,7 +285,7 @@ class Memory:
 
     def run(self, trial: Trial, execute: Execute | None = None) -> Record:
         """`values.Run`: the record of a trial, from the past or by running it. execute: in place of the usual one."""
-        key = key_of(trial)
+        key = trial_key(trial)
         known = self.past.records.get(key)
         record = known or self._run(trial, key, execute or self.execute)
         with self.lock:
@@ -302,7 +302,7 @@ class Memory:
             self.running.add(id := 1 + max(known, default=0))
             if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
                 return self._given_up(trial, id)
-            check_room(self.journal.path.parent)
+            check_disk_space(self.journal.path.parent)
             self.journal.started(trial)
             self.listen(TrialStarted(id=id, trial=trial))
         try:
@@ -312,7 +312,7 @@ class Memory:
                 self.journal.interrupted(trial)
             raise
         if not isinstance(record.outcome, Fit):
-            check_room(self.journal.path.parent)
+            check_disk_space(self.journal.path.parent)
         with self.lock:
             self.journal.finished(record)
         return record

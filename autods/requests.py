@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from .config.base_config import (
-    Given,
-    asked_base,
-    base_of_script,
+    ConfigSource,
     check_ranks,
-    global_batch_of,
-    misspelt,
-    precision_of,
-    precisions_of,
-    size_of,
+    find_misspelt_keys,
+    merge_script_config,
+    parse_precisions,
+    parse_size,
+    precision_name,
+    resolve_base_config,
+    resolve_global_batch,
 )
-from .config.catalogue import ASKED, HERE, Machine, machines_named
+from .config.catalogue import ASKED, HERE, Machine, find_machines
 from .config.profiles import Budget, Profile, Stop, read_profile
-from .config.strategies import Rung, all_rungs, choose
+from .config.strategies import Rung, read_rungs, select_rungs
 from .errors import EnvironmentBroken, InputError
 from .system.host import Hardware
-from .system.host import asked as asked_threads
+from .system.host import requested_threads as asked_threads
 from .types import Device, ModelFacts, WorkloadSource
 from .units import format_bytes, parse_seconds
 
@@ -85,7 +85,7 @@ def _wrong(name: str, words: str, value: object) -> InputError:
 _OF_A_PROCESS = 2**30  # bytes of private memory that a rank holds before its trial begins, and some to spare
 
 
-def device_of(device: str, hardware: Hardware) -> Device:
+def resolve_device(device: str, hardware: Hardware) -> Device:
     """Where the ranks run. EnvironmentBroken for cards that cannot be used."""
     if device == "cpu":
         return "cpu"
@@ -113,7 +113,7 @@ def check_nodes(nodes: int | None, address: str | None) -> int:
     return nodes or 1
 
 
-def ranks_of(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
+def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
     """Of all nodes together; on CUDA all cards, if nothing was asked."""
     if gpus is None:
         if device == "cpu":
@@ -134,7 +134,7 @@ def ranks_of(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -
     return gpus
 
 
-def device_bytes_of(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
+def resolve_device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
     """The memory of a rank's device; on CPU ranks a fair share of what is free, if nothing was asked."""
     if device == "cuda":
         card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
@@ -169,7 +169,7 @@ def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
     )
 
 
-def nvme_folder(path: str | Path | None) -> Path | None:
+def check_nvme_folder(path: str | Path | None) -> Path | None:
     """A folder that can be written."""
     if path is None:
         return None
@@ -245,7 +245,7 @@ def resolve(
     gpu_memory: str | int | None = None,
     global_batch: int | None = None,
     precision: str = "auto",
-    base_config: Given = None,
+    base_config: ConfigSource = None,
     config: str = "default",
     ladder: tuple[str, ...] = (),
     strategies: tuple[Path, ...] = (),
@@ -267,26 +267,26 @@ def resolve(
     if out is not None and not str(out):
         raise InputError("--out is empty", hint="give a folder: --out autods-out/mine, or . for this one")
     profile = _stopping(read_profile(config), stop)
-    rungs = choose(ladder or profile.ladder, all_rungs(strategies))
-    kind = device_of(device, hardware)
+    rungs = select_rungs(ladder or profile.ladder, read_rungs(strategies))
+    kind = resolve_device(device, hardware)
     spread = check_nodes(nodes, address)
-    ranks = ranks_of(gpus, kind, hardware, spread)
-    asked = size_of(gpu_memory, "--gpu-memory")
-    first, *others = precisions_of(precision)
-    base = asked_base(source, base_config, first, world_size=ranks)
-    total = global_batch_of(global_batch, base, ranks)
+    ranks = resolve_ranks(gpus, kind, hardware, spread)
+    asked = parse_size(gpu_memory, "--gpu-memory")
+    first, *others = parse_precisions(precision)
+    base = resolve_base_config(source, base_config, first, world_size=ranks)
+    total = resolve_global_batch(global_batch, base, ranks)
     settings = Settings(
         source=source,
         gpus=ranks,
         device=kind,
-        device_bytes=device_bytes_of(asked, kind, ranks // spread, hardware),
+        device_bytes=resolve_device_bytes(asked, kind, ranks // spread, hardware),
         device_bytes_asked=asked is not None or kind == "cpu",
         out=Path(),
         profile=profile,
         ladder=rungs,
         base=base,
         global_batch=total,
-        nvme_path=nvme_folder(nvme_path),
+        nvme_path=check_nvme_folder(nvme_path),
         seed=seed,
         threads=asked_threads(),
         forecast=forecast,
@@ -308,12 +308,12 @@ def with_workloads_config(settings: Settings, facts: ModelFacts) -> Settings:
     """
     if facts.config is None:
         return settings
-    base = base_of_script(settings.source, facts.config, settings.base, world_size=settings.gpus)
-    total = global_batch_of(settings.global_batch, base, settings.gpus)
+    base = merge_script_config(settings.source, facts.config, settings.base, world_size=settings.gpus)
+    total = resolve_global_batch(settings.global_batch, base, settings.gpus)
     return replace(settings, base=base, global_batch=total)
 
 
-def said_of(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
+def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
     """What a person should know of a script once it was looked at; settings: with its config."""
     if facts.config is None:
         return ()
@@ -384,7 +384,7 @@ class Site:
     @property
     def precision(self) -> str:
         """'bf16', 'fp16' or 'fp32'."""
-        return precision_of(self.base)
+        return precision_name(self.base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,7 +423,7 @@ def pose(
     global_batch: int | None = None,
     precision: str = "auto",
     checkpointing: str | None = None,
-    base_config: Given = None,
+    base_config: ConfigSource = None,
     ladder: tuple[str, ...] = (),
     strategies: tuple[Path, ...] = (),
     largest: bool = True,
@@ -431,21 +431,21 @@ def pose(
     as_written: bool = False,
 ) -> Question:
     """Check what was asked. `hardware` answers only what nobody said. Raises InputError, never adjusts silently."""
-    rungs = choose(ladder or read_profile("default").ladder, all_rungs(strategies))
+    rungs = select_rungs(ladder or read_profile("default").ladder, read_rungs(strategies))
     kind = _device(device)
     if source.kind == "script":
         _check_script(source, checkpointing=checkpointing, zero_init=zero_init)
     if micro_batch is not None and micro_batch < 1:
         raise InputError(f"--micro-batch {micro_batch}: at least one sample is needed")
-    machines = _machines(on, size_of(gpu_memory, "--gpu-memory"), kind, hardware)
-    host_bytes, nvme_bytes = size_of(host_memory, "--host-memory"), size_of(nvme, "--nvme")
+    machines = _machines(on, parse_size(gpu_memory, "--gpu-memory"), kind, hardware)
+    host_bytes, nvme_bytes = parse_size(host_memory, "--host-memory"), parse_size(nvme, "--nvme")
     sites = []
     for machine in machines:
         own = replace(machine, host_bytes=host_bytes or machine.host_bytes, nvme_bytes=nvme_bytes or machine.nvme_bytes)
         ranks, per_node = _ranks(gpus, nodes, own, kind)
         otherwise = "bf16" if own.bf16 else "fp16"
-        base = asked_base(source, base_config, precision, world_size=ranks, otherwise=otherwise)
-        total = global_batch_of(global_batch, base, ranks)
+        base = resolve_base_config(source, base_config, precision, world_size=ranks, otherwise=otherwise)
+        total = resolve_global_batch(global_batch, base, ranks)
         site = Site(
             machine=own,
             world_size=ranks,
@@ -481,8 +481,8 @@ def plan_with_workloads_config(question: Question, facts: ModelFacts) -> Questio
         return question
     sites = []
     for site in question.sites:
-        base = base_of_script(question.source, facts.config, site.base, world_size=site.world_size)
-        total = global_batch_of(site.global_batch, base, site.world_size)
+        base = merge_script_config(question.source, facts.config, site.base, world_size=site.world_size)
+        total = resolve_global_batch(site.global_batch, base, site.world_size)
         own = replace(
             site,
             base=base,
@@ -518,7 +518,7 @@ def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardw
         if asked is not None or device == "cpu":
             other = "--gpu-memory" if asked is not None else "--device cpu"
             raise InputError(f"--on names a card, so {other} says nothing", hint="drop one of the two")
-        return machines_named(on)
+        return find_machines(on)
     cards = hardware.cards if device == "cuda" else ()
     if asked is not None:
         return (Machine(name=ASKED, title="as asked", device_bytes=asked, gpus=len(cards) or None),)
@@ -595,4 +595,4 @@ def _assumed(sites: Sequence[Site], device: Device, *, said_micro: bool, said_no
         said.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
     if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
         said.append("host memory without a limit (--host-memory)")
-    return [*said, *dict.fromkeys(one for site in sites for one in misspelt(site.base))]
+    return [*said, *dict.fromkeys(one for site in sites for one in find_misspelt_keys(site.base))]

@@ -99,7 +99,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"is not TOML: {error}", where=str(path)) from None
 
 
-def checked(
+def read_checked(
     kind: type[T],
     data: object,
     check: Callable[[T], None],

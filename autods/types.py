@@ -252,7 +252,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.key_of`.
+    """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.trial_key`.
 
     conditions: what a probe varies beside rung and knobs, see `workload.arguments`. examined_from_s: where a step
     takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it times the longest

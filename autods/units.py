@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def unit_of(size: float) -> tuple[str, int]:
+def choose_unit(size: float) -> tuple[str, int]:
     """436207616 → ('MiB', 1048576): the largest unit of which there is at least one, else bytes."""
     return next((unit for unit in _UNITS if abs(size) >= unit[1]), ("B", 1))
 
@@ -41,7 +41,7 @@ def parse_seconds(text: str) -> float:
 
 def format_bytes(size: float) -> str:
     """436207616 → '416.0 MiB'; negative sizes keep their sign."""
-    name, factor = unit_of(size)
+    name, factor = choose_unit(size)
     return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {name}"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..errors import InputError
 from ..types import WorkloadSource
 from ..units import parse_bytes
-from .deepspeed import BATCH_KEYS, get, half_precision, merge
+from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
 
 _AUTO_PLACES = ("optimizer.params", "scheduler.params", "bf16", "fp16")
 # Sections that decide by themselves what a trial decides: key → what they do, what to do instead.
@@ -109,10 +109,10 @@ def check_base_config(
         if not absent and not isinstance(config[key], Mapping):
             raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
     for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
-        if (said := get(config, f"{key}.enabled")) not in (None, True, False, "auto"):
+        if (said := get_key(config, f"{key}.enabled")) not in (None, True, False, "auto"):
             raise InputError(f'"{key}.enabled" is {said!r}; it must be true or false', where=where)
     on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
-    stage = get(config, "zero_optimization.stage")
+    stage = get_key(config, "zero_optimization.stage")
     if "amp" in on and (stage or "zero_optimization" in config):
         raise InputError(
             "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards",
@@ -132,7 +132,7 @@ def check_base_config(
             hint='set "enabled": false in one of them',
         )
     for key, (why, hint) in _DECIDE_THEMSELVES.items():
-        if get(config, key):
+        if get_key(config, key):
             raise InputError(f'"{key.removesuffix(".enabled")}": {why}', where=where, hint=hint)
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
         raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
@@ -141,7 +141,7 @@ def check_base_config(
         _check_auto(config, where)
 
 
-def misspelt(config: Mapping[str, Any]) -> tuple[str, ...]:
+def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys that DeepSpeed would pass over without a word and that are nearly one of its own, in sentences."""
     near = {key: get_close_matches(key, _KEYS, n=1, cutoff=0.85) for key in config if key not in _KEYS}
     return tuple(
@@ -153,9 +153,9 @@ def misspelt(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _check_auto(config: Mapping[str, Any], where: str) -> None:
     """DeepSpeed itself takes "auto" in some sections; elsewhere the HF Trainer fills it in, and nothing else does."""
-    inside = [f"{place}.{name}" for place in _AUTO_PLACES for name in get(config, place) or ()]
+    inside = [f"{place}.{name}" for place in _AUTO_PLACES for name in get_key(config, place) or ()]
     for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
-        if get(config, key) == "auto":
+        if get_key(config, key) == "auto":
             raise InputError(
                 f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
                 where=where,
@@ -164,7 +164,7 @@ def _check_auto(config: Mapping[str, Any], where: str) -> None:
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool:
-    return get(config, f"{key}.enabled") is True
+    return get_key(config, f"{key}.enabled") is True
 
 
 def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None:
@@ -194,10 +194,10 @@ def _meant_for(total: int | None, micro: int | None, accumulation: int | None) -
 
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-Given = str | Path | Mapping[str, Any] | None
+ConfigSource = str | Path | Mapping[str, Any] | None
 
 
-def base_of(given: Given, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
+def load_base_config(given: ConfigSource, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
     """The base config, from a file or as an object, and the name that errors give it. See `check_base_config`."""
     where = str(given) if isinstance(given, (str, Path)) else "base config"
     base = read_base_config(Path(given)) if isinstance(given, (str, Path)) else _plain(given, where)
@@ -205,18 +205,18 @@ def base_of(given: Given, *, world_size: int, filled_in: bool = False) -> tuple[
     return base, where
 
 
-def asked_base(
-    source: WorkloadSource, given: Given, precision: str, *, world_size: int, otherwise: str = "bf16"
+def resolve_base_config(
+    source: WorkloadSource, given: ConfigSource, precision: str, *, world_size: int, otherwise: str = "bf16"
 ) -> dict[str, Any]:
     """The workload's base config, or the one `given` in its place, with a precision. Of a script: what goes over it."""
     users = source.base_config if given is None else given
-    base, where = base_of(users, world_size=world_size, filled_in=fills_in(source))
+    base, where = load_base_config(users, world_size=world_size, filled_in=fills_in_auto(source))
     if source.kind == "script":
         return over_script(base, precision, where)
     return with_precision(base, precision, where, otherwise=otherwise)
 
 
-def size_of(given: str | int | None, option: str) -> int | None:
+def parse_size(given: str | int | None, option: str) -> int | None:
     """Bytes of '80GiB', or of a number."""
     if given is None:
         return None
@@ -233,7 +233,7 @@ def check_ranks(gpus: int) -> int:
     return gpus
 
 
-def global_batch_of(given: int | None, base: Mapping[str, Any], ranks: int) -> int | None:
+def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int) -> int | None:
     """The global batch that was asked for, else the base config's."""
     users = base.get("train_batch_size")
     total = given if given is not None else users if isinstance(users, int) else None
@@ -251,7 +251,7 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
     """The base config with a precision in it: the user's own, else the one asked for, else `otherwise`."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise InputError(f"there is no precision {precision!r}", hint="give --precision bf16, fp16 or fp32")
-    users = half_precision(base)
+    users = enabled_half_precision(base)
     if precision == "auto":
         return dict(base) if users or "bf16" in base or "fp16" in base else {**base, otherwise: {"enabled": True}}
     if users and users != precision:
@@ -266,27 +266,27 @@ def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str
     if precision == "auto":
         return dict(base)
     asked = with_precision(base, precision, where)
-    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != half_precision(asked)}
+    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != enabled_half_precision(asked)}
     return merge(asked, off)
 
 
-def base_of_script(
+def merge_script_config(
     source: WorkloadSource, own: Mapping[str, Any], asked: Mapping[str, Any], *, world_size: int
 ) -> dict[str, Any]:
     """The config that a script gave to its engine, under what was asked; an "auto" there means what the script said."""
-    said = {key: value for key, value in asked.items() if get(asked, f"{key}.enabled") != "auto"}
+    said = {key: value for key, value in asked.items() if get_key(asked, f"{key}.enabled") != "auto"}
     base = merge(own, said)
     where = f"the DeepSpeed config of {source.path}"
-    check_base_config(base, world_size=world_size, where=where, filled_in=fills_in(source))
+    check_base_config(base, world_size=world_size, where=where, filled_in=fills_in_auto(source))
     return base
 
 
-def fills_in(source: WorkloadSource) -> bool:
+def fills_in_auto(source: WorkloadSource) -> bool:
     """Whether a library stands between the config and the engine that puts values in place of "auto"."""
     return source.script_kind in ("hf_trainer", "accelerate")
 
 
-def precisions_of(given: str) -> tuple[str, ...]:
+def parse_precisions(given: str) -> tuple[str, ...]:
     """'bf16,fp32' → both; the first is what the fit starts with, the others may win the race."""
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
     for name in names:
@@ -295,9 +295,9 @@ def precisions_of(given: str) -> tuple[str, ...]:
     return names
 
 
-def precision_of(base: Mapping[str, Any]) -> str:
+def precision_name(base: Mapping[str, Any]) -> str:
     """'bf16', 'fp16' or 'fp32', as a config says it."""
-    return half_precision(base) or "fp32"
+    return enabled_half_precision(base) or "fp32"
 
 
 def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from ..schema import checked, read_toml
+from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 
 ASKED, HERE = "asked", "here"  # names of machines that are not of the catalogue: of that size, and this one
@@ -67,7 +67,7 @@ class _File:
     links: Links
 
 
-def catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
+def read_catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
     """Every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
     paths = sorted((folder or data_folder("configs") / "hardware").glob("*.toml"))
     machines = [_machine(path) for path in paths]
@@ -75,9 +75,9 @@ def catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
     return {machine.name: machine for machine in machines}
 
 
-def machines_named(names: str) -> tuple[Machine, ...]:
+def find_machines(names: str) -> tuple[Machine, ...]:
     """The machines of 'a100-80gb,h100-80gb' or 'all', smallest device first; the path of a .toml file is one, too."""
-    known = catalogue()
+    known = read_catalogue()
     wanted = list(known) if names.strip() == "all" else [name.strip() for name in names.split(",")]
     found = {machine.name: machine for machine in (_one(name, known) for name in wanted)}
     return tuple(sorted(found.values(), key=lambda machine: machine.device_bytes))
@@ -94,7 +94,7 @@ def _one(name: str, known: Mapping[str, Machine]) -> Machine:
 
 def _machine(path: Path) -> Machine:
     hint = "compare with configs/hardware/a100-80gb.toml"
-    file = checked(_File, read_toml(path), _check, name="machine", where=str(path), hint=hint)
+    file = read_checked(_File, read_toml(path), _check, name="machine", where=str(path), hint=hint)
     return Machine(
         name=file.name,
         title=file.title,

@@ -28,7 +28,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def get(config: Mapping[str, Any], dotted: str) -> Any:
+def get_key(config: Mapping[str, Any], dotted: str) -> Any:
     """The value at 'zero_optimization.stage', or None."""
     value: Any = config
     for part in dotted.split("."):
@@ -36,22 +36,22 @@ def get(config: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def half_precision(config: Mapping[str, Any]) -> str | None:
+def enabled_half_precision(config: Mapping[str, Any]) -> str | None:
     """'bf16' or 'fp16', whichever is enabled; None: fp32."""
-    return next((kind for kind in ("bf16", "fp16") if get(config, f"{kind}.enabled")), None)
+    return next((kind for kind in ("bf16", "fp16") if get_key(config, f"{kind}.enabled")), None)
 
 
-def nested(dotted: str, value: Any) -> dict[str, Any]:
+def nest_key(dotted: str, value: Any) -> dict[str, Any]:
     """'a.b', 1 → {'a': {'b': 1}}."""
     head, _, tail = dotted.partition(".")
-    return {head: nested(tail, value) if tail else value}
+    return {head: nest_key(tail, value) if tail else value}
 
 
 def start_settings(rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts) -> dict[str, Scalar]:
     """The first values of what the rung sizes. A smaller value of the user's wins: buckets never grow unasked."""
     sized: dict[str, Scalar] = {}
     for key, sizing in rung.start.items():
-        value, users = sizing.value(device_bytes=device_bytes, facts=facts), get(base, key)
+        value, users = sizing.value(device_bytes=device_bytes, facts=facts), get_key(base, key)
         is_number = isinstance(users, (int, float)) and not isinstance(users, bool)
         keep_users = is_number and sizing.device_share is not None
         sized[key] = min(value, int(users)) if keep_users else value
@@ -73,9 +73,9 @@ def compose(
     own_optimizer: the workload passes an optimizer object, so the config names none.
     native_optimizer: False lets torch's AdamW stand in for DeepSpeed's op, which then need not be built.
     """
-    config = merge(rungless(base), _with_path(rung.ds_config, nvme_path))
+    config = merge(strip_rung_keys(base), _with_path(rung.ds_config, nvme_path))
     for key, value in knobs.settings.items():
-        config = merge(config, nested(key, value))
+        config = merge(config, nest_key(key, value))
     config = merge(config, _optimizer(config, rung, own_optimizer, native_optimizer))
     if own_optimizer:
         config.pop("optimizer", None)
@@ -86,7 +86,7 @@ def compose(
     }
 
 
-def rungless(config: Mapping[str, Any]) -> dict[str, Any]:
+def strip_rung_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Without what the rung and the batch decide."""
     zero = {key: value for key, value in dict(config.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
     return {key: value for key, value in config.items() if key not in BATCH_KEYS} | {"zero_optimization": zero}
@@ -98,14 +98,14 @@ def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
-def ops_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The DeepSpeed ops that this config makes the engine load, and so build when they are not cached."""
-    offload = get(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    offload = get_key(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     ops = []
-    name = str(get(config, "optimizer.type")).lower()
-    if name in _NATIVE_ADAM and not get(config, "optimizer.params.torch_adam"):
+    name = str(get_key(config, "optimizer.type")).lower()
+    if name in _NATIVE_ADAM and not get_key(config, "optimizer.params.torch_adam"):
         ops.append("cpu_adam" if offload else "fused_adam")
-    if "nvme" in (get(config, f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")):
+    if "nvme" in (get_key(config, f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")):
         ops.append("async_io")
     return tuple(ops)
 
@@ -118,7 +118,7 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, nativ
         ours = not config.get("optimizer")
         optimizer = DEFAULT_OPTIMIZER if ours else config["optimizer"]
         stands_in = not native_optimizer or (ours and not offloaded)
-        if stands_in and str(get(optimizer, "type")).lower() in _NATIVE_ADAM:
+        if stands_in and str(get_key(optimizer, "type")).lower() in _NATIVE_ADAM:
             optimizer = merge(optimizer, {"params": {"torch_adam": True}})
         added["optimizer"] = optimizer
     if offloaded and (own_optimizer or not native_optimizer):
@@ -158,18 +158,18 @@ FILLED_IN = (
 _ALSO_OURS = "zero_optimization."  # filled in where it says "auto", and never compared with an argument
 
 
-def for_trainer(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def to_trainer_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with "auto" exactly where the Trainer would compare, so that nothing can contradict its arguments.
 
     train_batch_size is left out: DeepSpeed multiplies, and accelerate counts CPU ranks as one process.
     """
     config = {key: value for key, value in ds_config.items() if key != "train_batch_size"}
     for key in FILLED_IN:
-        if get(config, key) is not None and not key.startswith(_ALSO_OURS):
-            config = merge(config, nested(key, "auto"))
+        if get_key(config, key) is not None and not key.startswith(_ALSO_OURS):
+            config = merge(config, nest_key(key, "auto"))
     return config
 
 
-def for_lightning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def to_lightning_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Without accumulation steps: the strategy takes them from `accumulate_grad_batches`, and refuses the key."""
     return {key: value for key, value in ds_config.items() if key not in BATCH_KEYS[::2]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
-from ..schema import checked, read_toml
+from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Steps
 
@@ -104,7 +104,7 @@ def read_profile(name: str) -> Profile:
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no config {name!r}", hint=f"give one of {known}, or the path of a .toml file")
     hint = "compare with configs/default.toml"
-    file = checked(_File, read_toml(path), _check, name="config", where=str(path), hint=hint)
+    file = read_checked(_File, read_toml(path), _check, name="config", where=str(path), hint=hint)
     return Profile(
         name=file.name,
         ladder=file.ladder,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import InputError
-from ..schema import checked, read_toml
+from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import ModelFacts, Scalar, Tier
 
@@ -90,7 +90,7 @@ class _File:
 
 def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
     """A rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
-    file = checked(_File, data, _check, name="rung", where=where, hint="compare with strategies/zero3.toml")
+    file = read_checked(_File, data, _check, name="rung", where=where, hint="compare with strategies/zero3.toml")
     return Rung(
         name=file.name,
         order=file.order,
@@ -136,7 +136,7 @@ def _check_usual(key: str, dimension: Dimension) -> None:
         raise ValueError(f"tune.{key}.usual is {usual!r}, not {wanted}")
 
 
-def all_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
+def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     """Every rung by name, fastest first: those that ship, then those of the user's folders (which win)."""
     found: dict[str, Rung] = {}
     for folder in (data_folder("strategies"), *folders):
@@ -150,7 +150,7 @@ def all_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     return dict(sorted(found.items(), key=lambda item: item[1].order))
 
 
-def choose(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:
+def select_rungs(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:
     """The named rungs, fastest first. Raises InputError for a name that no rung has."""
     wanted = tuple(names)
     for name in wanted:

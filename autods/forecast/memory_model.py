@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config.deepspeed import get, half_precision
+from ..config.deepspeed import enabled_half_precision, get_key
 from ..types import Tier
 from .allocator import replay, squeezed
 from .host_allocators import replay_pinned, replay_process
@@ -113,5 +113,5 @@ def _host(simulated: Simulated, pinned: Interval) -> Interval:
 
 
 def _bucket_bytes(ask: Ask) -> int:
-    elements = get(ask.ds_config, "zero_optimization.reduce_bucket_size")
-    return int(elements or _DEFAULT_BUCKET) * (2 if half_precision(ask.ds_config) else 4)
+    elements = get_key(ask.ds_config, "zero_optimization.reduce_bucket_size")
+    return int(elements or _DEFAULT_BUCKET) * (2 if enabled_half_precision(ask.ds_config) else 4)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from ..schema import checked, read_toml
+from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Device, Tier
 from ..units import parse_bytes
@@ -78,7 +78,7 @@ def overlaps(ask: Ask) -> bool:
 def read_constants(path: Path | None = None) -> Constants:
     """The shipped rows, or a file of one's own. Raises InputError that says which row is wrong."""
     path = path or data_folder("configs") / "forecast" / "constants.toml"
-    file = checked(
+    file = read_checked(
         _File,
         read_toml(path),
         _check,

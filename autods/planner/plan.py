@@ -17,7 +17,7 @@ from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, Start
 from ..report.results import Forecast, SiteForecast
 from ..requests import Question, Site, plan_with_workloads_config
-from ..system.host import versions
+from ..system.host import installed_versions
 from ..tuner.candidates import unforeseeable
 from ..types import ModelFacts, WorkloadSource
 from .simulate import Sizing, Work, checkpointing_of, forecast_rung, groups_of
@@ -54,7 +54,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
         checkpointing=checkpointing,
         zero_init=question.zero_init,
         assumed=(*question.assumed, *_shared(question), *_of_allocator(allocator)),
-        versions=versions(),
+        versions=installed_versions(),
         seconds=time.monotonic() - began,
     )
 

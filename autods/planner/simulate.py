@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..config.deepspeed import compose, get, start_settings
+from ..config.deepspeed import compose, get_key, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..forecast.batch_search import MOST_MICRO_BATCH, Largest, largest
@@ -51,7 +51,7 @@ def holds_for(simulated: Simulated, ask: Ask, device_bytes: int) -> bool:
     (`stage_1_and_2.py`). Where init's peak stays below the smaller device they fit there, too. Where another phase
     needs more than the device has, the verdict is the same whatever init does.
     """
-    if device_bytes >= ask.device_bytes or get(ask.ds_config, "zero_optimization.stage") not in (1, 2):
+    if device_bytes >= ask.device_bytes or get_key(ask.ds_config, "zero_optimization.stage") not in (1, 2):
         return True
     peaks = {phase: tiers.get("device", 0) for phase, tiers in simulated.live_bytes.items()}
     return peaks.get("init", 0) <= device_bytes or any(
@@ -112,7 +112,7 @@ def _settings(rung: Rung, site: Site, question: Question, facts: ModelFacts, siz
         return start_settings(rung, base=site.base, device_bytes=sizing.buckets_bytes, facts=facts)
     needed = {key: sizing_of for key, sizing_of in rung.start.items() if sizing_of.device_share is None}
     values = {key: of.value(device_bytes=sizing.buckets_bytes, facts=facts) for key, of in needed.items()}
-    return {key: value for key, value in values.items() if get(site.base, key) is None}
+    return {key: value for key, value in values.items() if get_key(site.base, key) is None}
 
 
 def overruled(ask: Ask, base: Mapping[str, Any]) -> tuple[str, ...]:
@@ -120,8 +120,8 @@ def overruled(ask: Ask, base: Mapping[str, Any]) -> tuple[str, ...]:
 
     As a fit does, it starts with buckets that suit the device.
     """
-    ours = get(ask.ds_config, "zero_optimization") or {}
-    users = {key: value for key, value in (get(base, "zero_optimization") or {}).items() if key != "stage"}
+    ours = get_key(ask.ds_config, "zero_optimization") or {}
+    users = {key: value for key, value in (get_key(base, "zero_optimization") or {}).items() if key != "stage"}
     return tuple(
         f"{ask.rung}: {key} {ours[key]:,}, as a fit would start, not the base config's {value:,.0f}"
         for key, value in users.items()

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import get
+from ..config.deepspeed import get_key
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..schema import checked, read_toml
+from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Scalar
 from ..workload.protocol import FUNCTIONS
@@ -38,7 +38,8 @@ class Keys:
 def known_keys() -> Keys:
     """The shipped file."""
     path = data_folder("configs") / "deepspeed" / "keys.toml"
-    return checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), hint="reinstall")
+    hint = "reinstall autods"
+    return read_checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), hint=hint)
 
 
 def check_key(key: str, axis: str) -> None:
@@ -78,7 +79,7 @@ def unheeded(key: str, rung: Rung) -> str | None:
     part = rest.partition(".")[0]
     if part in known_keys().offload:
         state = part.removeprefix("offload_")
-        return None if get(rung.ds_config, f"{ZERO}.{part}") else f"the {_STATES[state]} stay on the device"
+        return None if get_key(rung.ds_config, f"{ZERO}.{part}") else f"the {_STATES[state]} stay on the device"
     stages = known_keys().zero_optimization[part]
     return None if rung.stage in stages else f"stage {rung.stage} does not obey it"
 
@@ -257,7 +258,7 @@ def read_experiment(name: str) -> Experiment:
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no experiment {name!r}", hint=f"give one of {known}, or the path of a .toml file")
     hint = f"compare with {folder / 'stages.toml'}"
-    return checked(Experiment, read_toml(path), _check, name="experiment", where=str(path), hint=hint)
+    return read_checked(Experiment, read_toml(path), _check, name="experiment", where=str(path), hint=hint)
 
 
 def _check(experiment: Experiment) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ..events import Listener
-from ..journal import Journal, Past, key_of
+from ..journal import History, Journal, trial_key
 from ..report import text
 from ..report.results import Capacity, CellResult, CellStatus
 from ..schema import read_as
@@ -186,7 +186,7 @@ class Boundaries:
     question: Question
     facts: Facts
     journal: Journal
-    past: Past
+    past: History
     listen: Listener
     simulators: Simulators
     run: Callable[[Trial, Bench], Record]
@@ -207,7 +207,7 @@ class Boundaries:
 
     def _foreseen(self, own: Sequence[Cell]) -> dict[int, Foreseen]:
         """What an earlier run of the probe has forecast is not simulated again."""
-        keys = {cell.number: key_of(cell.trial) for cell in own if cell.trial is not None}
+        keys = {cell.number: trial_key(cell.trial) for cell in own if cell.trial is not None}
         before = self.past.forecasts
         known = {number: read_as(Foreseen, before[key]) for number, key in keys.items() if key in before}
         if self.question.settings.forecast:
@@ -225,7 +225,7 @@ class Boundaries:
         """Whether the journal answers all that the search asks: no machine is needed."""
 
         def answer(trial: Trial) -> Record:
-            return self.past.records[key_of(trial)]
+            return self.past.records[trial_key(trial)]
 
         try:
             self._searched(cell, foreseen, answer)

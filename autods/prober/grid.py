@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ..config.base_config import precision_of
+from ..config.base_config import precision_name
 from ..config.catalogue import Machine
-from ..config.deepspeed import compose, get, merge, nested, ops_of, start_settings
+from ..config.deepspeed import compose, get_key, merge, nest_key, required_ops, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..journal import Journal, Past, key_of
+from ..journal import History, Journal, trial_key
 from ..report.probe_view import of_value
 from ..requests import Settings, with_workloads_config
 from ..schema import read_as
@@ -61,7 +61,7 @@ def cells_of(question: Question, survey: Survey) -> tuple[Cell, ...]:
             wrong.append(error)
             cell = Cell(number=number, values=values, refused=" ".join(str(error).split()))
         if cell.trial is not None:
-            known = first.setdefault(key_of(cell.trial), number)
+            known = first.setdefault(trial_key(cell.trial), number)
             cell = replace(cell, same_as=known if known != number else None)
         cells.append(cell)
     if wrong and len(wrong) == len(cells):
@@ -157,7 +157,7 @@ def _sized(question: Question, rung: Rung, facts: ModelFacts) -> dict[str, Scala
     if not question.as_written:
         return sized
     needed = [key for key, sizing in rung.start.items() if sizing.device_share is None]
-    return {key: sized[key] for key in needed if get(settings.base, key) is None}
+    return {key: sized[key] for key in needed if get_key(settings.base, key) is None}
 
 
 def _micro_batch(settings: Settings, values: Mapping[str, Value]) -> int:
@@ -186,11 +186,11 @@ def _why_not(
         return "the model has no gradient_checkpointing_enable()"
     base: Mapping[str, Any] = settings.base
     for key, value in trial.knobs.settings.items():
-        base = merge(base, nested(key, value))
-    precision = precision_of(base)
+        base = merge(base, nest_key(key, value))
+    precision = precision_name(base)
     if (why := _no_precision(precision, settings, question.machine)) is not None:
         return why
-    for op in ops_of(config_of(question, trial, facts)):
+    for op in required_ops(config_of(question, trial, facts)):
         if op in problems:
             return f"its op {op} cannot be built: {problems[op]}"
     return None
@@ -236,7 +236,7 @@ class Surveys:
 
     source: WorkloadSource
     journal: Journal
-    past: Past
+    past: History
     look: Callable[[Mapping[str, Scalar]], Surveyed]
     known: dict[str, Surveyed] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..errors import EnvironmentBroken
 from ..events import Listener, Note
-from ..journal import key_of
+from ..journal import trial_key
 from ..report import text
 from ..report.results import CellResult, CellStatus
 from ..tuner.comparison import ratios, spread_of
@@ -29,12 +29,12 @@ def in_turns(cells: Iterable[Cell], run: Run, *, repeats: int, order: Order = li
 
     What ran out of memory, or failed of something that lasts, is not asked again.
     """
-    own = {key_of(cell.trial): cell for cell in cells if cell.trial is not None and cell.same_as is None}
+    own = {trial_key(cell.trial): cell for cell in cells if cell.trial is not None and cell.same_as is None}
     trials = [cell.trial for cell in own.values() if cell.trial is not None]
     found: dict[int, tuple[Record, ...]] = {cell.number: () for cell in own.values()}
     for turn in range(repeats):
         for trial in order(trials[::-1] if turn % 2 else trials):
-            number = own[key_of(trial)].number
+            number = own[trial_key(trial)].number
             if not found[number] or _may_change(found[number][-1]):
                 found[number] += (run(replace(trial, repeat=turn)),)
     return found

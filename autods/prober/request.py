@@ -11,10 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..config.base_config import Given, base_of, check_ranks, global_batch_of, size_of
-from ..config.catalogue import ASKED, HERE, Machine, machines_named
+from ..config.base_config import ConfigSource, check_ranks, load_base_config, parse_size, resolve_global_batch
+from ..config.catalogue import ASKED, HERE, Machine, find_machines
 from ..config.profiles import read_profile
-from ..config.strategies import Rung, all_rungs, choose
+from ..config.strategies import Rung, read_rungs, select_rungs
 from ..errors import InputError
 from ..requests import Settings, nvme_place, resolve, whole
 from ..system.gpus import Card
@@ -37,13 +37,13 @@ def machine_asked(
     on: str | None,
 ) -> Machine:
     """The machine that was named or described; else this one's cards. Raises InputError."""
-    asked, host = size_of(gpu_memory, "--gpu-memory"), size_of(host_memory, "--host-memory")
+    asked, host = parse_size(gpu_memory, "--gpu-memory"), parse_size(host_memory, "--host-memory")
     if on is not None:
         if asked is not None or device == "cpu":
             raise InputError(
                 "--on names a card, so --gpu-memory and --device cpu say nothing", hint="drop one of the two"
             )
-        named = machines_named(on)
+        named = find_machines(on)
         if len(named) > 1:
             raise InputError(
                 "--on names several machines", hint="a probe forecasts for one; `autods plan` compares them"
@@ -220,7 +220,7 @@ def pose(
     parallel_trials: int = 1,
     machine: Machine | None = None,
     as_written: bool = False,
-    base_config: Given = None,
+    base_config: ConfigSource = None,
     config: str = "default",
     ladder: tuple[str, ...] = (),
     strategies: tuple[Path, ...] = (),
@@ -234,7 +234,7 @@ def pose(
     """
     capacity = capacity or machine is not None
     folders = (experiment_rungs(), *strategies)
-    rungs = all_rungs(folders)
+    rungs = read_rungs(folders)
     axes = _with_gpus(axes_of(vary, rungs), gpus)
     if ladder and any(axis.name == "rung" for axis in axes):
         raise InputError("--ladder and an axis both say the rungs", hint="give them once: --vary rung=…")
@@ -250,8 +250,8 @@ def pose(
         ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **asked,
     )  # fmt: skip
     for count in counts:  # a base config, or a global batch, may suit some and not others
-        base, _ = base_of(source.base_config if base_config is None else base_config, world_size=count)
-        global_batch_of(asked.get("global_batch"), base, count)
+        base, _ = load_base_config(source.base_config if base_config is None else base_config, world_size=count)
+        resolve_global_batch(asked.get("global_batch"), base, count)
         check_packed(count, settings)
     if machine is not None:
         settings = replace(settings, nvme_path=nvme_place(nvme_path, machine))
@@ -296,7 +296,7 @@ def _rungs_of(ladder: tuple[str, ...], rungs: Mapping[str, Rung], config: str, *
     """The rungs where no axis names any; of an experiment, where nobody named any, the plainest."""
     if not ladder and not capacity:
         return ()
-    return tuple(rung.name for rung in choose(ladder or read_profile(config).ladder, rungs))
+    return tuple(rung.name for rung in select_rungs(ladder or read_profile(config).ladder, rungs))
 
 
 def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Axis, ...], tuple[str, ...]]:

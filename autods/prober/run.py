@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 
-from ..config.base_config import precision_of
+from ..config.base_config import precision_name
 from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Listener, Note
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import Start as StartSimulator
-from ..journal import JOURNAL, Journal, Memory, Past, check_room, workspace
+from ..journal import JOURNAL, History, Journal, TrialStore, check_disk_space, workspace
 from ..report.results import CellResult, ProbeReport
 from ..report.serialize import write_probe
 from ..requests import Settings
-from ..system.host import look, versions
+from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
 from .capacity import Boundaries
 from .forecasts import Simulators, to_look_at
@@ -50,7 +50,7 @@ def concluded(
             "device": settings.device,
             "device_bytes": settings.device_bytes,
             "global_batch": settings.global_batch,
-            "precision": "its own precision" if settings.source.kind == "script" else precision_of(settings.base),
+            "precision": "its own precision" if settings.source.kind == "script" else precision_name(settings.base),
             "repeats": question.repeats,
             "steps": asdict(question.steps),
             "capacity": question.capacity,
@@ -58,8 +58,8 @@ def concluded(
             "forecast_only": question.forecast_only,
             "machine": None if question.machine is None else question.machine.name,
         },
-        versions=versions(),
-        hardware=asdict(look()),
+        versions=installed_versions(),
+        hardware=asdict(read_hardware()),
         seconds=seconds,
         out=str(settings.out),
     )
@@ -101,7 +101,7 @@ def probe(
         except SimulationFailed as failed:
             raise _told(failed, question) from None
         except OSError:
-            check_room(out)
+            check_disk_space(out)
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
         report = concluded(question, cells, reference, work.memory.records, time.monotonic() - began + earlier_s)
@@ -116,7 +116,7 @@ class _Work:
         self,
         question: Question,
         journal: Journal,
-        past: Past,
+        past: History,
         listen: Listener,
         bench: Bench | None,
         simulate: StartSimulator | None,
@@ -124,7 +124,7 @@ class _Work:
         self.question, self.listen, self.bench = question, listen, bench
         self.simulators = Simulators(question.settings.device, simulate)
         self.surveys = Surveys(source=question.settings.source, journal=journal, past=past, look=self._look)
-        self.memory = Memory(journal, past, self._execute, listen)
+        self.memory = TrialStore(journal, past, self._execute, listen)
 
     def done(self) -> tuple[tuple[CellResult, ...], int | None]:
         """Every cell, and the number of the one that the others are compared with."""
@@ -190,4 +190,4 @@ def _told(failed: SimulationFailed, question: Question) -> AutodsError:
 def _on_ray(settings: Settings, listen: Listener, environments: int) -> AbstractContextManager[Bench]:
     from ..runner.pool import RunnerPool
 
-    return RunnerPool(settings, listen, host_bytes=look().host_bytes, environments=environments)
+    return RunnerPool(settings, listen, host_bytes=read_hardware().host_bytes, environments=environments)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import DEFAULT_OPTIMIZER, get, half_precision
+from ..config.deepspeed import DEFAULT_OPTIMIZER, enabled_half_precision, get_key
 from .results import Report
 
 DS_CONFIG = "ds_config.json"
@@ -155,7 +155,7 @@ def trainer_arguments(report: Report, config: str) -> tuple[str, ...]:
     """The `TrainingArguments` that go with the config at the path `config`, as a command line has them."""
     assert report.knobs is not None
     assert report.ds_config is not None
-    half = half_precision(report.ds_config)
+    half = enabled_half_precision(report.ds_config)
     return (
         "--deepspeed", config,
         "--per_device_train_batch_size", str(report.knobs.micro_batch),
@@ -200,10 +200,10 @@ def _notes(ds_config: Mapping[str, Any]) -> Iterator[str]:
 
 def _users_own(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """What the config says of training itself; our own default of an optimizer says nothing."""
-    params = get(ds_config, "optimizer.params") or {}
+    params = get_key(ds_config, "optimizer.params") or {}
     ours = {key: value for key, value in params.items() if key != "torch_adam"} == DEFAULT_OPTIMIZER["params"]
     for key, argument in _ARGUMENTS.items():
-        value = get(ds_config, key)
+        value = get_key(ds_config, key)
         if value not in (None, "auto") and not (ours and key.startswith("optimizer.")):
             yield from (argument, str(value))
     betas = params.get("betas")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..forecast.values import Predicted, RungForecast, Verdict
 from ..types import TIERS, Tier
-from ..units import format_bytes, format_count, unit_of
+from ..units import choose_unit, format_bytes, format_count
 from .results import Forecast, SiteForecast
 from .text import of_ranks, of_seconds, pairs_grid
 
@@ -257,12 +257,12 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
 
 def of_predicted(said: Predicted) -> str:
     """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
-    name, factor = unit_of(said.peak_bytes)
+    name, factor = choose_unit(said.peak_bytes)
     low, peak, high = (f"{size / factor:.1f}" for size in (said.low_bytes, said.peak_bytes, said.high_bytes))
     between = f" ({low}–{high})" if low != high else ""
     if not said.limit_bytes:
         return f"{peak}{between} {name}"
-    if unit_of(said.limit_bytes)[0] == name:
+    if choose_unit(said.limit_bytes)[0] == name:
         return f"{peak}{between} / {said.limit_bytes / factor:.1f} {name}"
     return f"{peak}{between} {name} / {format_bytes(said.limit_bytes)}"
 

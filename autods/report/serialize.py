@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import for_lightning, for_trainer
+from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError
 from ..forecast.values import PHASES, Predicted, RungForecast
 from ..journal import read_record
@@ -100,8 +100,8 @@ def _configs(report: Report) -> dict[str, str | None]:
     lightning = (report.question.get("script") or {}).get("kind") == "lightning"
     return {
         DS_CONFIG: as_json(report.ds_config),
-        DS_CONFIG_HF: as_json(for_trainer(report.ds_config)),
-        DS_CONFIG_LIGHTNING: as_json(for_lightning(report.ds_config)) if lightning else None,
+        DS_CONFIG_HF: as_json(to_trainer_config(report.ds_config)),
+        DS_CONFIG_LIGHTNING: as_json(to_lightning_config(report.ds_config)) if lightning else None,
         ACCELERATE: accelerate_yaml(report, str(Path(report.out) / DS_CONFIG)),
     }
 

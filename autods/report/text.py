@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, TierUse, first_line
-from ..units import format_bytes, unit_of
+from ..units import choose_unit, format_bytes
 
 
 def of_outcome(outcome: Outcome) -> str:
@@ -41,7 +41,7 @@ def of_use(use: TierUse) -> str:
     """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it."""
     if use.limit_bytes is None:
         return format_bytes(use.peak_bytes)
-    name, factor = unit_of(use.limit_bytes)
+    name, factor = choose_unit(use.limit_bytes)
     if use.peak_bytes * 10 < factor:  # 3.0 MiB / 62.8 GiB would read 0.0 / 62.8 GiB
         return f"{format_bytes(use.peak_bytes)} / {format_bytes(use.limit_bytes)}"
     digits = 1 if factor > 1 else 0

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..system import processes
-from ..system.gpus import by_index
-from ..system.host import look, versions
+from ..system.gpus import uuids_to_indices
+from ..system.host import installed_versions, read_hardware
 from ..trial.job import RankJob
 from ..trial.ops import is_cached, ops_folder
 from ..types import Device, WorkloadSource
@@ -104,7 +104,7 @@ def _environment(device: Device, environment: Mapping[str, str]) -> dict[str, st
     said["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         given = os.environ["CUDA_VISIBLE_DEVICES"]  # the cards that Ray gave this actor
-        said["CUDA_VISIBLE_DEVICES"] = by_index(given)
+        said["CUDA_VISIBLE_DEVICES"] = uuids_to_indices(given)
         if said["CUDA_VISIBLE_DEVICES"] != given:
             said["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # whose numbers they are
     return said
@@ -124,7 +124,7 @@ class Node:
         self.source = WorkloadSource(**source)
         self.device, self.log, self.environment = device, log, environment
         # On another machine that pid is a stranger's.
-        self.driver_pid = int(driver["pid"]) if driver["machine"] == processes.machine() else 0
+        self.driver_pid = int(driver["pid"]) if driver["machine"] == processes.machine_id() else 0
         self.number = 0  # of the job under way; 0: none
         self.telling = threading.Lock()  # a word that is meant for one job must not come after the next one's line
         self.zygote: Zygote | None = None
@@ -134,7 +134,7 @@ class Node:
 
     def seen(self) -> dict[str, Any]:
         """What this node is, plain: its hardware and software."""
-        return {"hardware": asdict(look()), "versions": versions()}
+        return {"hardware": asdict(read_hardware()), "versions": installed_versions()}
 
     def clock(self) -> float:
         """Seconds of this node's monotonic clock."""

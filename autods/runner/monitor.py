@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..system import processes
-from ..system.gpus import used_bytes
-from ..system.host import MemoryGroup, host_memory, machine_oom_kills, memory_groups
+from ..system.gpus import read_used_bytes
+from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
 from ..trial.job import RankJob
 from ..trial.progress import Beat, Heartbeats
 from ..types import Device
@@ -58,7 +58,7 @@ class RankWatch:
         _, status = os.waitpid(live.pid, 0)
         os.close(pidfd)
         now = time.monotonic()
-        processes.keep_short(self._log_of(live))
+        processes.shorten_log(self._log_of(live))
         record = _record(self.job, live.rank)
         code = os.waitstatus_to_exitcode(status)
         by_us = self.killed_s is not None and code == -signal.SIGKILL
@@ -81,7 +81,7 @@ class RankWatch:
                 self.kill("another rank failed")
             return
         for live in self.live.values():
-            processes.keep_short(self._log_of(live))
+            processes.shorten_log(self._log_of(live))
             beat = self.board.read(live.slot)
             if beat != live.beat and beat.at_s:
                 live.beat, live.changed_s = beat, now
@@ -116,7 +116,7 @@ class RankWatch:
         asked = [live.pid for live in self.live.values() if not processes.is_stopped(live.pid)]
         time.sleep(GRACE_S)
         until = time.monotonic() + STACKS_S
-        while any(processes.is_taking(pid, signal.SIGUSR1) for pid in asked) and time.monotonic() < until:
+        while any(processes.is_handling_signal(pid, signal.SIGUSR1) for pid in asked) and time.monotonic() < until:
             time.sleep(GRACE_S)
 
     def _end(self, live: Live, beat: Beat, *, record: dict[str, Any] | None = None, **said: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class RankWatch:
             "phase": beat.phase,
             "step": beat.step,
             "at_s": beat.at_s,
-            "log_tail": "" if spoke else processes.tail(self._log_of(live)),
+            "log_tail": "" if spoke else processes.read_tail(self._log_of(live)),
             **said,
         }
 
@@ -172,8 +172,8 @@ class HostWatch:
     @classmethod
     def begin(cls) -> HostWatch:
         """The counters as they stand, and the smallest limit on this process: the machine's memory or a cgroup's."""
-        groups = memory_groups()
-        memory = host_memory(groups)
+        groups = find_memory_groups()
+        memory = read_host_memory(groups)
         return cls(
             groups=groups,
             limit_bytes=memory.total_bytes,
@@ -188,7 +188,7 @@ class HostWatch:
         if now - self._looked_s < _HOST_EVERY_S:
             return
         self._looked_s = now
-        self.least_free_bytes = min(self.least_free_bytes, host_memory(self.groups).free_bytes)
+        self.least_free_bytes = min(self.least_free_bytes, read_host_memory(self.groups).free_bytes)
         for rank, pid in ranks:
             self.peak_rss_bytes[rank] = max(self.peak_rss_bytes.get(rank, 0), _rss(pid))
 
@@ -198,7 +198,7 @@ class HostWatch:
             "group_kills": _kills(self.groups) - self.group_kills,
             "machine_kills": (machine_oom_kills() or 0) - self.machine_kills,
             "limit_bytes": self.limit_bytes,
-            "least_free_bytes": min(self.least_free_bytes, host_memory(self.groups).free_bytes),
+            "least_free_bytes": min(self.least_free_bytes, read_host_memory(self.groups).free_bytes),
             "peak_rss_bytes": {str(rank): size for rank, size in self.peak_rss_bytes.items()},
         }
 
@@ -224,7 +224,7 @@ _CARD_EVERY_S = 0.05
 
 
 def _used() -> tuple[int, ...] | None:
-    return used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

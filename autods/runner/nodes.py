@@ -13,7 +13,7 @@ from ..errors import EnvironmentBroken
 from ..events import Event, Note
 from ..requests import Settings
 from ..system import processes
-from ..system.host import look
+from ..system.host import read_hardware
 from ..trial.job import RankJob
 from ..units import format_bytes
 from .agent import Node, digest_of
@@ -152,7 +152,7 @@ def _actor(
             placement_group=group, placement_group_bundle_index=spot.bundle
         ),
     }
-    driver = {"pid": os.getpid(), "machine": processes.machine()}
+    driver = {"pid": os.getpid(), "machine": processes.machine_id()}
     return ray.remote(**options)(Node).remote(asdict(settings.source), settings.device, driver, log, dict(environment))
 
 
@@ -265,7 +265,7 @@ class Nodes:
     def host_free_bytes(self) -> int:
         """Of the node that had the least when they were chosen; on this machine now."""
         chosen = self.mustered.host_free_bytes if self.mustered is not None else None
-        return look().host_free_bytes if chosen is None else chosen
+        return read_hardware().host_free_bytes if chosen is None else chosen
 
     @property
     def team(self) -> Team:

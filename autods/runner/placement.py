@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..errors import EnvironmentBroken
 from ..system.gpus import Card
-from ..system.host import Hardware, look
+from ..system.host import Hardware, read_hardware
 from .ray_connect import kept_session, said_by
 
 _LOOK_S = 1.0
@@ -268,4 +268,4 @@ def hardware_of(said: Mapping[str, Any]) -> Hardware:
 
 
 def _look() -> dict[str, Any]:
-    return asdict(look())
+    return asdict(read_hardware())

@@ -36,7 +36,7 @@ def start_ranks(
         _job_file(job).write_text(job.to_json())
     started = []
     for slot in range(len(job.local_ranks)):
-        pid, ending, kept = processes.watched_fork()
+        pid, ending, kept = processes.fork_watched()
         if pid == 0:
             _child(job, slot, board, store, parent, workload, spawn, kept)
         started.append((pid, ending))
@@ -59,7 +59,7 @@ def _child(
     try:
         os.setsid()
         processes.die_with_parent(parent)
-        processes.first_to_be_killed()
+        processes.prefer_for_oom_kill()
         rank = job.local_ranks[slot]
         os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
         log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import compose, ops_of, without_monitors
+from ..config.deepspeed import compose, required_ops, without_monitors
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Listener, Note, TrialMoved
-from ..requests import Settings, said_of, with_workloads_config
+from ..requests import Settings, describe_script, with_workloads_config
 from ..trial.job import Job, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..types import Failed, Fit, Knobs, ModelFacts, Outcome, Record, Trial, WorkloadSource
@@ -41,7 +41,7 @@ class Jobs:
         """What the workload is, and which of the ladder's ops cannot be had; on one rank."""
         settings = self.settings
         rungs = [rung for rung in settings.ladder if not rung.needs_nvme_path or settings.nvme_path]
-        ops = tuple(dict.fromkeys(op for rung in rungs for op in ops_of(self._native_config(rung))))
+        ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))
         if settings.source.kind == "script":
             ops = tuple(BUILDERS)  # its config is not known yet
         return self._job(
@@ -80,7 +80,7 @@ class Jobs:
             examined_from_s=trial.examined_from_s,
             limit_bytes=settings.device_bytes if trial.limited and settings.device_bytes_asked else None,
             seed=settings.seed,
-            swap=str(self._swap()) if "async_io" in ops_of(config) else None,
+            swap=str(self._swap()) if "async_io" in required_ops(config) else None,
         )
 
     def building(self, op: str) -> RankJob:
@@ -238,7 +238,7 @@ class RayRunner:
         result = next(end["record"]["result"] for report in reports for end in report["ends"] if end["rank"] == 0)
         self.facts = ModelFacts(**result["facts"])
         self.settings = with_workloads_config(self.settings, self.facts)
-        for said in said_of(self.settings, self.facts):
+        for said in describe_script(self.settings, self.facts):
             self.listen(Note(text=said))
         return self.facts, result["op_problems"]
 
@@ -287,7 +287,7 @@ class RayRunner:
 
         A build takes minutes: one that is not cached waits until the model alone is seen to fit.
         """
-        ops = [op for op in ops_of(job.ds_config) if op not in self.nodes.built]
+        ops = [op for op in required_ops(job.ds_config) if op not in self.nodes.built]
         if self.nodes.uncached(ops):
             look = replace(job, only_build=True)
             failure = failure_from(self._execute(look), look)

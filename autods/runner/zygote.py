@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     processes.adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it tells us by the socket
     driver = _pidfd(driver_pid)
-    with processes.ends_with(owner):
+    with processes.die_with_peer(owner):
         ready, workload = _prepare(source, preload_workload, argv)
     _say(owner, {"ready": ready})
     _serve(owner, driver, workload, spawn=bool(ready.get("unfit")))

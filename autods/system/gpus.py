@@ -42,7 +42,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class NvmlReading:
     """One look. driver: its version; cuda: the newest CUDA that it runs, (13, 0) say; problem: why NVML cannot tell."""
 
     cards: tuple[Card, ...] = ()
@@ -51,7 +51,7 @@ class Seen:
     problem: str | None = None
 
 
-def see(visible: str | None, nvml: Any = None) -> Seen:
+def read_nvml(visible: str | None, nvml: Any = None) -> NvmlReading:
     """The cards that CUDA_VISIBLE_DEVICES leaves, in its order; all when it is None.
 
     As for CUDA, the first name that no card has ends the list, and of a card in MIG mode a process gets one slice: the
@@ -59,15 +59,15 @@ def see(visible: str | None, nvml: Any = None) -> Seen:
     """
     with _open(nvml) as (api, problem):
         if api is None:
-            return Seen(problem=problem)
+            return NvmlReading(problem=problem)
         try:
             cards = tuple(_card(api, handle) for handle in _shown(api, visible))
         except api.NVMLError as error:
-            return Seen(problem=f"NVML: {error}")
-        return Seen(cards=cards, driver=_driver(api), cuda=_cuda(api))
+            return NvmlReading(problem=f"NVML: {error}")
+        return NvmlReading(cards=cards, driver=_driver(api), cuda=_cuda(api))
 
 
-def said_of(cards: Iterable[Card]) -> tuple[str, ...]:
+def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:
     """Sentences about cards that are not ours alone."""
     return tuple(
         f"card {card.index} ({card.name}): other processes{_who(card.pids)} hold "
@@ -82,7 +82,7 @@ def _who(pids: tuple[int, ...]) -> str:
     return f" (pid {', '.join(map(str, pids))})" if pids else ""
 
 
-def by_index(visible: str, nvml: Any = None) -> str:
+def uuids_to_indices(visible: str, nvml: Any = None) -> str:
     """CUDA_VISIBLE_DEVICES with the numbers of cards in place of their UUIDs, where that can be said.
 
     DeepSpeed 0.19.8 takes each name for a number when ZeRO-1 and -2 ask how much of the card is free. A MIG slice has
@@ -90,18 +90,18 @@ def by_index(visible: str, nvml: Any = None) -> str:
     """
     if not any(name.strip().startswith("GPU-") for name in visible.split(",")):
         return visible
-    cards = see(visible, nvml).cards
+    cards = read_nvml(visible, nvml).cards
     if not cards or any(card.slice for card in cards):
         return visible
     return ",".join(str(card.index) for card in cards)
 
 
-def said_of_names(visible: str | None, nvml: Any = None) -> tuple[str, ...]:
+def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...]:
     """What a person should know of the names that they gave to cards."""
     names = [] if visible is None else [name.strip() for name in visible.split(",")]
     if any(name.startswith("MIG-") for name in names):
         return ("CUDA_VISIBLE_DEVICES names a MIG slice, which DeepSpeed's ZeRO-1 and -2 cannot read: they will fail",)
-    numbers = by_index(visible, nvml) if visible is not None else None
+    numbers = uuids_to_indices(visible, nvml) if visible is not None else None
     if numbers == visible:
         return ()
     return (
@@ -110,7 +110,7 @@ def said_of_names(visible: str | None, nvml: Any = None) -> tuple[str, ...]:
     )
 
 
-def used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:
+def read_used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:
     """What is held of each card that CUDA shows, by whomever; None where NVML does not tell."""
     with _open(nvml) as (api, _):
         if api is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import InputError
-from .gpus import Card, Seen, see
+from .gpus import Card, NvmlReading, read_nvml
 
 _NONE = 2**60  # version 1 says "no limit" by a number near 2^63
 
@@ -46,7 +46,7 @@ class MemoryGroup:
         return _field(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
 
 
-def memory_groups(
+def find_memory_groups(
     of: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> tuple[MemoryGroup, ...]:
     """The group that limits this process and those above it, innermost first; none where there is no such cgroup."""
@@ -98,14 +98,14 @@ def _field(path: Path, name: str) -> int | None:
     return int(found) if found is not None and found.isdigit() else None
 
 
-def share(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """Threads of each of so many ranks on this node. Processors that share a core count once, as for torch itself."""
     usable = len(os.sched_getaffinity(0))
     cores = psutil.cpu_count(logical=False) or usable
     return max(1, min(usable, cores) // ranks)
 
 
-def asked() -> int | None:
+def requested_threads() -> int | None:
     """What OMP_NUM_THREADS asks for; None where it is not set, or is no number, which OpenMP ignores as well."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(said) if said.isdigit() and int(said) > 0 else None
@@ -157,10 +157,10 @@ class HostMemory:
     free_bytes: int
 
 
-def look() -> Hardware:
+def read_hardware() -> Hardware:
     """Host memory by psutil and the cgroup's limit, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
-    memory = host_memory(memory_groups())
-    seen = see(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    memory = read_host_memory(find_memory_groups())
+    seen = read_nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Hardware(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
@@ -179,7 +179,7 @@ def _process_bytes() -> int | None:
     return None if hard == resource.RLIM_INFINITY else hard
 
 
-def host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
+def read_host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
     """The machine's, or less where one of the cgroups that hold this process, a container's say, has a limit."""
     memory = psutil.virtual_memory()
     limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
@@ -187,7 +187,7 @@ def host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
     return HostMemory(total_bytes=min([memory.total, *limits]), free_bytes=min([memory.available, *free]))
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The name of this machine's network interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
@@ -196,8 +196,8 @@ def interface_of(address: str) -> str | None:
 
 
 def visible_cards(visible: str | None) -> tuple[Card, ...]:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, see `cards.see`."""
-    return see(visible).cards
+    """The cards that CUDA_VISIBLE_DEVICES leaves, see `gpus.read_nvml`."""
+    return read_nvml(visible).cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
     return TorchBuild(version=said["__version__"], cuda=cuda)
 
 
-def _unusable(seen: Seen, torch: TorchBuild | None) -> str | None:
+def _unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
     """Within a major version of CUDA each driver runs all minor ones."""
     if seen.problem is not None:
         return (
@@ -246,7 +246,7 @@ def _unusable(seen: Seen, torch: TorchBuild | None) -> str | None:
     return None
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Versions of what decides the result."""
     found = {"python": platform.python_version()}
     for name in ("autods", "torch", "deepspeed", "ray", "optuna", "transformers"):

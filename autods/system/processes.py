@@ -26,7 +26,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(97)
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Equal for two processes that can find each other by pid: of one boot of one kernel and one pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
@@ -42,7 +42,7 @@ def has_pidfd() -> bool:
     return True
 
 
-def watched_fork() -> tuple[int, int, int]:
+def fork_watched() -> tuple[int, int, int]:
     """(pid, a descriptor that becomes readable when the child ends, −1); in the child (0, −1, what it must keep open).
 
     Without pidfd it is a pipe whose other end the child holds: what the child forks holds it too.
@@ -82,7 +82,7 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(b")")[2].split()[0] == b"T"
 
 
-def is_taking(pid: int, number: signal.Signals) -> bool:
+def is_handling_signal(pid: int, number: signal.Signals) -> bool:
     """Whether that signal still waits for the process, or its main thread is in the handler: it blocks it meanwhile."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -93,7 +93,7 @@ def is_taking(pid: int, number: signal.Signals) -> bool:
     return said.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Pids of this process's children, adopted ones included."""
     found: list[int] = []
     for task in os.listdir("/proc/self/task"):
@@ -102,7 +102,7 @@ def children() -> list[int]:
     return found
 
 
-def first_to_be_killed() -> None:
+def prefer_for_oom_kill() -> None:
     """Let the kernel's OOM killer take this process before others of its size: what it was measured for is then seen.
 
     Ray gives its workers the worst score, so that it would take the one that watches the ranks, and not the rank.
@@ -114,7 +114,7 @@ def first_to_be_killed() -> None:
 def kill_children(limit_s: float) -> int:
     """SIGKILL and reap every child until none is left; how many there were."""
     began, count = time.monotonic(), 0
-    while (pids := children()) and time.monotonic() - began < limit_s:
+    while (pids := list_children()) and time.monotonic() - began < limit_s:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ def unlink_shared_memory(pids: Iterable[int]) -> None:
                     os.unlink(f"/dev/shm/{name}")
 
 
-def temporary_of(pid: int) -> Path:
+def temporary_folder(pid: int) -> Path:
     """The name of a rank's own folder for temporary files, a link that `unlink_temporary` removes."""
     return Path("/tmp") / f"autods-{pid}"
 
@@ -142,7 +142,7 @@ def unlink_temporary(pids: Iterable[int]) -> None:
     """Of ranks that are gone."""
     for pid in pids:
         with contextlib.suppress(OSError):
-            temporary_of(pid).unlink()
+            temporary_folder(pid).unlink()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -155,7 +155,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def tail(path: Path, size: int = 8000) -> str:
+def read_tail(path: Path, size: int = 8000) -> str:
     """The end of a text file; empty when there is none."""
     try:
         with open(path, "rb") as file:
@@ -165,7 +165,7 @@ def tail(path: Path, size: int = 8000) -> str:
         return ""
 
 
-def keep_short(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
+def shorten_log(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
     """Cut the middle out of a log that is too long. Its writers append, so they go on after what is left."""
     try:
         if os.stat(path).st_size <= most:
@@ -181,7 +181,7 @@ def keep_short(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
         return
 
 
-def hung_up(connection: socket.socket) -> bool:
+def has_hung_up(connection: socket.socket) -> bool:
     """Whether the other end is gone."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -192,12 +192,12 @@ def hung_up(connection: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def ends_with(peer: socket.socket) -> Iterator[None]:
+def die_with_peer(peer: socket.socket) -> Iterator[None]:
     """Die at once when the peer hangs up, though this process is too busy to look. The peer says nothing meanwhile."""
     flags = fcntl.fcntl(peer, fcntl.F_GETFL) & ~os.O_ASYNC
     fcntl.fcntl(peer, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(peer, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is death
-    if hung_up(peer):  # before we asked
+    if has_hung_up(peer):  # before we asked
         os._exit(97)
     try:
         yield

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import get, merge
+from ..config.deepspeed import get_key, merge
 from ..types import Examined, Phase
 from ..units import format_bytes
 from .batch import Longest
@@ -43,7 +43,7 @@ class Hands:
 
 def gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a trial that saves: stage 3 may gather the whole weights, unless the user said otherwise."""
-    zero = get(ds_config, "zero_optimization") or {}
+    zero = get_key(ds_config, "zero_optimization") or {}
     said = any(name in zero for name in (_GATHER, "stage3_gather_fp16_weights_on_model_save"))
     return dict(ds_config) if said else merge(ds_config, {"zero_optimization": {_GATHER: True}})
 

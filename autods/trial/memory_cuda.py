@@ -10,7 +10,7 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
-from ..system.gpus import used_bytes
+from ..system.gpus import read_used_bytes
 from .memory_cpu import status_bytes
 from .preload import open_nvml
 
@@ -103,7 +103,7 @@ class CudaMeter:
 
     def _held(self) -> int | None:
         """Bytes of our card that are in use, by whomever."""
-        held = used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
+        held = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
         return held[self.local_rank] if held is not None and self.local_rank < len(held) else None
 
     def _pinned(self) -> int | None:

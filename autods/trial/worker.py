@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.deepspeed import get
-from ..system.host import interface_of, share
+from ..config.deepspeed import get_key
+from ..system.host import find_interface, threads_per_rank
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
@@ -89,7 +89,7 @@ def _train(duty: Duty) -> Result:
     observer("rendezvous", 0)
     join(job, duty.slot, duty.store)
     built = _loaded(duty)
-    if job.source.zero_init and job.exam != "parity" and get(job.ds_config, "zero_optimization.stage") == 3:
+    if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
         built = partition_at_build(built, job.ds_config)
     acted = act(
         built,
@@ -224,7 +224,7 @@ def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
     }
     if job.master_address == "127.0.0.1":
         said["GLOO_SOCKET_IFNAME"] = "lo"
-    elif (interface := interface_of(job.node_address)) is not None:
+    elif (interface := find_interface(job.node_address)) is not None:
         # Left alone they ask what the host's name resolves to, which is a loopback address on many machines.
         said |= {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     # Beside a card the host works, too: an offloaded optimizer takes all cores that it gets.
@@ -240,4 +240,4 @@ def _take_threads(job: RankJob) -> None:
 
 
 def _threads(job: RankJob) -> int:
-    return job.threads or share(len(job.local_ranks))
+    return job.threads or threads_per_rank(len(job.local_ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..config.deepspeed import compose, get, ops_of, start_settings
+from ..config.deepspeed import compose, get_key, required_ops, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..requests import Settings
@@ -135,14 +135,14 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
         own_optimizer=facts.has_optimizer,
         nvme_path=settings.nvme_path,
     )
-    ops = ops_of(native)
+    ops = required_ops(native)
     return Candidate(
         rung=rung,
         knobs=knobs,
         stand_in=any(op in _ADAM_OPS for op in ops),
         skip=refusal_of(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
         ops=ops,
-        pinned=tuple(key for key in _PINS if get(native, key) is True),
+        pinned=tuple(key for key in _PINS if get_key(native, key) is True),
     )
 
 

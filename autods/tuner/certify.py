@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from ..config.base_config import precision_of
+from ..config.base_config import precision_name
 from ..types import Failed, Fit, Record, Run, Steps, Trial, failed_after_the_steps
 from .candidates import Candidate
 from .certificate import Certificate, read_off, settled
@@ -332,7 +332,7 @@ def certified_from(
         reference=_largest(reference, means) if limits.parity is not None else None,
         steps=limits.steps,
         parity_steps=limits.parity or limits.steps,
-        tolerance=max(TOLERANCE[one] for one in (precision_of(settings.base), *settings.precisions)),
+        tolerance=max(TOLERANCE[one] for one in (precision_name(settings.base), *settings.precisions)),
         limit_bytes=settings.device_bytes,
         headroom=settings.profile.headroom,
         world_size=means.world_size,

@@ -11,7 +11,7 @@ from ..report import text
 from ..report.results import Report, Throughput
 from ..report.serialize import rung_to_dict
 from ..requests import Settings
-from ..system.host import share
+from ..system.host import threads_per_rank
 from ..types import Fit, Knobs, ModelFacts, Record
 from ..workload.script_source import describe_launch
 from .candidates import refusal_of
@@ -163,7 +163,7 @@ def _common(
             "experts": facts.experts,
             "device": settings.device,
             "device_bytes": settings.device_bytes,
-            "threads": settings.threads or share(settings.ranks_per_node),
+            "threads": settings.threads or threads_per_rank(settings.ranks_per_node),
             "global_batch": settings.global_batch,
             "profile": settings.profile.name,
             "objective": settings.objective,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..journal import Memory
+from ..journal import TrialStore
 from ..requests import Settings
 from ..types import ModelFacts, Record, Trial
 from .comparison import Score
@@ -34,7 +34,7 @@ class Means:
 
     settings: Settings
     facts: ModelFacts
-    memory: Memory
+    memory: TrialStore
     foresight: Foresight
     study: Path
     check: Callable[[Record], Record]

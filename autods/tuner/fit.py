@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..config.base_config import misspelt
+from ..config.base_config import find_misspelt_keys
 from ..diagnosis.trial_outcome import input_error
 from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
-from ..journal import JOURNAL, STUDY, Journal, Memory, check_room, workspace
+from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
 from ..report import serialize
 from ..report.results import Report
 from ..requests import Settings, with_workloads_config
-from ..system.gpus import said_of, said_of_names
-from ..system.host import look, versions
+from ..system.gpus import describe_card_names, describe_shared_cards
+from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, ModelFacts, Record, WorkloadSource, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS
 from .candidates import Candidate, candidates, check_ranks, idle, unforeseeable
@@ -40,7 +40,7 @@ class Search:
 
     settings: Settings
     runner: Runner
-    memory: Memory
+    memory: TrialStore
     foresight: Foresight
     study: Path
     check: Callable[[Record], Record]
@@ -96,7 +96,7 @@ def _found(rungs: Sequence[Candidate], means: Means, so_far: Callable[[Record], 
 
 
 Start = Callable[[Settings, Listener], AbstractContextManager[Runner]]
-Foresee = Callable[[Settings, Runner, Memory, Listener], AbstractContextManager[Foresight]]
+Foresee = Callable[[Settings, Runner, TrialStore, Listener], AbstractContextManager[Foresight]]
 
 
 def fit(
@@ -120,12 +120,12 @@ def fit(
             return serialize.read(out)
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        for said in (*notes_of(settings.source), *misspelt(settings.base)):
+        for said in (*notes_of(settings.source), *find_misspelt_keys(settings.base)):
             listen(Note(text=said))
         began = time.monotonic()
         try:
             with (start or _on_ray)(settings, listen) as runner:
-                memory = Memory(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
+                memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
                 with (foresee or _foreseeing)(settings, runner, memory, listen) as foresight:
                     search = Search(
                         settings=settings, runner=runner, memory=memory, foresight=foresight, study=out / STUDY,
@@ -138,7 +138,7 @@ def fit(
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except OSError:
-            check_room(out)
+            check_disk_space(out)
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
         settings = with_workloads_config(settings, found.facts)
@@ -157,9 +157,11 @@ def notes_of(source: WorkloadSource) -> tuple[str, ...]:
     )
 
 
-def _report(settings: Settings, memory: Memory, foresight: Foresight, found: Found | Nothing, seconds: float) -> Report:
+def _report(
+    settings: Settings, memory: TrialStore, foresight: Foresight, found: Found | Nothing, seconds: float
+) -> Report:
     """What was found as a report, with what the machine is."""
-    machine = (asdict(look()), versions())
+    machine = (asdict(read_hardware()), installed_versions())
     forecasts = foresight.said.values()
     if isinstance(found, Nothing):
         return nothing_fits(settings, found, memory.records, machine, seconds, forecasts)
@@ -194,7 +196,7 @@ def _log(record: Record, settings: Settings) -> Path:
 
 
 def _foreseeing(
-    settings: Settings, runner: Runner, memory: Memory, listen: Listener
+    settings: Settings, runner: Runner, memory: TrialStore, listen: Listener
 ) -> AbstractContextManager[Foresight]:
     from .foreseeing import foreseeing
 
@@ -204,8 +206,9 @@ def _foreseeing(
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
     from ..runner.runner import RayRunner
 
-    here = look()
+    here = read_hardware()
     if settings.device == "cuda" and settings.address is None:
-        for said in (*said_of(here.cards[: settings.gpus]), *said_of_names(os.environ.get("CUDA_VISIBLE_DEVICES"))):
+        names = describe_card_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        for said in (*describe_shared_cards(here.cards[: settings.gpus]), *names):
             listen(Note(text=said))
     return RayRunner(settings, listen, host_bytes=here.host_bytes)

@@ -14,10 +14,10 @@ from ..forecast.allocator import AllocConf, alloc_conf
 from ..forecast.calibration import Pair
 from ..forecast.forecaster import Foreseer
 from ..forecast.values import Ask, Start
-from ..journal import Memory, key_of
+from ..journal import TrialStore, trial_key
 from ..requests import Settings
 from ..schema import read_as
-from ..system.host import look
+from ..system.host import read_hardware
 from ..types import Fit, Record, Tier, Trial
 from .forecasts import BLIND, Foresight
 
@@ -26,7 +26,7 @@ from .forecasts import BLIND, Foresight
 def foreseeing(
     settings: Settings,
     config_of: Callable[[Trial], dict[str, Any]],
-    memory: Memory,
+    memory: TrialStore,
     listen: Listener,
     start: Start | None = None,
 ) -> Iterator[Foresight]:
@@ -47,7 +47,7 @@ def foreseeing(
         foreseer = Foreseer(
             simulator=simulator,
             ask_of=_asking(settings, config_of),
-            key_of=key_of,
+            key_of=trial_key,
             limits=_limits(settings),
             emulated=settings.device == "cpu" or settings.device_bytes_asked,
             tell=lambda said: listen(Note(text=said)),
@@ -91,7 +91,7 @@ def _limits(settings: Settings) -> Mapping[Tier, int]:
     """A trial's own limits; of CPU ranks the budgets are all that is enforced."""
     limits: dict[Tier, int] = {"device": settings.device_bytes}
     if settings.device == "cuda":
-        limits["host"] = look().host_bytes
+        limits["host"] = read_hardware().host_bytes
     return limits
 
 

@@ -11,7 +11,7 @@ from math import ceil, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.deepspeed import get
+from ..config.deepspeed import get_key
 from ..config.profiles import TuneLimits
 from ..config.strategies import Dimension, Rung
 from ..errors import InputError
@@ -488,7 +488,7 @@ def _tuned(start: Record, means: Means, share: float = 1.0) -> Tuned:
         headroom=profile.headroom,
         seed=settings.seed,
         study_path=means.study,
-        current={key: value for key in rung.tune if (value := get(config, key)) is not None},
+        current={key: value for key in rung.tune if (value := get_key(config, key)) is not None},
         foresight=means.foresight,
         score=means.score,
         may_go_on=lambda: _may_go_on(means),

@@ -48,14 +48,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 
 RESULTS = Path(__file__).parent / "results"
 INSTALL = "pip install --group bench -c constraints.txt"
 TOO_LOW = -0.05
 WORLD = 8
 ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
-RUNGS = tuple(sorted(all_rungs(), key=lambda name: all_rungs()[name].order))
+RUNGS = tuple(sorted(read_rungs(), key=lambda name: read_rungs()[name].order))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,7 @@ def deepspeed_says(subject: Subject, rung: str, world_size: int, factor: float) 
         subject.known["elements"] = stage3.model_to_params(subject.model())
     total, largest = subject.known["elements"]
     common = {"num_gpus_per_node": world_size, "num_nodes": 1, "additional_buffer_factor": factor}
-    if all_rungs()[rung].stage == 2:
+    if read_rungs()[rung].stage == 2:
         host, device = zero2(total, **common, **variant)
     else:
         host, device, _ = stage3.estimate_zero3_model_states_mem_needs(
@@ -277,7 +277,7 @@ def deepspeed_says(subject: Subject, rung: str, world_size: int, factor: float) 
 
 def deepspeed_variant(rung: str) -> dict[str, bool] | None:
     """The estimator's switches for a rung."""
-    said = all_rungs()[rung]
+    said = read_rungs()[rung]
     if said.stage < 2 or said.needs_nvme_path:
         return None
     offload = said.places["optimizer"] == "host"

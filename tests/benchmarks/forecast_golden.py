@@ -35,7 +35,7 @@ from typing import IO, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, Ask
 from autods.trial.preload import preload, settle
@@ -241,7 +241,7 @@ def _tell(source: Iterator[tuple[str, Case, Any]], said: queue.SimpleQueue[tuple
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(golden.ARCHITECTURES))
-    parser.add_argument("--rungs", default=",".join(sorted(all_rungs(), key=lambda name: all_rungs()[name].order)))
+    parser.add_argument("--rungs", default=",".join(sorted(read_rungs(), key=lambda name: read_rungs()[name].order)))
     parser.add_argument("--devices", default="cpu,cuda")
     parser.add_argument("--optimizers", default="adamw", help=", ".join(golden.OPTIMIZERS))
     parser.add_argument("--accumulation", default="1,2")

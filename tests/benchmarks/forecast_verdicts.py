@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.errors import AutodsError
 from autods.forecast.calibration import Pair, learned
 from autods.forecast.simulator import SimulationFailed, Simulator
@@ -172,11 +172,11 @@ def runner_of(workload: str, world_size: int, scratch: Path, nvme: Path | None) 
     """The runner of a fit, surveyed."""
     from autods.requests import resolve
     from autods.runner.runner import RayRunner
-    from autods.system.host import look
+    from autods.system.host import read_hardware
 
     settings = resolve(
-        source(workload, scratch), hardware=look(), gpus=world_size, device="cpu", gpu_memory="4GiB", base_config=BASE,
-        nvme_path=nvme, out=scratch / f"{workload}-{world_size}",
+        source(workload, scratch), hardware=read_hardware(), gpus=world_size, device="cpu", gpu_memory="4GiB",
+        base_config=BASE, nvme_path=nvme, out=scratch / f"{workload}-{world_size}",
     )  # fmt: skip
     with RayRunner(settings, lambda event: None) as runner:
         runner.survey()
@@ -277,7 +277,7 @@ def _device(ask: Ask, said: Simulated, pairs: Iterable[Pair]) -> Predicted:
 def ask_of(setup: Setup, rung: str, facts: ModelFacts) -> Ask:
     """The engine of that rung."""
     config = compose(
-        all_rungs()[rung], knobs_of(setup, rung, 1, facts), base=BASE, world_size=setup.world_size,
+        read_rungs()[rung], knobs_of(setup, rung, 1, facts), base=BASE, world_size=setup.world_size,
         own_optimizer=False, nvme_path=Path("/local_nvme"),
     )  # fmt: skip
     return Ask(
@@ -288,7 +288,7 @@ def ask_of(setup: Setup, rung: str, facts: ModelFacts) -> Ask:
 
 def knobs_of(setup: Setup, rung: str, micro_batch: int, facts: ModelFacts) -> Knobs:
     """As a fit starts on a device of that size."""
-    said = start_settings(all_rungs()[rung], base=BASE, device_bytes=parse_bytes(setup.sized_for), facts=facts)
+    said = start_settings(read_rungs()[rung], base=BASE, device_bytes=parse_bytes(setup.sized_for), facts=facts)
     return Knobs(
         micro_batch=micro_batch, accumulation=setup.accumulation, checkpointing=setup.checkpointing, settings=said
     )
@@ -298,7 +298,7 @@ def rungs_of(setup: Setup, *, nvme: bool) -> tuple[str, ...]:
     """Those that can run there."""
     return tuple(
         name
-        for name, rung in sorted(all_rungs().items(), key=lambda item: item[1].order)
+        for name, rung in sorted(read_rungs().items(), key=lambda item: item[1].order)
         if rung.least_world_size <= setup.world_size and (nvme or not rung.needs_nvme_path)
     )
 

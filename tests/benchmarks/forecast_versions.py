@@ -21,7 +21,7 @@ from rich.table import Table
 
 import autods
 from autods.report.results import Forecast
-from autods.system.host import versions
+from autods.system.host import installed_versions
 from autods.types import TIERS
 from autods.units import format_bytes
 
@@ -46,7 +46,7 @@ def main() -> int:
     wanted = {name: question for name, question in QUESTIONS.items() if name.startswith(begins)}
     plans = {name: autods.plan(path, largest=False, **said) for name, (path, said) in wanted.items()}
     installation = {
-        "versions": {**versions(), "cuda": built_for()},
+        "versions": {**installed_versions(), "cuda": built_for()},
         "figures": {name: figures_of(plan) for name, plan in plans.items()},
     }
     installations = [*others, installation]

@@ -61,9 +61,9 @@ from recorded import (
 from autods.config.profiles import Budget
 from autods.errors import AutodsError
 from autods.forecast.values import Ask, Engine, Simulated, Simulator
-from autods.journal import Journal, Memory
+from autods.journal import Journal, TrialStore
 from autods.requests import Settings, resolve
-from autods.system.host import look, versions
+from autods.system.host import installed_versions, read_hardware
 from autods.tuner.conclude import Found
 from autods.tuner.fit import Search, fit
 from autods.tuner.foreseeing import foreseeing
@@ -165,8 +165,9 @@ def _options() -> argparse.Namespace:
 def settings_of(workload: Workload, out: Path, *, seed: int = 0, trials: int | None = None) -> Settings:
     """The question, as `autods fit` with the default config asks it."""
     return resolve(
-        make_source(HERE / "workloads" / f"regret_{workload.name}.py"), hardware=look(), gpus=RANKS, device="cpu",
-        gpu_memory=workload.gpu_memory, global_batch=workload.global_batch, out=out, seed=seed, max_trials=trials,
+        make_source(HERE / "workloads" / f"regret_{workload.name}.py"), hardware=read_hardware(), gpus=RANKS,
+        device="cpu", gpu_memory=workload.gpu_memory, global_batch=workload.global_batch, out=out,
+        seed=seed, max_trials=trials,
     )  # fmt: skip
 
 
@@ -214,7 +215,8 @@ def record(workload: Workload, options: argparse.Namespace) -> int:
 
 def _begun(path: Path, settings: Settings, facts: ModelFacts, problems: Mapping[str, str]) -> Recorded:
     if not path.exists():
-        more = {"device_bytes": settings.device_bytes, "versions": versions(), "hardware": asdict(look())}
+        here = {"versions": installed_versions(), "hardware": asdict(read_hardware())}
+        more = {"device_bytes": settings.device_bytes, **here}
         path.write_text(header(digest_of(settings), facts, problems, **more))
     return checked(path, settings)
 
@@ -321,7 +323,7 @@ def searched(
     with tempfile.TemporaryDirectory() as out:
         journal = Journal(Path(out) / "journal.jsonl")
         past = journal.open(fingerprint=settings.fingerprint())
-        memory = Memory(journal, past, lambda trial, id: runner.run(trial, id=id), lambda event: None)
+        memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), lambda event: None)
         start = lambda source: contextlib.nullcontext(simulator)  # noqa: E731
         with foreseeing(settings, runner.final_config, memory, lambda event: None, start=start) as foresight:
             found = Search(
@@ -516,7 +518,7 @@ def keep(name: str, said: Mapping[str, Any]) -> None:
     said = {workload: {key: row[key] for key in row if key != "answers"} for workload, row in said.items()}
     path = RESULTS / "regret_cpu.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    kept = {**known, "versions": versions(), name: {**known.get(name, {}), **said}}
+    kept = {**known, "versions": installed_versions(), name: {**known.get(name, {}), **said}}
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 

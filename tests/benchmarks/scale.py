@@ -39,7 +39,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autods.system.host import versions
+from autods.system.host import installed_versions
 from autods.units import format_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -387,7 +387,7 @@ def keep(said: Mapping[str, Any]) -> None:
     for part, rows in said.items():
         by_world = {row["world"]: row for row in (*known.get(part, ()), *rows)}
         known[part] = [by_world[world] for world in sorted(by_world)]
-    RESULTS.write_text(json.dumps({**known, "versions": versions()}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**known, "versions": installed_versions()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

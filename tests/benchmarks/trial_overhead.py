@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 from autods.config.deepspeed import start_settings
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.requests import resolve
 from autods.runner.runner import RayRunner
-from autods.system.host import look
+from autods.system.host import read_hardware
 from autods.types import Fit, Knobs, Steps, Trial
 from autods.workload import make_source
 
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         settings = resolve(
-            make_source(options.workload), hardware=look(), gpus=2, device="cpu", gpu_memory="2GiB", out=folder
+            make_source(options.workload), hardware=read_hardware(), gpus=2, device="cpu", gpu_memory="2GiB", out=folder
         )
         with RayRunner(settings, lambda event: None) as runner:
             runner.survey()
@@ -50,7 +50,7 @@ def main() -> None:
 def measure(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
     """One row a rung; the very first trial of all is not counted."""
     rows: list[dict[str, float | str]] = []
-    rungs = all_rungs()
+    rungs = read_rungs()
     steps = Steps(warmup=1, timed=4, most_timed=4)
     assert runner.facts is not None
     for name, count in ((RUNGS[0], 1), *((name, repeats) for name in RUNGS)):

@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autods.config.strategies import Rung, all_rungs
-from autods.journal import key_of
+from autods.config.strategies import Rung, read_rungs
+from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.optuna_search import Choice, Space, space_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trial
@@ -55,7 +55,7 @@ class Surface:
 
     def answer(self, trial: Trial) -> Outcome:
         """The same for the same trial, whoever asks."""
-        chance = random.Random(f"{self.seed} {key_of(trial)}")
+        chance = random.Random(f"{self.seed} {trial_key(trial)}")
         settings = trial.knobs.settings
         peak = self.peak_bytes(settings)
         if peak > LIMIT:  # the allocation that failed lacked less than the trial does
@@ -116,7 +116,7 @@ _STARTS = {  # elements, as on a card of 16 GiB
 def surface(seed: int, noise: float) -> Surface:
     """The seed decides everything but the noise."""
     chance = random.Random(seed)
-    rungs = all_rungs()
+    rungs = read_rungs()
     rung = rungs[("zero2-offload", "zero3", "zero3")[seed % 3]]
     keys = list(rung.tune)
     if seed % 3 == 1:  # five of stage 3's seven, the switch among them

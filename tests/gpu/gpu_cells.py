@@ -10,8 +10,8 @@ from typing import Any
 
 from gpu_ranks import Ranks
 
-from autods.config.deepspeed import compose, ops_of, start_settings
-from autods.config.strategies import Rung, all_rungs
+from autods.config.deepspeed import compose, required_ops, start_settings
+from autods.config.strategies import Rung, read_rungs
 from autods.types import Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import make_source
 
@@ -136,14 +136,14 @@ def knobs_of(cell: Cell, rung: Rung, facts: ModelFacts, site: Site) -> Knobs:
 
 def config_of(cell: Cell, facts: ModelFacts, site: Site) -> dict[str, Any]:
     """The whole DeepSpeed config; torch's AdamW where DeepSpeed's own could not be built."""
-    rung = all_rungs()[cell.rung]
+    rung = read_rungs()[cell.rung]
     made = {
         "base": base_of(cell.precision), "world_size": cell.world_size, "own_optimizer": False,
         "nvme_path": site.nvme or Path("/local_nvme"),
     }  # fmt: skip
     knobs = knobs_of(cell, rung, facts, site)
     config = compose(rung, knobs, **made)
-    needed = [op for op in ops_of(config) if op != "async_io"]
+    needed = [op for op in required_ops(config) if op != "async_io"]
     return config if set(needed) <= set(site.native) else compose(rung, knobs, native_optimizer=False, **made)
 
 
@@ -154,7 +154,7 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
     outcome, peaks, seconds = ranks.run(
         ds_config=config, micro_batch=cell.micro_batch, checkpointing=cell.checkpointing and ranks.facts.checkpointing,
         steps=STEPS, limit_bytes=cell.card_bytes, wall_s=wall_s, stall_s=_STALL_S, init_s=_STALL_S,
-        swap=str(site.nvme / "autods-gpu") if site.nvme and all_rungs()[cell.rung].needs_nvme_path else None,
+        swap=str(site.nvme / "autods-gpu") if site.nvme and read_rungs()[cell.rung].needs_nvme_path else None,
     )  # fmt: skip
     ran = outcome if isinstance(outcome, Fit) else None
     return {
@@ -171,9 +171,9 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
 
 def rungs_for(asked: str | None, nvme: Path | None) -> tuple[str, ...]:
     """The names that were asked for, or the whole ladder; the NVMe rung only with a folder for it."""
-    ladder = sorted(all_rungs().values(), key=lambda rung: rung.order)
+    ladder = sorted(read_rungs().values(), key=lambda rung: rung.order)
     wanted = asked.split(",") if asked else [rung.name for rung in ladder if nvme or not rung.needs_nvme_path]
-    unknown = [name for name in wanted if name not in all_rungs()]
+    unknown = [name for name in wanted if name not in read_rungs()]
     if unknown:
         raise ValueError(f"there is no rung {unknown[0]!r}; there are {', '.join(rung.name for rung in ladder)}")
     return tuple(wanted)

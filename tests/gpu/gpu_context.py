@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autods.system.gpus import used_bytes
+from autods.system.gpus import read_used_bytes
 from autods.trial.memory_cpu import status_bytes
 
 _SIZE = 1024
@@ -87,7 +87,7 @@ def steps(device: str, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def _card(rank: int) -> int | None:
-    held = used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    held = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return held[rank] if held is not None and rank < len(held) else None
 
 

@@ -65,8 +65,8 @@ import gpu_results as results
 from gpu_cells import PARTS, Cell, Site, cells, rungs_for, source, too_large, tried
 from gpu_ranks import NoRanks, Ranks
 
-from autods.system.gpus import said_of
-from autods.system.host import Hardware, look, versions
+from autods.system.gpus import describe_shared_cards
+from autods.system.host import Hardware, installed_versions, read_hardware
 from autods.units import format_bytes, parse_bytes
 
 HERE = Path(__file__).resolve().parent
@@ -111,15 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if os.environ.pop(name, None):
             print(f"measured without {name}: the allocator as torch ships it", flush=True)
-    here = look()
+    here = read_hardware()
     if asked.device == "cuda" and (why := unusable(here)) is not None:
         print(f"measure.py: {why}", file=sys.stderr)
         return CANNOT
-    for sentence in said_of(here.cards) if asked.device == "cuda" else ():
+    for sentence in describe_shared_cards(here.cards) if asked.device == "cuda" else ():
         print(sentence, flush=True)
     path = asked.out or results.path_of(here.cards[0].name if asked.device == "cuda" else f"cpu ranks {here.cpu}")
     session = Session(asked, path, here, results.read(path), time.monotonic() + asked.seconds)
-    session.keep({**session.said, "device": {**session.said["device"], **device_of(session)}, "versions": versions()})
+    device = {**session.said["device"], **device_of(session)}
+    session.keep({**session.said, "device": device, "versions": installed_versions()})
     for part in asked.parts:
         if session.seconds < _ENOUGH_S and part != "context":
             session.left = True

@@ -18,8 +18,8 @@ import measure
 from gpu_cells import Cell, Site, config_of, source
 from gpu_ranks import Ranks
 
-from autods.system.gpus import used_bytes
-from autods.system.host import look
+from autods.system.gpus import read_used_bytes
+from autods.system.host import read_hardware
 from autods.types import Fit, OutOfMemory, Steps
 
 GIB = 2**30
@@ -31,7 +31,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
-        total = look().cards[0].usable_bytes
+        total = read_hardware().cards[0].usable_bytes
         self.site = Site(device="cuda", ranks=1, usable_bytes=total, precision="bf16", rungs=("ddp",))
         self.ranks = Ranks(source("gpt2-small", folder), "cuda", 1, folder, said=self.said.append)
 
@@ -81,10 +81,10 @@ def test_an_emulated_card_runs_out_only_where_it_is_too_small(bench: Bench) -> N
 
 @pytest.mark.gpu
 def test_the_card_comes_back_to_what_it_held_after_each_trial(bench: Bench) -> None:
-    before = used_bytes(None)
+    before = read_used_bytes(None)
     bench.trial()
     bench.trial(limit=GIB // 2)
-    after = used_bytes(None)
+    after = read_used_bytes(None)
     assert before is not None
     assert after is not None
     assert abs(after[0] - before[0]) < 64 * 2**20

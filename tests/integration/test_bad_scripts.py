@@ -12,7 +12,7 @@ from autods.cli.ending import UseCases
 from autods.cli.main import main
 from autods.requests import resolve
 from autods.runner.runner import RayRunner
-from autods.system.host import look
+from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.types import Fit
 from autods.workload import make_source
@@ -30,7 +30,7 @@ def started(ray, tmp_path_factory):
     (folder / "train.py").write_text(GOOD)
     source = make_source(folder / "train.py", argv=("{micro_batch_size}",))
     asked = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder / "out"}
-    with RayRunner(resolve(source, hardware=look(), **asked), ignore) as runner:
+    with RayRunner(resolve(source, hardware=read_hardware(), **asked), ignore) as runner:
         yield runner
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE, question
 
@@ -22,7 +22,7 @@ FACTS = ModelFacts(
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_checkpoint_loads_in_plain_torch(name, tmp_path):
-    rung = all_rungs(())[name]
+    rung = read_rungs(())[name]
     base = question("tiny.py", tmp_path).base | {"bf16": {"enabled": False}}
     settings = start_settings(rung, base=base, device_bytes=2**30, facts=FACTS)
     knobs = Knobs(micro_batch=2, accumulation=2, checkpointing=False, settings=settings)

@@ -138,9 +138,7 @@ def plain(runners) -> tuple[float, ...]:
 @pytest.mark.parametrize(
     ("rung", "micro_batch", "accumulation"), [("ddp", 4, 1), ("zero1", 1, 4), ("zero3", 4, 1), ("zero3", 2, 2)]
 )
-def test_losses_do_not_depend_on_sharding_or_accumulation(
-    runners, plain, rung, micro_batch, accumulation
-):
+def test_losses_do_not_depend_on_sharding_or_accumulation(runners, plain, rung, micro_batch, accumulation):
     found = losses(runners("lengths.py"), rung, micro_batch=micro_batch, accumulation=accumulation)
     assert apart(found, plain) < TOLERANCE
 

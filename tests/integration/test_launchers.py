@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.report import Report, to_dict, write
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE, free_port
@@ -26,7 +26,7 @@ FACTS = ModelFacts(
 
 def found(out: Path, script: Path, *argv: str, kind: str, own_optimizer: bool = False) -> Report:
     """As a fit leaves it when ZeRO-2 is the answer, micro batch 4, two accumulation steps."""
-    rung = all_rungs(())["zero2"]
+    rung = read_rungs(())["zero2"]
     base = {"bf16": {"enabled": True}, "gradient_clipping": 0.7}
     knobs = Knobs(
         micro_batch=4,

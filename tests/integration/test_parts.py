@@ -13,7 +13,7 @@ from autods.forecast.values import Ask
 from autods.forecast.verdict import judged
 from autods.requests import resolve
 from autods.runner.runner import RayRunner
-from autods.system.host import look
+from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.types import Communication, Exam, Examined, Fit, Knobs, Scalar, Steps, Trial
 from autods.workload import make_source
@@ -148,7 +148,7 @@ def test_experts_train_evaluate_save_and_load(runners, rung):
 def test_a_script_s_pipeline_is_known_and_its_collectives_are_counted(ray, tmp_path_factory):
     source = make_source(HERE / "scripts" / "with_pipeline.py", argv=("--deepspeed_config", "{ds_config}"))
     settings = resolve(
-        source, hardware=look(), gpus=2, device="cpu", gpu_memory="1GiB", config="quick", precision="fp32",
+        source, hardware=read_hardware(), gpus=2, device="cpu", gpu_memory="1GiB", config="quick", precision="fp32",
         out=tmp_path_factory.mktemp("pipe"),
     )  # fmt: skip
     with RayRunner(settings, lambda event: None) as runner:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE, question
 from tests.support.launchers import deepspeeds_own, torchrun
@@ -28,7 +28,7 @@ def ds_config(tmp_path_factory) -> Path:
     facts = ModelFacts(
         parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
     )
-    rung = all_rungs(())["zero3"]
+    rung = read_rungs(())["zero3"]
     settings = start_settings(rung, base=base, device_bytes=2**30, facts=facts)
     knobs = Knobs(micro_batch=4, accumulation=2, checkpointing=False, settings=settings)
     config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False, native_optimizer=False)

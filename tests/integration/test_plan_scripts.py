@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from autods import api
 from autods.config.deepspeed import compose
-from autods.config.strategies import all_rungs, choose
+from autods.config.strategies import read_rungs, select_rungs
 from autods.errors import InputError
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import Ask
@@ -107,7 +107,7 @@ def _digest(folder):
 
 
 def _ask(name):
-    (rung,) = choose((name,), all_rungs(()))
+    (rung,) = select_rungs((name,), read_rungs(()))
     values = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
     knobs = Knobs(micro_batch=8, accumulation=2, checkpointing=False, settings=values)
     config = compose(rung, knobs, base={}, world_size=4, own_optimizer=False)

@@ -119,9 +119,7 @@ def test_a_hugging_face_config_is_probed_by_its_own_keys(ray: object, tmp_path: 
     )  # type: ignore[operator]
 
 
-def test_a_scripts_arguments_are_an_axis_of_the_probe(
-    ray: object, tmp_path: Path
-) -> None:
+def test_a_scripts_arguments_are_an_axis_of_the_probe(ray: object, tmp_path: Path) -> None:
     argv = "--deepspeed_config {ds_config} --micro-batch {micro_batch_size} --width {width} --samples 64"
     script = HERE / "scripts" / "with_args.py"
     report = probe(script, tmp_path, "rung=zero1", "args.width=8,512", "micro_batch=1,2", script_args=argv.split())
@@ -169,9 +167,7 @@ def finished(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_the_same_command_resumes_a_killed_or_interrupted_probe(
-    held: Held, stop: signal.Signals, code: int
-) -> None:
+def test_the_same_command_resumes_a_killed_or_interrupted_probe(held: Held, stop: signal.Signals, code: int) -> None:
     out = held.folder / "out"
     held.hold(3)
     first = started(held)

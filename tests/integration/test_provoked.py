@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autods.runner.runner import RayRunner
-from autods.system.host import memory_groups
+from autods.system.host import find_memory_groups
 from autods.tuner.candidates import candidates
 from autods.tuner.ladder_walk import Walked, walk
 from autods.types import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
@@ -194,7 +194,7 @@ def need_small_disk(scene: Scene) -> None:
 @contextlib.contextmanager
 def cgroup_of(pid: int, *, limit_bytes: int) -> Iterator[None]:
     """That process, and what it forks from now on, in a memory cgroup of its own."""
-    groups = memory_groups()
+    groups = find_memory_groups()
     if not groups:
         pytest.skip("this machine has no memory cgroups")
     own, version = groups[0].folder, groups[0].version

@@ -12,7 +12,7 @@ import pytest
 from autods.events import Note
 from autods.requests import resolve
 from autods.runner.runner import RayRunner
-from autods.system.host import look
+from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.tuner.loss_parity import apart_from_the_start, difference
 from autods.types import Fit, OutOfMemory
@@ -55,7 +55,7 @@ def asked(users, tmp_path_factory):
             "forecast": False,
             **said,
         }
-        settings = resolve(source, hardware=look(), **said)
+        settings = resolve(source, hardware=read_hardware(), **said)
         profile = settings.profile
         limits = replace(profile.limits, stall_s=100.0, init_s=200.0)
         certify = profile.certify if certified else replace(profile.certify, most_trials=0)

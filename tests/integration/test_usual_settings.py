@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from autods.config.deepspeed import get
-from autods.config.strategies import Rung, all_rungs
+from autods.config.deepspeed import get_key
+from autods.config.strategies import Rung, read_rungs
 
 pytestmark = pytest.mark.integration
 
-TUNED = [rung for rung in all_rungs().values() if rung.tune]
+TUNED = [rung for rung in read_rungs().values() if rung.tune]
 
 
 @pytest.mark.parametrize("rung", TUNED, ids=lambda rung: rung.name)
 def test_what_is_usual_is_deepspeeds_own_default(rung: Rung) -> None:
     taken = defaults(rung)
     usual = {key: dimension.usual for key, dimension in rung.tune.items()}
-    assert usual == {key: get(taken, key) for key in rung.tune}
+    assert usual == {key: get_key(taken, key) for key in rung.tune}
 
 
 def defaults(rung: Rung) -> dict[str, Any]:

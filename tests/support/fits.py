@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autods.events import Event
 from autods.requests import Settings, resolve
-from autods.system.host import look
+from autods.system.host import read_hardware
 from autods.workload import Workload, make_source
 
 HERE = Path(__file__).parents[1] / "integration"
@@ -34,7 +34,7 @@ def question(
         "forecast": False,
         **asked,
     }
-    settings = resolve(source, hardware=look(), **said)  # type: ignore[arg-type]
+    settings = resolve(source, hardware=read_hardware(), **said)  # type: ignore[arg-type]
     profile = settings.profile
     limits = replace(profile.limits, stall_s=stall_s, init_s=200.0)
     certify = profile.certify if certified else replace(profile.certify, most_trials=0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.deepspeed import compose
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.types import Knobs, Scalar
 
 WORLD = 8
@@ -143,7 +143,7 @@ def config_of(
 
     pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy. optimizer: one of OPTIMIZERS.
     """
-    found = all_rungs()[rung]
+    found = read_rungs()[rung]
     small: dict[str, Any] = {
         "reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000, "sub_group_size": 300_000,
         "stage3_param_persistence_threshold": 500, "stage3_max_live_parameters": 200_000,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autods.config.catalogue import machines_named
+from autods.config.catalogue import find_machines
 from autods.forecast.values import Predicted, RungForecast, Verdict
 from autods.report.results import Forecast, SiteForecast
 from autods.requests import Site, pose
@@ -78,7 +78,7 @@ def forecast(rungs: tuple[RungForecast, ...] = RUNGS) -> Forecast:
 def comparison() -> Forecast:
     """Three machines of the catalogue: the first is too small, the second is enough."""
     rungs = ((rung("zero3-offload", 90, verdict="cannot_fit"),), (RUNGS[2],), (rung("ddp", 50, verdict="fits"),))
-    names = [machine.name for machine in machines_named("l4-24gb,a100-80gb,h200-141gb")]
+    names = [machine.name for machine in find_machines("l4-24gb,a100-80gb,h200-141gb")]
     sites = tuple(SiteForecast(site=site(name), rungs=said) for name, said in zip(names, rungs, strict=True))
     return Forecast(sites=sites, source=SOURCE, facts=FACTS, seconds=12.3)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
-from autods.config.strategies import Dimension, Rung, all_rungs
+from autods.config.strategies import Dimension, Rung, read_rungs
 from autods.forecast.values import Predicted, RungForecast
-from autods.journal import Journal, Memory, key_of
+from autods.journal import Journal, TrialStore, trial_key
 from autods.requests import Settings
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.fit import Search
@@ -29,7 +29,7 @@ from autods.tuner.forecasts import BLIND, Foresight
 from autods.types import Examined, Fit, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 
 GIB = 2**30
-RUNGS = all_rungs()
+RUNGS = read_rungs()
 _STEP_NOISE, _TRIAL_NOISE = 0.05, 0.01
 _START_S = 4.0  # of a trial, until its first step
 _FORECAST_ERROR = 0.03
@@ -140,7 +140,7 @@ class Surface:
         if trial.limited and peak > self.limit_bytes:
             wanted = min(peak - self.limit_bytes, self.sample_bytes[trial.knobs.checkpointing])
             return out_of_memory(missing_bytes=max(1, int(wanted)))
-        noise = random.Random(f"{self.seed + 10_000} {key_of(trial)}")  # of the trial alone: in any order the same
+        noise = random.Random(f"{self.seed + 10_000} {trial_key(trial)}")  # of the trial alone: in any order the same
         times = _measured(self.step_s(trial) * math.exp(noise.gauss(0, _TRIAL_NOISE)), trial.steps, noise)
         middle = statistics.median(times)
         rate = trial.knobs.train_batch(self.world_size) / middle
@@ -276,7 +276,7 @@ def searching(
         )  # fmt: skip
         journal = Journal(out / "journal.jsonl")
         past = journal.open(fingerprint="surface")
-        memory = Memory(journal, past, lambda trial, id: surface.run(trial, id=id), lambda event: None)
+        memory = TrialStore(journal, past, lambda trial, id: surface.run(trial, id=id), lambda event: None)
         seer = BLIND if blind else foresight or ScriptedForesight(surface)
         yield Search(
             settings=settings, runner=surface, memory=memory, foresight=seer, study=out / "study.jsonl",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autods.config.profiles import read_profile
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.requests import Settings
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.types import ModelFacts, Steps, WorkloadSource
@@ -24,7 +24,7 @@ SETTINGS = Settings(
     device_bytes_asked=True,
     out=Path("out"),
     profile=read_profile("default"),
-    ladder=tuple(all_rungs().values()),
+    ladder=tuple(read_rungs().values()),
     base={"bf16": {"enabled": True}},
     nvme_path=Path("/scratch"),
 )

@@ -81,7 +81,7 @@ def test_what_is_no_workload_is_told(workload: object) -> None:
 
 
 def test_a_workload_without_functions_is_told(tmp_path: Path) -> None:
-    with pytest.raises(autods.InputError, match="the Workload's build_model is int, no function"):
+    with pytest.raises(autods.InputError, match="the Workload's build_model is int, not a function"):
         autods.find_best_config(autods.Workload(build_model=3, build_batch=4), out=tmp_path)  # type: ignore[arg-type]
 
 

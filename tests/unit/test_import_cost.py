@@ -22,7 +22,7 @@ REPORT = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules
         "from autods.cli.main import main; main(['probe', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
         "from autods.cli.main import main; main(['fit', 'no-such-file.py', '--device', 'cpu', '--gpus', '2'])",
         "from autods.cli.main import main; main(['plan', 'no-such/c.json', '--gpus', '8', '--gpu-memory', '80GiB'])",
-        "from autods.config.catalogue import catalogue; catalogue()",
+        "from autods.config.catalogue import read_catalogue; read_catalogue()",
     ],
 )
 def test_nothing_heavy_is_imported_before_a_fit_runs(code: str) -> None:

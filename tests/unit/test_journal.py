@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.journal import Journal, key_of
+from autods.journal import Journal, trial_key
 from autods.types import Action, Failed, Fit, Outcome, OutOfMemory, Record, Tier
 from tests.support.journaled import FIT, TRIAL, record
 
@@ -65,7 +65,7 @@ def test_every_kind_of_outcome_comes_back_as_it_was(journal: Journal, outcome: O
     journal.open(fingerprint="q")
     journal.started(TRIAL)
     journal.finished(record(outcome))
-    assert journal.open(fingerprint="q").records == {key_of(TRIAL): record(outcome)}
+    assert journal.open(fingerprint="q").records == {trial_key(TRIAL): record(outcome)}
 
 
 def test_a_loss_that_is_no_number_comes_back(journal: Journal) -> None:
@@ -81,14 +81,14 @@ def test_a_trial_that_was_started_without_an_end_is_counted(journal: Journal) ->
     journal.open(fingerprint="q")
     journal.started(TRIAL)
     journal.started(TRIAL)
-    assert journal.open(fingerprint="q").unfinished == {key_of(TRIAL): 2}
+    assert journal.open(fingerprint="q").unfinished == {trial_key(TRIAL): 2}
 
 
 def test_a_finished_trial_is_no_longer_unfinished(journal: Journal) -> None:
     written(journal)
     past = journal.open(fingerprint="q")
     assert past.unfinished == {}
-    assert list(past.records) == [key_of(TRIAL)]
+    assert list(past.records) == [trial_key(TRIAL)]
 
 
 @pytest.mark.parametrize("tier", ["shm", "nvme"])
@@ -110,15 +110,15 @@ def test_what_a_person_may_have_mended_outside_of_the_workload_is_asked_again(jo
 
 def test_trials_that_ask_the_same_question_have_the_same_key() -> None:
     turned = dict(reversed(list(TRIAL.knobs.settings.items())))
-    assert key_of(TRIAL) == key_of(replace(TRIAL, knobs=replace(TRIAL.knobs, settings=turned)))
-    assert key_of(TRIAL) != key_of(replace(TRIAL, repeat=1))
-    assert key_of(TRIAL) != key_of(replace(TRIAL, knobs=replace(TRIAL.knobs, micro_batch=5)))
+    assert trial_key(TRIAL) == trial_key(replace(TRIAL, knobs=replace(TRIAL.knobs, settings=turned)))
+    assert trial_key(TRIAL) != trial_key(replace(TRIAL, repeat=1))
+    assert trial_key(TRIAL) != trial_key(replace(TRIAL, knobs=replace(TRIAL.knobs, micro_batch=5)))
 
 
 def test_a_record_that_was_read_has_the_key_it_was_written_under(journal: Journal) -> None:
     written(journal)
     ((key, found),) = journal.open(fingerprint="q").records.items()
-    assert key_of(found.trial) == key
+    assert trial_key(found.trial) == key
 
 
 def test_the_journal_of_another_fit_is_refused_and_left_as_it_is(journal: Journal) -> None:

@@ -63,7 +63,7 @@ def of_the_optimizer(config: Mapping[str, Any]) -> Iterator[None]:
 def answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[str, Any]]) -> bool:
     """Do the work and say what comes of it; whether it went well."""
     try:
-        with processes.ends_with(own):
+        with processes.die_with_peer(own):
             said = work()
     except BaseException as error:
         traceback.print_exc()

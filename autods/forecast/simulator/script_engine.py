@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, rungless
+from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
 from ...system import processes
 from ...trial.job import RankJob
 from ...trial.script.callsite import of_traceback
@@ -112,7 +112,7 @@ class _Run:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what it prints is no log of a forecast
         try:
-            self.listening.enter_context(processes.ends_with(self.own))
+            self.listening.enter_context(processes.die_with_peer(self.own))
             stand(self.stage.ledger, self.ask)
             script_patches.install_plain_values(self.stage.ledger)
             with self.stage.on(), protocol.of_the_optimizer(self.ask.ds_config):
@@ -182,7 +182,7 @@ class _Run:
 def _looked_at(stage: Stage, source: WorkloadSource, ranks: int) -> Ask:
     """For a look, as the survey's ranks: without any sharding."""
     base = source.base_config if isinstance(source.base_config, Mapping) else {}
-    config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, rungless(base))
+    config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, strip_rung_keys(base))
     return Ask(
         rung="", ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=1 << 40,
         device="cpu" if stage.ledger.one_memory else "cuda",

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     source, scratch = WorkloadSource(**json.loads(argv[2])), argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it closes the socket
     try:
-        with processes.ends_with(client):
+        with processes.die_with_peer(client):
             stage, workload = _prepare(device, source)
     except BaseException as error:
         say(client, {"failed": told(error, source.path)})

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...system.processes import temporary_of
+from ...system.processes import temporary_folder
 from .callsite import everywhere
 from .data import tensors_in
 from .integrations.config import when_imported
@@ -345,7 +345,7 @@ def _free(session: Session) -> tuple[str, ...]:
     job = session.job
     caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
     home = [str(Path.home() / name) for name in (".cache", ".triton", ".nv")]
-    own = (job.scratch, job.folder, str(temporary_of(os.getpid())))
+    own = (job.scratch, job.folder, str(temporary_folder(os.getpid())))
     return (*own, *filter(None, [job.swap]), *caches, *home, "/dev", "/proc", "/sys", sys.prefix)
 
 
@@ -356,7 +356,7 @@ def _made(folder: Path) -> Path:
 
 def _short(folder: Path) -> str:
     """The folder by a short name: DataLoader workers make sockets in it, whose paths may have 107 characters."""
-    link = temporary_of(os.getpid())
+    link = temporary_folder(os.getpid())
     with contextlib.suppress(OSError):
         link.unlink()
     link.symlink_to(folder)

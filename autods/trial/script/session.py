@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from ...config.deepspeed import BATCH_KEYS, merge, rungless, without_monitors
+from ...config.deepspeed import BATCH_KEYS, merge, strip_rung_keys, without_monitors
 from ...types import Phase
 from ...workload.script_source import has_placeholder
 from .. import exam
@@ -141,7 +141,7 @@ class Session:
 
     def merged(self, users: Mapping[str, Any]) -> dict[str, Any]:
         """The trial's config over the script's own: its keys stay, those of the rung and the batch are ours."""
-        config = merge(rungless(users), self.config)
+        config = merge(strip_rung_keys(users), self.config)
         return exam.gathering(config) if self.job.exam == "worst_case" else config
 
     def final(self, users: Mapping[str, Any], *, own_optimizer: bool) -> dict[str, Any]:

@@ -116,7 +116,5 @@ def test_a_tool_that_has_nothing_for_a_rung_is_scored_on_the_others() -> None:
         ("zero3-offload", {"cpu_offload": True, "cpu_offload_params": True}),
     ],
 )
-def test_each_rung_gets_its_variant_of_deepspeeds_estimator(
-    rung: str, variant: dict[str, bool] | None
-) -> None:
+def test_each_rung_gets_its_variant_of_deepspeeds_estimator(rung: str, variant: dict[str, bool] | None) -> None:
     assert accuracy.deepspeed_variant(rung) == variant

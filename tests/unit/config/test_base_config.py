@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.base_config import check_base_config, misspelt, read_base_config
+from autods.config.base_config import check_base_config, find_misspelt_keys, read_base_config
 from autods.errors import InputError
 
 ON = {"enabled": True}
@@ -146,7 +146,9 @@ def test_auto_is_accepted_for_what_the_rungs_and_growing_decide() -> None:
 
 
 def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
-    said = misspelt({"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": ON, "project": "mine", "optimizer": {}})
+    said = find_misspelt_keys(
+        {"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": ON, "project": "mine", "optimizer": {}}
+    )
     assert said == (
         'DeepSpeed knows no "gradient_cliping", so it does nothing: did you mean "gradient_clipping"?',
         'DeepSpeed knows no "zero_optimisation", so it does nothing: did you mean "zero_optimization"?',

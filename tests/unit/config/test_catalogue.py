@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.catalogue import catalogue, machines_named
+from autods.config.catalogue import find_machines, read_catalogue
 from autods.errors import InputError
 from autods.system.host import data_folder
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 def test_every_machine_is_named_after_its_file_and_says_where_its_figures_come_from() -> None:
     files = {path.stem for path in (data_folder("configs") / "hardware").glob("*.toml")}
-    machines = catalogue()
+    machines = read_catalogue()
     assert set(machines) == files
     for machine in machines.values():
         assert "memory:" in machine.source
@@ -24,32 +24,32 @@ def test_every_machine_is_named_after_its_file_and_says_where_its_figures_come_f
 
 
 def test_the_usable_memory_is_below_the_nominal_one() -> None:
-    for name, machine in catalogue().items():
+    for name, machine in read_catalogue().items():
         nominal = int(name.rpartition("-")[2].removesuffix("gb"))
         assert 0.88 * nominal * GIB < machine.device_bytes < nominal * GIB, name
 
 
 def test_cards_before_ampere_have_no_bf16() -> None:
-    without = {name for name, machine in catalogue().items() if not machine.bf16}
+    without = {name for name, machine in read_catalogue().items() if not machine.bf16}
     assert without == {"t4-16gb", "v100-16gb", "v100-32gb"}
 
 
 def test_machines_come_smallest_first_whatever_the_order_they_were_named_in() -> None:
-    assert [machine.name for machine in machines_named("h100-80gb, t4-16gb,t4-16gb")] == ["t4-16gb", "h100-80gb"]
-    sizes = [machine.device_bytes for machine in machines_named("all")]
+    assert [machine.name for machine in find_machines("h100-80gb, t4-16gb,t4-16gb")] == ["t4-16gb", "h100-80gb"]
+    sizes = [machine.device_bytes for machine in find_machines("all")]
     assert sizes == sorted(sizes)
     assert len(sizes) >= 15
 
 
 def test_a_machine_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(InputError, match=r"--on a100.*\n.*a100-80gb"):
-        machines_named("a100")
+        find_machines("a100")
 
 
 def test_a_machine_of_ones_own_is_a_file(tmp_path: Path) -> None:
     text = (data_folder("configs") / "hardware" / "t4-16gb.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace('name = "t4-16gb"', 'name = "mine"'))
-    assert [machine.name for machine in machines_named(str(tmp_path / "mine.toml"))] == ["mine"]
+    assert [machine.name for machine in find_machines(str(tmp_path / "mine.toml"))] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,6 @@ def test_a_file_that_is_no_machine_is_refused_with_the_key(tmp_path: Path, old: 
     text = (data_folder("configs") / "hardware" / "t4-16gb.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace(old, new))
     with pytest.raises(InputError) as caught:
-        machines_named(str(tmp_path / "mine.toml"))
+        find_machines(str(tmp_path / "mine.toml"))
     assert said in str(caught.value)
     assert str(tmp_path / "mine.toml") in str(caught.value)

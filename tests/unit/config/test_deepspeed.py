@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 
 from autods.config.base_config import check_base_config
-from autods.config.deepspeed import compose, get, half_precision, merge, ops_of, start_settings, without_monitors
-from autods.config.strategies import all_rungs
+from autods.config.deepspeed import (
+    compose,
+    enabled_half_precision,
+    get_key,
+    merge,
+    required_ops,
+    start_settings,
+    without_monitors,
+)
+from autods.config.strategies import read_rungs
 from autods.types import Knobs, ModelFacts
 
-RUNGS = all_rungs()
+RUNGS = read_rungs()
 FACTS = ModelFacts(
     parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
 )
@@ -97,24 +105,24 @@ def test_the_rung_decides_stage_and_offload_whatever_the_base_config_says(name: 
     zero = composed(name, base=base)["zero_optimization"]
     assert zero["stage"] == rung.stage
     tiers = {"cpu": "host", "nvme": "nvme", None: "device"}
-    assert tiers[get(zero, "offload_param.device")] == rung.places["parameters"]
-    assert tiers[get(zero, "offload_optimizer.device")] == rung.places["optimizer"]
-    assert get(zero, "offload_optimizer.ratio") is None
+    assert tiers[get_key(zero, "offload_param.device")] == rung.places["parameters"]
+    assert tiers[get_key(zero, "offload_optimizer.device")] == rung.places["optimizer"]
+    assert get_key(zero, "offload_optimizer.ratio") is None
 
 
 def test_the_nvme_path_is_filled_in_wherever_the_rung_names_it() -> None:
     config = composed("zero3-nvme", nvme_path=Path("/fast/disk"))
-    assert get(config, "zero_optimization.offload_param.nvme_path") == "/fast/disk"
-    assert get(config, "zero_optimization.offload_optimizer.nvme_path") == "/fast/disk"
+    assert get_key(config, "zero_optimization.offload_param.nvme_path") == "/fast/disk"
+    assert get_key(config, "zero_optimization.offload_optimizer.nvme_path") == "/fast/disk"
     assert "{nvme_path}" not in json.dumps(config)
 
 
 def test_knobs_win_over_the_rung_and_the_base_config() -> None:
     settings = {"zero_optimization.reduce_bucket_size": 123_456, "zero_optimization.offload_param.pin_memory": False}
     config = composed("zero3-offload", knobs=Knobs(settings=settings), base=PRETRAINING)
-    assert get(config, "zero_optimization.reduce_bucket_size") == 123_456
-    assert get(config, "zero_optimization.offload_param.pin_memory") is False
-    assert get(config, "zero_optimization.offload_param.device") == "cpu"
+    assert get_key(config, "zero_optimization.reduce_bucket_size") == 123_456
+    assert get_key(config, "zero_optimization.offload_param.pin_memory") is False
+    assert get_key(config, "zero_optimization.offload_param.device") == "cpu"
 
 
 def test_buckets_start_at_a_size_that_fits_the_card_not_at_the_users_5e8() -> None:
@@ -141,7 +149,7 @@ def test_without_an_optimizer_torchs_adamw_is_used_and_no_op_is_built(name: str,
     config = composed(name, base=base)
     assert config["optimizer"]["type"] == "AdamW"
     assert config["optimizer"]["params"]["torch_adam"] is True
-    assert ops_of(config) == ()
+    assert required_ops(config) == ()
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
@@ -149,7 +157,7 @@ def test_an_offloaded_optimizer_is_deepspeeds_own_cpu_adam(name: str) -> None:
     config = composed(name)
     assert "torch_adam" not in config["optimizer"]["params"]
     assert "zero_force_ds_cpu_optimizer" not in config
-    assert "cpu_adam" in ops_of(config)
+    assert "cpu_adam" in required_ops(config)
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
@@ -157,14 +165,14 @@ def test_until_its_op_is_built_torchs_adamw_stands_in_for_an_offloaded_optimizer
     config = composed(name, native_optimizer=False)
     assert config["optimizer"]["params"]["torch_adam"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
-    assert "cpu_adam" not in ops_of(config)
+    assert "cpu_adam" not in required_ops(config)
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_the_users_adamw_is_deepspeeds_fused_one_unless_torchs_stands_in(name: str) -> None:
-    assert ops_of(composed(name, base=PRETRAINING)) == ("fused_adam",)
+    assert required_ops(composed(name, base=PRETRAINING)) == ("fused_adam",)
     stand_in = composed(name, base=PRETRAINING, native_optimizer=False)
-    assert ops_of(stand_in) == ()
+    assert required_ops(stand_in) == ()
     assert stand_in["optimizer"] == merge(PRETRAINING["optimizer"], {"params": {"torch_adam": True}})
 
 
@@ -178,7 +186,7 @@ def test_a_workload_that_brings_its_optimizer_gets_a_config_that_names_none(name
     config = composed(name, base=PRETRAINING, own_optimizer=True)
     assert "optimizer" not in config
     assert config["scheduler"] == PRETRAINING["scheduler"]
-    assert not {"cpu_adam", "fused_adam"} & set(ops_of(config))
+    assert not {"cpu_adam", "fused_adam"} & set(required_ops(config))
 
 
 @pytest.mark.parametrize("name", RUNGS)
@@ -188,8 +196,8 @@ def test_a_users_own_optimizer_may_be_offloaded(name: str) -> None:
 
 
 def test_only_nvme_needs_async_io() -> None:
-    assert {name for name in RUNGS if "async_io" in ops_of(composed(name))} == {"zero3-nvme"}
-    assert ops_of(composed("zero3-nvme")) == ("cpu_adam", "async_io")
+    assert {name for name in RUNGS if "async_io" in required_ops(composed(name))} == {"zero3-nvme"}
+    assert required_ops(composed("zero3-nvme")) == ("cpu_adam", "async_io")
 
 
 def test_merging_nests_and_leaves_both_sides_alone() -> None:
@@ -215,4 +223,4 @@ def test_monitors_and_profilers_are_for_the_training_not_for_trials() -> None:
     ],
 )
 def test_the_half_precision_is_the_one_that_is_enabled(config: dict[str, Any], kind: str | None) -> None:
-    assert half_precision(config) == kind
+    assert enabled_half_precision(config) == kind

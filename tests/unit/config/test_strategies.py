@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.strategies import Rung, all_rungs, choose, parse_rung
+from autods.config.strategies import Rung, parse_rung, read_rungs, select_rungs
 from autods.errors import InputError
 from autods.schema import read_toml
 from autods.system.host import data_folder
@@ -18,7 +18,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def rungs() -> Mapping[str, Rung]:
-    return all_rungs()
+    return read_rungs()
 
 
 def rung_file(folder: Path, *, name: str = "mine", old: str = "", new: str = "") -> Path:
@@ -91,40 +91,40 @@ def test_pinned_memory_is_tuned_where_something_is_offloaded_to_the_cpu(rungs: M
 
 
 def test_chosen_rungs_are_walked_fastest_first_whatever_order_they_are_named_in(rungs: Mapping[str, Rung]) -> None:
-    assert [rung.name for rung in choose(("zero3", "ddp", "zero3"), rungs)] == ["ddp", "zero3"]
+    assert [rung.name for rung in select_rungs(("zero3", "ddp", "zero3"), rungs)] == ["ddp", "zero3"]
 
 
 def test_an_unknown_rung_is_refused_with_the_names_there_are(rungs: Mapping[str, Rung]) -> None:
     with pytest.raises(InputError, match=r"no rung 'zero4'[\s\S]*zero3-nvme"):
-        choose(("ddp", "zero4"), rungs)
+        select_rungs(("ddp", "zero4"), rungs)
 
 
 def test_an_empty_ladder_is_refused(rungs: Mapping[str, Rung]) -> None:
     with pytest.raises(InputError, match="the ladder is empty"):
-        choose((), rungs)
+        select_rungs((), rungs)
 
 
 def test_a_users_rung_joins_the_ladder_at_its_place(tmp_path: Path) -> None:
     rung_file(tmp_path, old="order = 50", new="order = 55")
-    names = list(all_rungs((tmp_path,)))
+    names = list(read_rungs((tmp_path,)))
     assert names[names.index("zero3") + 1] == "mine"
 
 
 def test_a_users_rung_replaces_a_shipped_one_of_the_same_name(tmp_path: Path) -> None:
     rung_file(tmp_path, name="zero3", old="order = 50", new="order = 5")
-    assert next(iter(all_rungs((tmp_path,)))) == "zero3"
+    assert next(iter(read_rungs((tmp_path,)))) == "zero3"
 
 
 def test_an_edited_rung_is_read_again(tmp_path: Path) -> None:
     rung_file(tmp_path, old="order = 50", new="order = 55")
-    assert all_rungs((tmp_path,))["mine"].order == 55
+    assert read_rungs((tmp_path,))["mine"].order == 55
     rung_file(tmp_path, old="order = 50", new="order = 65")
-    assert all_rungs((tmp_path,))["mine"].order == 65
+    assert read_rungs((tmp_path,))["mine"].order == 65
 
 
 def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a folder of rungs"):
-        all_rungs((tmp_path / "nowhere",))
+        read_rungs((tmp_path / "nowhere",))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_bad_rung_file_is_refused_with_the_file_and_what_is_wrong(
 ) -> None:
     path = rung_file(tmp_path, old=old, new=new)
     with pytest.raises(InputError) as caught:
-        all_rungs((tmp_path,))
+        read_rungs((tmp_path,))
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert "_File" not in str(caught.value)
@@ -159,7 +159,7 @@ def test_a_bad_rung_file_is_refused_with_the_file_and_what_is_wrong(
 def test_a_rung_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="is not TOML"):
-        all_rungs((tmp_path,))
+        read_rungs((tmp_path,))
 
 
 def test_every_rung_file_is_named_after_its_rung() -> None:
@@ -179,9 +179,9 @@ def test_every_rung_file_is_named_after_its_rung() -> None:
 def test_a_usual_value_that_the_key_cannot_take_is_an_error(tmp_path: Path, old: str, new: str, wanted: str) -> None:
     rung_file(tmp_path, old=old, new=new)
     with pytest.raises(InputError, match=rf"usual is .*, not {wanted}"):
-        all_rungs((tmp_path,))
+        read_rungs((tmp_path,))
 
 
 def test_a_rung_need_not_say_what_is_usual(tmp_path: Path) -> None:
     rung_file(tmp_path, old=", usual = 50_000_000", new="")
-    assert all_rungs((tmp_path,))["mine"].tune["zero_optimization.stage3_prefetch_bucket_size"].usual is None
+    assert read_rungs((tmp_path,))["mine"].tune["zero_optimization.stage3_prefetch_bucket_size"].usual is None

@@ -12,7 +12,7 @@ from autods.config.deepspeed import compose
 from autods.forecast.forecaster import Foreseer
 from autods.forecast.scripted import Script, Scripted, allocates, failing
 from autods.forecast.values import Ask, Simulated, Trace
-from autods.journal import key_of
+from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import candidates
 from autods.types import Outcome, Trial
@@ -42,7 +42,12 @@ def grows(ask: Ask, micro_batch: int) -> Simulated:
 def foreseer(script: Script = grows) -> tuple[Foreseer, Scripted, list[str]]:
     simulator, told = Scripted(FACTS, script), []
     made = Foreseer(
-        simulator=simulator, ask_of=ask_of, key_of=key_of, limits={"device": 16 * GIB}, emulated=True, tell=told.append
+        simulator=simulator,
+        ask_of=ask_of,
+        key_of=trial_key,
+        limits={"device": 16 * GIB},
+        emulated=True,
+        tell=told.append,
     )
     return made, simulator, told
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.errors import InputError
 from autods.prober.axes import all_keys, axes_of, known_keys, parsed
 from autods.prober.request import MOST_CELLS, experiment_rungs
@@ -15,7 +15,7 @@ from autods.types import WorkloadSource
 from autods.workload.conditions import apply_conditions
 from tests.support.probes import CARD, HERE, ask
 
-RUNGS = all_rungs((experiment_rungs(),))
+RUNGS = read_rungs((experiment_rungs(),))
 BARE = "def build_model(): ...\ndef build_batch(n): ..."
 MANY = ",".join(map(str, range(1, 33)))
 

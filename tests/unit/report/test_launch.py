@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.deepspeed import DEFAULT_OPTIMIZER, for_trainer, get
+from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
 from autods.report import Report, to_dict, write
 from autods.report.launch import accelerate_yaml, commands, filled, lines, trainer_arguments
 from autods.workload import make_source
@@ -89,12 +89,12 @@ def test_a_script_without_a_place_for_the_config_is_told_where_it_goes():
 
 
 def test_auto_stands_exactly_where_the_trainer_fills_in():
-    config = for_trainer(CONFIG)
+    config = to_trainer_config(CONFIG)
     autos = {
         "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16.enabled",
         "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay",
     }  # fmt: skip
-    assert all(get(config, key) == "auto" for key in autos)
+    assert all(get_key(config, key) == "auto" for key in autos)
     assert json.dumps(config).count('"auto"') == len(autos)
     assert config["zero_optimization"] == CONFIG["zero_optimization"]
     assert "scheduler" not in config

@@ -66,7 +66,7 @@ def test_a_stuck_rank_is_not_ended_before_it_has_said_where_it_is(
             (tmp_path / "rank0.log").write_text("its stack\n")
         return still
 
-    monkeypatch.setattr(processes, "is_taking", taking)
+    monkeypatch.setattr(processes, "is_handling_signal", taking)
     watch = silent("forward", tmp_path, pid)
     watch.look(time.monotonic())
     assert [end["log_tail"] for end in watch.ends] == ["its stack\n"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autods.config.deepspeed import get
+from autods.config.deepspeed import get_key
 from autods.requests import Settings
 from autods.runner.runner import Jobs
 from autods.trial.ops import BUILDERS
@@ -30,8 +30,8 @@ def test_a_trial_is_for_all_ranks_with_its_knobs_and_a_folder_of_its_own() -> No
     assert (job.job, job.world_size, job.local_ranks) == ("train", 2, (0, 1))
     assert (job.micro_batch, job.accumulation, job.checkpointing) == (4, 2, False)
     assert job.folder == "out/logs/007-zero2"
-    assert get(job.ds_config, "zero_optimization.stage") == 2
-    assert get(job.ds_config, "train_micro_batch_size_per_gpu") == 4
+    assert get_key(job.ds_config, "zero_optimization.stage") == 2
+    assert get_key(job.ds_config, "train_micro_batch_size_per_gpu") == 4
 
 
 def test_the_device_is_limited_where_a_budget_was_asked_for_and_the_trial_has_one() -> None:
@@ -45,8 +45,8 @@ def test_a_trial_swaps_into_a_folder_of_its_driver_and_the_users_config_into_the
     told, asked = jobs(), trial("zero3-nvme")
     job = told.training(asked, 1)
     assert job.swap == "/scratch/autods-1-abc"
-    assert get(job.ds_config, SWAP) == job.swap
-    assert get(told.final_config(asked), SWAP) == "/scratch"
+    assert get_key(job.ds_config, SWAP) == job.swap
+    assert get_key(told.final_config(asked), SWAP) == "/scratch"
     assert told.training(trial(), 1).swap is None
 
 

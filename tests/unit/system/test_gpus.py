@@ -1,6 +1,6 @@
 import pytest
 
-from autods.system.gpus import by_index, said_of, said_of_names, see, used_bytes
+from autods.system.gpus import describe_card_names, describe_shared_cards, read_nvml, read_used_bytes, uuids_to_indices
 from tests.support.scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError, four
 
 
@@ -30,27 +30,27 @@ def slices() -> FakeNvml:
 )
 def test_cuda_visible_devices_is_honoured_as_cuda_does(visible: str | None, indices: list[int]) -> None:
     nvml = four()
-    assert [card.index for card in see(visible, nvml).cards] == indices
+    assert [card.index for card in read_nvml(visible, nvml).cards] == indices
     assert not nvml.open
 
 
 def test_a_cards_memory_is_what_cuda_says_without_what_the_driver_keeps() -> None:
     nvml = FakeNvml([FakeCard(name="H100", total_bytes=79 * GIB, reserved_bytes=GIB // 2)])
-    (card,) = see(None, nvml).cards
+    (card,) = read_nvml(None, nvml).cards
     assert (card.name, card.total_bytes, card.free_bytes, card.others_bytes) == ("H100", 79 * GIB, 79 * GIB, 0)
 
 
 def test_an_older_driver_knows_only_the_first_call_and_the_reserve_counts_as_held() -> None:
     nvml = FakeNvml([FakeCard(total_bytes=16 * GIB, reserved_bytes=GIB // 2)], new=False)
-    (card,) = see(None, nvml).cards
+    (card,) = read_nvml(None, nvml).cards
     assert card.usable_bytes == 16 * GIB
 
 
 def test_what_other_processes_hold_is_subtracted_and_said() -> None:
     nvml = FakeNvml([FakeCard(used_bytes=3 * GIB, pids=(4121, 7)), FakeCard(uuid="GPU-b", used_bytes=4 * 2**20)])
-    cards = see(None, nvml).cards
+    cards = read_nvml(None, nvml).cards
     assert [card.usable_bytes for card in cards] == [13 * GIB, 16 * GIB]
-    (said,) = said_of(cards)
+    (said,) = describe_shared_cards(cards)
     assert said == (
         "card 0 (A Card): other processes (pid 4121, 7) hold 3.0 GiB of its 16.0 GiB, 13.0 GiB are left for a rank"
     )
@@ -58,57 +58,57 @@ def test_what_other_processes_hold_is_subtracted_and_said() -> None:
 
 def test_a_card_in_mig_mode_is_its_first_slice_to_a_process() -> None:
     for visible in (None, "0"):
-        (card,) = see(visible, slices()).cards
+        (card,) = read_nvml(visible, slices()).cards
         assert (card.total_bytes, card.slice, card.uuid) == (39 * GIB, True, "MIG-1")
 
 
 def test_a_named_slice_is_that_slice_alone() -> None:
-    (card,) = see("MIG-2,MIG-1", slices()).cards
+    (card,) = read_nvml("MIG-2,MIG-1", slices()).cards
     assert (card.total_bytes, card.name, card.index) == (9 * GIB, "A100 MIG 1g.10gb", 2)
 
 
 def test_beside_whole_cards_slices_are_not_shown() -> None:
     nvml = slices()
     nvml.cards = [*nvml.cards, FakeCard(uuid="GPU-b", total_bytes=24 * GIB, knows_mig=False)]
-    assert [card.total_bytes for card in see(None, nvml).cards] == [24 * GIB]
+    assert [card.total_bytes for card in read_nvml(None, nvml).cards] == [24 * GIB]
 
 
 def test_a_card_in_mig_mode_without_a_slice_cannot_be_used() -> None:
-    assert see(None, FakeNvml([FakeCard(slices=[])])).cards == ()
+    assert read_nvml(None, FakeNvml([FakeCard(slices=[])])).cards == ()
 
 
 def test_the_driver_says_its_version_and_the_newest_cuda_that_it_runs() -> None:
-    seen = see(None, FakeNvml([FakeCard()], driver=b"535.54.03", cuda=12020))
+    seen = read_nvml(None, FakeNvml([FakeCard()], driver=b"535.54.03", cuda=12020))
     assert (seen.driver, seen.cuda, seen.problem) == ("535.54.03", (12, 2), None)
 
 
 @pytest.mark.parametrize("value", [9, 12])
 def test_a_machine_without_a_driver_shows_no_cards_and_has_no_problem(value: int) -> None:
-    seen = see(None, FakeNvml(problem=NVMLError("Driver Not Loaded", value)))
+    seen = read_nvml(None, FakeNvml(problem=NVMLError("Driver Not Loaded", value)))
     assert (seen.cards, seen.problem) == ((), None)
 
 
 def test_a_driver_that_was_updated_under_us_is_a_problem() -> None:
-    seen = see(None, FakeNvml(problem=NVMLError("RM has detected an NVML/RM version mismatch.", 18)))
+    seen = read_nvml(None, FakeNvml(problem=NVMLError("RM has detected an NVML/RM version mismatch.", 18)))
     assert seen.problem == "NVML: RM has detected an NVML/RM version mismatch."
 
 
 def test_names_of_cards_become_numbers_which_deepspeed_can_read_and_that_is_said() -> None:
-    assert by_index("GPU-c,0", four()) == "2,0"
-    (said,) = said_of_names("GPU-c,0", four())
+    assert uuids_to_indices("GPU-c,0", four()) == "2,0"
+    (said,) = describe_card_names("GPU-c,0", four())
     assert "CUDA_VISIBLE_DEVICES=2,0 CUDA_DEVICE_ORDER=PCI_BUS_ID" in said
     for numbers in ("3,1", "", None):
-        assert said_of_names(numbers, four()) == ()
+        assert describe_card_names(numbers, four()) == ()
 
 
 def test_a_slice_has_no_number() -> None:
-    assert by_index("MIG-1", slices()) == "MIG-1"
-    assert "they will fail" in said_of_names("MIG-1", slices())[0]
+    assert uuids_to_indices("MIG-1", slices()) == "MIG-1"
+    assert "they will fail" in describe_card_names("MIG-1", slices())[0]
 
 
 def test_used_bytes_are_those_of_the_cards_that_cuda_shows() -> None:
     nvml = four()
     nvml.cards[2].used_bytes = 3 * GIB
-    assert used_bytes("2,0", nvml) == (3 * GIB, 0)
-    assert used_bytes(None, FakeNvml(problem=NVMLError("no", 9))) is None
+    assert read_used_bytes("2,0", nvml) == (3 * GIB, 0)
+    assert read_used_bytes(None, FakeNvml(problem=NVMLError("no", 9))) is None
     assert not nvml.open

@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from autods.system.host import Hardware, MemoryGroup, TorchBuild, host_memory, look, torch_build, versions
+from autods.system.host import (
+    Hardware,
+    MemoryGroup,
+    TorchBuild,
+    installed_versions,
+    read_hardware,
+    read_host_memory,
+    torch_build,
+)
 from tests.support.scripted_nvml import FakeCard, FakeNvml, NVMLError
 
 
@@ -37,7 +45,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, build: TorchBuild) -
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("autods.system.host.torch_build", lambda: build)
-    return look()
+    return read_hardware()
 
 
 def test_cards_with_a_driver_that_runs_torchs_cuda_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +67,14 @@ def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_this_machine_has_cores_and_memory() -> None:
-    here = look()
+    here = read_hardware()
     assert here.cores >= 1
     assert here.host_bytes >= here.host_free_bytes > 0
     assert here.cpu
 
 
 def test_versions_name_what_decides_a_result() -> None:
-    found = versions()
+    found = installed_versions()
     assert {"python", "autods", "torch", "deepspeed", "ray", "optuna", "transformers"} == set(found)
     assert "not installed" not in found.values()
 
@@ -74,5 +82,5 @@ def test_versions_name_what_decides_a_result() -> None:
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     for name, said in {"memory.max": 2**20, "memory.current": 2**18}.items():
         (tmp_path / name).write_text(str(said))
-    memory = host_memory((MemoryGroup(folder=tmp_path, version=2),))
+    memory = read_host_memory((MemoryGroup(folder=tmp_path, version=2),))
     assert (memory.total_bytes, memory.free_bytes) == (2**20, 2**20 - 2**18)

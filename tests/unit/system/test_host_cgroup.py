@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.system.host import MemoryGroup, machine_oom_kills, memory_groups
+from autods.system.host import MemoryGroup, find_memory_groups, machine_oom_kills
 
 GIB = 2**30
 
@@ -61,7 +61,7 @@ def test_the_groups_above_limit_too(tmp_path):
     write(tmp_path / "cg" / "pod", memory__max=str(GIB))
     proc = tmp_path / "cgroup"
     proc.write_text("0::/pod/box\n")
-    groups = memory_groups(proc, tmp_path / "cg")
+    groups = find_memory_groups(proc, tmp_path / "cg")
     assert [group.folder for group in groups] == [inner, inner.parent]
     assert [group.limit_bytes() for group in groups] == [None, GIB]
 
@@ -69,4 +69,4 @@ def test_the_groups_above_limit_too(tmp_path):
 def test_this_kernel_counts_its_kills():
     kills = machine_oom_kills()
     assert kills is None or kills >= 0
-    assert all(group.limit_bytes() is None or group.limit_bytes() > 0 for group in memory_groups())
+    assert all(group.limit_bytes() is None or group.limit_bytes() > 0 for group in find_memory_groups())

@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from autods.system.host import asked, share
+from autods.system.host import requested_threads, threads_per_rank
 
 
 @pytest.fixture(autouse=True)
@@ -17,19 +17,19 @@ def a_node_of_eight(monkeypatch):
 
 
 def test_ranks_share_the_processors_of_their_node():
-    assert [share(ranks) for ranks in (1, 2, 3, 8)] == [8, 4, 2, 1]
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8)] == [8, 4, 2, 1]
 
 
 def test_a_rank_has_a_thread_even_where_there_are_more_ranks_than_processors():
-    assert share(20) == 1
+    assert threads_per_rank(20) == 1
 
 
 def test_processors_that_share_a_core_count_once(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
-    assert share(2) == 2
+    assert threads_per_rank(2) == 2
 
 
 @pytest.mark.parametrize(("said", "threads"), [("4", 4), ("4,2", 4), ("", None), ("0", None), ("many", None)])
 def test_omp_num_threads_is_taken_as_openmp_takes_it(monkeypatch, said, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert asked() == threads
+    assert requested_threads() == threads

@@ -20,7 +20,7 @@ import socket, sys, time
 from autods.system import processes as procs
 
 peer = socket.socket(fileno=int(sys.argv[1]))
-with procs.ends_with(peer):
+with procs.die_with_peer(peer):
     peer.sendall(b"busy")
     time.sleep(0 if "quick" in sys.argv else 60)
 peer.sendall(b"done")
@@ -65,7 +65,7 @@ def test_the_end_of_a_forked_child_is_seen_with_and_without_descriptors_of_proce
     if not pidfd:
         monkeypatch.setattr(processes, "has_pidfd", lambda: False)
     waits, goes = os.pipe()
-    pid, ending, kept = processes.watched_fork()
+    pid, ending, kept = processes.fork_watched()
     if pid == 0:
         os.close(goes)
         os.read(waits, 1)  # until the parent lets go
@@ -105,14 +105,14 @@ def test_a_signal_is_being_taken_until_its_handler_has_ended() -> None:
         os.read(waits, 1)  # until the parent lets go
         os._exit(0)
     os.read(ready, 1)
-    assert not processes.is_taking(pid, signal.SIGUSR1)
+    assert not processes.is_handling_signal(pid, signal.SIGUSR1)
     os.kill(pid, signal.SIGUSR1)
-    assert processes.is_taking(pid, signal.SIGUSR1)
+    assert processes.is_handling_signal(pid, signal.SIGUSR1)
     os.read(reader, 2**20)
-    until(lambda: not processes.is_taking(pid, signal.SIGUSR1))
+    until(lambda: not processes.is_handling_signal(pid, signal.SIGUSR1))
     os.close(goes)
     assert os.waitpid(pid, 0)[1] == 0
-    assert not processes.is_taking(pid, signal.SIGUSR1)
+    assert not processes.is_handling_signal(pid, signal.SIGUSR1)
     for fd in (reader, writer, ready, tells, waits):
         os.close(fd)
 
@@ -120,7 +120,7 @@ def test_a_signal_is_being_taken_until_its_handler_has_ended() -> None:
 def test_a_rank_is_taken_by_the_oom_killer_before_what_watches_it() -> None:
     """Ray's workers have the worst score there is: a rank has to have it, too, for then the larger one goes."""
     code = (
-        "from autods.system.processes import first_to_be_killed; first_to_be_killed(); "
+        "from autods.system.processes import prefer_for_oom_kill; prefer_for_oom_kill(); "
         "print(open('/proc/self/oom_score_adj').read())"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.journal import Journal, Memory, key_of
+from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import Finals, finals
 from autods.tuner.trials import samples_per_second
@@ -201,11 +201,11 @@ def test_later_finals_of_the_same_are_measured_anew_although_a_journal_answers(t
         speed = {"a": 100, "b": 101}[trial.rung]
         return Record(id=next(count), trial=trial, outcome=fit(peak_bytes=1, samples_per_second=speed), seconds=1.0)
 
-    memory = Memory(journal, journal.open(fingerprint="x"), execute, lambda event: None)
+    memory = TrialStore(journal, journal.open(fingerprint="x"), execute, lambda event: None)
     first = finals(
         [contestant("a"), contestant("b")], memory.run, turns=2, usable_bytes=USABLE, score=samples_per_second
     )
     again = [first.measured[0][0], first.measured[1][1]]
     second = finals(again, memory.run, turns=2, usable_bytes=USABLE, score=samples_per_second)
-    keys = [key_of(record.trial) for record in (*first.records, *second.records)]
+    keys = [trial_key(record.trial) for record in (*first.records, *second.records)]
     assert len(keys) == len(set(keys)) == 8

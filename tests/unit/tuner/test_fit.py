@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import Budget
-from autods.journal import Memory, key_of
+from autods.journal import TrialStore, trial_key
 from autods.tuner.conclude import Found
 from autods.tuner.fit import Search
 from autods.types import Fit, ModelFacts, Record, Trial
@@ -56,7 +56,7 @@ def started(search: Search, runner: Killable) -> Search:
     """A new process in the same folder."""
     journal = search.memory.journal
     past = journal.open(fingerprint="surface")
-    return replace(search, memory=Memory(journal, past, runner.run, lambda event: None))
+    return replace(search, memory=TrialStore(journal, past, runner.run, lambda event: None))
 
 
 def searched(search: Search, seed: int, at: int | None = None) -> tuple[Found, list[Trial]]:
@@ -76,7 +76,7 @@ def answer(found: Found) -> tuple[object, ...]:
 
 
 def keys(trials: list[Trial]) -> list[str]:
-    return [key_of(trial) for trial in trials]
+    return [trial_key(trial) for trial in trials]
 
 
 @pytest.mark.parametrize("seed", range(0, 30, 5))

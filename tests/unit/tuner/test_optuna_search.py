@@ -15,10 +15,10 @@ import pytest
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 
 from autods.config.profiles import TuneLimits
-from autods.config.strategies import all_rungs
+from autods.config.strategies import read_rungs
 from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
-from autods.journal import key_of
+from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import confirm
 from autods.tuner.forecasts import Blind
@@ -27,7 +27,7 @@ from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
 
-RUNG = all_rungs()["zero2"]
+RUNG = read_rungs()["zero2"]
 BUCKET = "zero_optimization.reduce_bucket_size"
 OVERLAP = "zero_optimization.overlap_comm"
 LIMIT = 1_000_000_000
@@ -61,7 +61,7 @@ class Journaled:
     kill_at: int | None = None
 
     def __call__(self, trial: Trial) -> Record:
-        key = key_of(trial)
+        key = trial_key(trial)
         if key not in self.records:
             if len(self.ran) == self.kill_at:
                 self.kill_at = None
@@ -220,7 +220,7 @@ def test_the_same_proposal_is_run_once_and_still_counts(path: Path) -> None:
     run = Journaled(lambda trial: fit(peak_bytes=1, samples_per_second=1.0))
     tuning(run, path, trials=8, start=replace(START, knobs=knobs))
     assert len(run.tuned) <= 3
-    assert len({key_of(trial) for trial in run.tuned}) == len(run.tuned)
+    assert len({trial_key(trial) for trial in run.tuned}) == len(run.tuned)
 
 
 def usual_of(path: Path, **options: Any) -> Journaled:
@@ -335,7 +335,7 @@ def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
     tuned = tune(
         start,
         lambda trial: pytest.fail("nothing is to be run"),
-        rung=all_rungs()["ddp"],
+        rung=read_rungs()["ddp"],
         limits=TuneLimits(trials=8, gain=1.03, turns=2),
         steps=TIMED,
         limit_bytes=LIMIT,

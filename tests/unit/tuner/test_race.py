@@ -14,7 +14,7 @@ import pytest
 
 from autods.config.profiles import Budget
 from autods.forecast.values import Predicted, RungForecast
-from autods.journal import Journal, Memory, key_of
+from autods.journal import Journal, TrialStore, trial_key
 from autods.requests import Settings
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.conclude import Found, result_of
@@ -155,7 +155,7 @@ def raced(tmp_path: Path) -> Callable[..., Found]:
             certify=replace(profile.certify, most_trials=certify, parity=None),
         )
         journal = Journal(tmp_path / "journal.jsonl")
-        memory = Memory(
+        memory = TrialStore(
             journal, journal.open(fingerprint="race"), lambda trial, id: machine.run(trial, id=id), lambda event: None
         )
         settings = replace(SETTINGS, device_bytes=LIMIT, profile=profile, **asked)
@@ -479,4 +479,4 @@ def test_every_rung_of_the_ladder_has_a_reason_in_the_report(
 def test_no_trial_is_run_twice(raced: Callable[..., Found], machine: Machine, foresight: Foresight | None) -> None:
     machine = replace(machine, ran=[])
     raced(machine, foresight=foresight, checkpointing=True, precisions=("fp16",))
-    assert [key for key, count in Counter(map(key_of, machine.ran)).items() if count > 1] == []
+    assert [key for key, count in Counter(map(trial_key, machine.ran)).items() if count > 1] == []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ....config.deepspeed import DEFAULT_OPTIMIZER, get, half_precision, merge, rungless
+from ....config.deepspeed import DEFAULT_OPTIMIZER, enabled_half_precision, get_key, merge, strip_rung_keys
 from ...exam import gathering
 from ..callsite import refusal
 from ..session import Session
@@ -75,14 +75,14 @@ def trials_config(session: Session) -> dict[str, Any]:
 def in_place_of(session: Session, users: Mapping[str, Any]) -> dict[str, Any]:
     """The trial's config over the one that the script gives its library. Remembers the script's own."""
     session.given = users
-    return merge(rungless(users), trials_config(session))
+    return merge(strip_rung_keys(users), trials_config(session))
 
 
 def as_filled(session: Session) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """For `session.merge`: what comes to the engine is the trial's config already, filled in."""
 
     def merged(filled: Mapping[str, Any]) -> dict[str, Any]:
-        wanted, found = half_precision(session.job.ds_config), half_precision(filled)
+        wanted, found = enabled_half_precision(session.job.ds_config), enabled_half_precision(filled)
         if not session.looks_only and wanted != found:
             raise refusal(
                 f"it trains in {found or 'fp32'}, where the trial asks for {wanted or 'fp32'}",
@@ -98,8 +98,8 @@ def own_of(session: Session) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
     def own(filled: Mapping[str, Any]) -> dict[str, Any]:
         given = {key: value for key, value in (session.given or {}).items() if key not in _PRECISIONS}
-        on = (name for name in _PRECISIONS if get(filled, f"{name}.enabled") is True)
-        sections = {name: merge(get(session.given or {}, name) or {}, {"enabled": True}) for name in on}
+        on = (name for name in _PRECISIONS if get_key(filled, f"{name}.enabled") is True)
+        sections = {name: merge(get_key(session.given or {}, name) or {}, {"enabled": True}) for name in on}
         return {**given, **sections}
 
     return own

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ....config.deepspeed import for_trainer
+from ....config.deepspeed import to_trainer_config
 from ..callsite import caller, refusal
 from ..session import Session
 from . import config
@@ -17,7 +17,7 @@ def install(session: Session) -> None:
     from transformers import Trainer, TrainingArguments
     from transformers.integrations import deepspeed as theirs
 
-    session.file = for_trainer(config.trials_config(session))
+    session.file = to_trainer_config(config.trials_config(session))
     session.merge, session.own = config.as_filled(session), config.own_of(session)
     ours = _with_our_config(session, theirs.HfTrainerDeepSpeedConfig.__init__)
     theirs.HfTrainerDeepSpeedConfig.__init__ = ours
@@ -40,7 +40,7 @@ def _with_our_config(session: Session, real: Any) -> Any:
         if users is None:  # it says itself what is wrong with it
             real(self, config_file_or_dict)
         else:
-            real(self, for_trainer(config.in_place_of(session, users)))
+            real(self, to_trainer_config(config.in_place_of(session, users)))
 
     return init
 

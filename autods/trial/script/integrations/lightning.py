@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ....config.deepspeed import BATCH_KEYS, for_lightning
+from ....config.deepspeed import BATCH_KEYS, to_lightning_config
 from ..callsite import caller, refusal
 from ..session import Session
 from .config import as_filled, does_nothing, in_place_of, own_of, trials_config
@@ -24,7 +24,7 @@ _GPUS = ("gpu", "cuda")
 def install(session: Session) -> None:
     """For the rest of this process."""
     os.environ["TORCHELASTIC_RUN_ID"] = "autods"  # ranks are there already: it must start none
-    session.file = for_lightning(trials_config(session))
+    session.file = to_lightning_config(trials_config(session))
     session.merge, session.own = _counted(session), own_of(session)
     for package in _PACKAGES:
         with contextlib.suppress(ImportError):  # only one of the two may be installed
@@ -56,7 +56,7 @@ def _with_trainers_config(session: Session, real: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         session.batches.call = _as_a_training_step(self)
-        self.config = for_lightning(in_place_of(session, dict(self.config or {})))
+        self.config = to_lightning_config(in_place_of(session, dict(self.config or {})))
         self.config["train_micro_batch_size_per_gpu"] = session.job.micro_batch
 
     return init
