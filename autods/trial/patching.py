@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -33,12 +34,13 @@ class Patch:
 
     `symbol` is its dotted name from the library's top module, such as "torch.nn.Module._apply"; `why` is one clause
     for the reader of an error. An `optional` symbol exists in some supported releases only: installing its patch does
-    nothing where it is absent.
+    nothing where it is absent. A patch that `adds` its symbol needs the owner alone.
     """
 
     symbol: str
     why: str
     optional: bool = False
+    adds: bool = False
 
     @property
     def library(self) -> str:
@@ -51,11 +53,15 @@ class Patch:
         return self.symbol.rpartition(".")[2]
 
     def original(self) -> Any:
-        """The symbol's current value, or None if it is optional and absent. Raises SymbolMissing."""
+        """The symbol's current value, or None if it may be absent and is. Raises SymbolMissing."""
         owner = self._owner()
-        if hasattr(owner, self.name):
-            return getattr(owner, self.name)
-        if self.optional:
+        try:
+            value = getattr(owner, self.name)
+        except AttributeError:  # such as a descriptor that answers for instances only
+            value = inspect.getattr_static(owner, self.name, _ABSENT)
+        if value is not _ABSENT:
+            return value
+        if self.optional or self.adds or self.name in getattr(owner, "__annotations__", {}):
             return None
         raise SymbolMissing(self._complaint())
 
@@ -133,9 +139,9 @@ class Patch:
         )
 
 
-def declare(symbol: str, why: str, *, optional: bool = False) -> Patch:
+def declare(symbol: str, why: str, *, optional: bool = False, adds: bool = False) -> Patch:
     """Declare a patch, at the import of the module that installs it."""
-    patch = Patch(symbol=symbol, why=why, optional=optional)
+    patch = Patch(symbol=symbol, why=why, optional=optional, adds=adds)
     _declared[symbol] = patch
     return patch
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...trial.patching import declare, declare_all
 from .ledger import Ledger
 from .protocol import unsupported
 
@@ -22,9 +23,41 @@ _IN_PLACE = frozenset({
 _LAMB_NORMS = 512  # elements each of the two norms' partial sums, csrc/lamb/fused_lamb_cuda.cpp
 
 
-def install_kernels(ledger: Ledger) -> None:
-    """Every op builder is compatible and loads a module of no-ops."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
+_LARGE_WORLD = 16  # ranks, from which collectives over pieces of all ranks are shortened
+
+_OP_BUILDER = declare_all(
+    "deepspeed.ops.op_builder.builder.OpBuilder", ("load", "is_compatible"), "compiled ops need a GPU and a compiler"
+)
+_SAME_ON_ALL_RANKS = declare_all(
+    "deepspeed.runtime.zero.utils",
+    ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"),
+    "they compare values of all ranks, and simulated tensors have none",
+)
+_NVTX = declare("deepspeed.utils.nvtx.enable_nvtx", "ranges for a profiler around each function cost time")
+_DUPLICATES = declare(
+    "deepspeed.runtime.engine.DeepSpeedEngine._check_for_duplicates",
+    "it searches lists of all parameters for each parameter, which takes minutes for a large model",
+    optional=True,
+)
+_COMPILE_PASS = declare(
+    "deepspeed.runtime.engine.DeepSpeedEngine.register_compile_pass",
+    "it imports torch's compiler for passes that only `engine.compile` uses",
+    optional=True,
+)
+_REDUCE_SCATTER = declare(
+    "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", "it makes a view for each rank of the world"
+)
+_GATHER_WAIT = declare(
+    "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait",
+    "it makes a view for each rank of the world",
+)
+_RANGE = declare(
+    "deepspeed.runtime.zero.partition_parameters.range", "a gather makes a view for each rank of the world", adds=True
+)
+
+
+def install(ledger: Ledger) -> None:
+    """Patch DeepSpeed in this process: compiled ops do nothing, ranks agree, and costs that are no memory go."""
 
     class SwapFiles(_SwapFiles):
         books = ledger
@@ -32,8 +65,24 @@ def install_kernels(ledger: Ledger) -> None:
     def load(self: Any, verbose: bool = True) -> Any:
         return _Ops(self.name, SwapFiles)
 
-    OpBuilder.load = load
-    OpBuilder.is_compatible = lambda self, verbose=False: True
+    _OP_BUILDER["load"].install(load)
+    _OP_BUILDER["is_compatible"].install(lambda self, verbose=False: True)
+    _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
+    _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
+    _NVTX.install(False)
+    _COMPILE_PASS.install(lambda *args, **kwargs: None)
+    _find_duplicates_by_a_set()
+
+
+def _find_duplicates_by_a_set() -> None:
+    real = _DUPLICATES.original()
+
+    def check(self: Any, optimizer: Any) -> None:
+        listed = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if len(set(listed)) != len(listed):
+            real(self, optimizer)  # for its message
+
+    _DUPLICATES.install(check)
 
 
 class _Ops(types.ModuleType):
@@ -113,22 +162,14 @@ class _SwapFiles:
         return lambda *args, **kwargs: 0
 
 
-_FROM = 16  # ranks
-
-
 def install_large_worlds(world_size: int) -> None:
-    """In this process, if the world is large."""
-    if world_size < _FROM or os.environ.get("AUTODS_EVERY_RANK"):
+    """In a large world, make the pieces of rank 0 only; AUTODS_EVERY_RANK in the environment makes all of them."""
+    if world_size < _LARGE_WORLD or os.environ.get("AUTODS_EVERY_RANK"):
         return
-    from deepspeed.runtime.zero import partition_parameters, stage3
-
-    if hasattr(stage3, "reduce_scatter_coalesced"):
-        stage3.reduce_scatter_coalesced = _reduce_scatter_coalesced
-    handle = getattr(partition_parameters, "AllGatherCoalescedHandle", None)
-    if handle is not None:
-        own = handle.wait
-        handle.wait = lambda self, *args, **kwargs: _wait(self, own, *args, **kwargs)
-        partition_parameters.range = _range
+    _REDUCE_SCATTER.install(_reduce_scatter_coalesced)
+    wait = _GATHER_WAIT.original()
+    _GATHER_WAIT.install(lambda self, *args, **kwargs: _wait(self, wait, *args, **kwargs))
+    _RANGE.install(_range)
 
 
 def _reduce_scatter_coalesced(tensors: list[Any], group: Any = None) -> list[Any]:

@@ -33,19 +33,17 @@ class Stage:
     def __init__(self, *, cpu: bool) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from . import deepspeed_patches, fake_gpu, torch_patches
+        from . import fake_gpu, torch_patches
         from .dispatch import Recorder
 
         self.ledger = Ledger(one_memory=cpu)
-        if not cpu:
-            fake_gpu.install(self.ledger)
-        torch_patches.install_attention(cpu=cpu)
-        torch_patches.install_fake_tensors(self.ledger)
-        deepspeed_patches.install_kernels(self.ledger)
-        dispatch.agree_with_everybody()
-        torch_patches.install_shortcuts()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
+        if not cpu:
+            fake_gpu.install(self.ledger)
+        torch_patches.install(self.ledger, self._fake)
+        padding.install()
+        deepspeed_patches.install(self.ledger)
         self._recorder = Recorder(self.ledger, self._fake)
 
     @property

@@ -1,10 +1,9 @@
-"""The Python surface of torch.cuda, answered without a GPU: memory by the ledger, the rest as one quiet card."""
+"""The functions of torch.cuda without a GPU: the ledger answers for memory, an idle card for the rest."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import math
 import sys
 import types
 from collections.abc import Iterator
@@ -12,53 +11,84 @@ from typing import Any
 
 import torch
 
+from ...trial.patching import declare, declare_all
 from .ledger import DEVICE, Ledger
 
 _NAME = "simulated GPU"
-# Of aten's operators that torch can take apart (CompositeImplicitAutograd), those for which a CUDA build has a kernel.
+_CAPABILITY = (9, 0)  # of a Hopper card
+# aten operators that torch can decompose (CompositeImplicitAutograd) and for which a CUDA build has a kernel.
 _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
-# What is registered goes when this goes.
-_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # unregisters when collected
+
+_NO_GPU = "there is no GPU to ask"
+_CONSTANTS: dict[str, Any] = {
+    "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
+    "_exchange_device": 0, "_maybe_exchange_device": 0, "get_device_name": _NAME, "get_device_capability": _CAPABILITY,
+    "is_bf16_supported": True, "is_current_stream_capturing": False,
+}  # fmt: skip
+_NO_OPS = (
+    "_lazy_init", "_lazy_call", "init", "set_device", "synchronize", "set_rng_state", "manual_seed",
+    "manual_seed_all", "seed", "seed_all", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated",
+    "reset_max_memory_cached", "set_per_process_memory_fraction",
+)  # fmt: skip
+_CONSTANT_PATCHES = declare_all("torch.cuda", _CONSTANTS, _NO_GPU)
+_NO_OP_PATCHES = declare_all("torch.cuda", _NO_OPS, _NO_GPU)
+_STREAM_PATCHES = declare_all(
+    "torch.cuda",
+    ("Stream", "Event", "stream", "current_stream", "default_stream", "get_rng_state", "nvtx"),
+    "streams and random states need a GPU",
+)
+_MEMORY_PATCHES = declare_all(
+    "torch.cuda",
+    (
+        "memory_allocated", "memory_reserved", "memory_cached", "max_memory_allocated", "max_memory_reserved",
+        "max_memory_cached", "memory_stats", "mem_get_info", "empty_cache", "get_device_properties",
+    ),
+    "the ledger knows the memory of the simulated GPU",
+)  # fmt: skip
+_NCCL_VERSION = declare("torch.cuda.nccl.version", _NO_GPU)
+_CUDA_VERSION = declare("torch.version.cuda", "a build without CUDA has none, and DeepSpeed reads it")
+_CUDNN_ACCEPTS = declare("torch.backends.cudnn.is_acceptable", "nn.GRU would ask a CUDA build for cuDNN's version")
 
 
 class Event:
-    """Over before it began."""
+    """A torch.cuda.Event that has always happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As torch.cuda.Event."""
+        pass
 
     def record(self, *args: Any) -> None:
-        """Nothing to record."""
+        """Record nothing."""
 
     wait = synchronize = record
 
     def query(self) -> bool:
-        """Done."""
+        """True: the event has happened."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds."""
+        """A millisecond."""
         return 1.0
 
 
 class Stream:
-    """All streams are one."""
+    """A torch.cuda.Stream without work; all streams are equal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
         self.device_index = self.cuda_stream = self.stream_id = 0
 
     def synchronize(self, *args: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
-        """Idle."""
+        """True: the stream is idle."""
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that is over."""
+        """An event that has happened."""
         return event or Event()
 
     def __enter__(self) -> Stream:
@@ -75,20 +105,19 @@ class Stream:
 
 
 @contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """No GPU and no NVML while DeepSpeed is imported.
+def no_gpu_visible() -> Iterator[None]:
+    """Hide GPU and NVML while DeepSpeed is imported.
 
-    It looks for nvcc if there is a GPU. If there is NVML, it asks later what is free on a real card, and fails, because
+    With a GPU it looks for nvcc. With NVML it later asks for the free memory of a real card and fails, because
     CUDA_VISIBLE_DEVICES is empty (CUDA_Accelerator.available_memory).
     """
-    real, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     absent = object()
     nvml = sys.modules.get("pynvml", absent)
     sys.modules["pynvml"] = None  # type: ignore[assignment]  # importing it raises ImportError
     try:
-        yield
+        with _CONSTANT_PATCHES["is_available"].installed(lambda: False):
+            yield
     finally:
-        torch.cuda.is_available = real
         if nvml is absent:
             del sys.modules["pynvml"]
         else:
@@ -96,44 +125,25 @@ def hidden() -> Iterator[None]:
 
 
 def install(ledger: Ledger) -> None:
-    """Put the answers in place of torch.cuda's functions."""
-    for name, value in (_quiet() | _memory(ledger)).items():
-        setattr(torch.cuda, name, value)
-    torch.cuda.nccl.version = lambda: (2, 27, 0)
-    torch.version.cuda = torch.version.cuda or "12.8"
-    torch.backends.cudnn.is_acceptable = lambda tensor: False  # else nn.GRU asks a CUDA build for cuDNN's version
-    torch.nn.functional.scaled_dot_product_attention = _unfused_attention(
-        torch.nn.functional.scaled_dot_product_attention
-    )
+    """Replace the functions of torch.cuda: the ledger answers for memory, and a single idle card for the rest."""
+    for name, value in _CONSTANTS.items():
+        _CONSTANT_PATCHES[name].install(_always(value))
+    for patch in _NO_OP_PATCHES.values():
+        patch.install(_always(None))  # a function each: torch's compiler looks them up by identity
+    for name, value in _streams().items():
+        _STREAM_PATCHES[name].install(value)
+    for name, value in _memory(ledger).items():
+        _MEMORY_PATCHES[name].install(value)
+    _NCCL_VERSION.install(_always((2, 27, 0)))
+    _CUDA_VERSION.install(torch.version.cuda or "12.8")
+    _CUDNN_ACCEPTS.install(lambda tensor: False)
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         for name in _WHOLE_ON_CUDA:
             _register(name)
 
 
-def _unfused_attention(plain: Any) -> Any:
-    """Attention by its parts, what a build without CUDA does: one with CUDA would ask the driver which kernel to take.
-
-    `attention` lies above it and has taken the calls for which a GPU has a fused kernel.
-    """
-
-    def attention(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-        scale: float | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
-        if query.device.type != "cuda":
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = mask.masked_fill_(attn_mask.logical_not(), -math.inf)
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
-
-    return attention
-
-
 def _register(name: str) -> None:
-    """A kernel that is never run, but without one autograd takes the operator apart: temporaries that no GPU has."""
+    """Register a kernel that never runs; without one autograd decomposes the operator into temporaries."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"aten::{name} on the simulated GPU, outside FakeTensorMode")
@@ -142,35 +152,16 @@ def _register(name: str) -> None:
         _KERNELS.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
 
 
-def _quiet() -> dict[str, Any]:
+def _streams() -> dict[str, Any]:
     stream = Stream()
-    capability = (9, 0)
-
-    def nothing() -> Any:
-        return lambda *args, **kwargs: None  # one for each name: torch's compiler looks them up by identity
-
-    def random_state(*args: Any) -> Any:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    constants = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
-        "_exchange_device": 0, "_maybe_exchange_device": 0,
-        "current_stream": stream, "default_stream": stream, "get_device_name": _NAME,
-        "get_device_capability": capability, "is_bf16_supported": True, "is_current_stream_capturing": False,
-    }  # fmt: skip
-    quiet = (
-        "_lazy_init", "_lazy_call", "init", "set_device", "synchronize", "empty_cache", "set_rng_state", "manual_seed",
-        "manual_seed_all", "seed", "seed_all", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated",
-        "reset_max_memory_cached", "set_per_process_memory_fraction",
-    )  # fmt: skip
     return {
-        **{name: _always(value) for name, value in constants.items()},
-        **{name: nothing() for name in quiet},
         "Stream": Stream,
         "Event": Event,
         "stream": lambda stream: contextlib.nullcontext(),
-        "get_rng_state": random_state,
-        "nvtx": types.SimpleNamespace(range_push=nothing(), range_pop=nothing()),
+        "current_stream": _always(stream),
+        "default_stream": _always(stream),
+        "get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
+        "nvtx": types.SimpleNamespace(range_push=_always(None), range_pop=_always(None)),
     }
 
 
@@ -178,8 +169,8 @@ def _memory(ledger: Ledger) -> dict[str, Any]:
     def allocated(*args: Any) -> int:
         return ledger.current[DEVICE]
 
-    def most(*args: Any) -> int:
-        return max(ledger.highest[DEVICE], *(tops["device"] for tops in ledger.peaks().values()))
+    def most_allocated(*args: Any) -> int:
+        return max(ledger.highest[DEVICE], *(peaks["device"] for peaks in ledger.peaks().values()))
 
     def free_and_total(*args: Any) -> tuple[int, int]:
         return max(0, ledger.device_bytes - ledger.current[DEVICE]), ledger.device_bytes
@@ -191,7 +182,7 @@ def _memory(ledger: Ledger) -> dict[str, Any]:
 
     return {
         **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), allocated),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most_allocated),
         "memory_stats": lambda *args: collections.defaultdict(int),
         "mem_get_info": free_and_total,
         "empty_cache": ledger.empty_cache,

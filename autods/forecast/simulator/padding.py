@@ -6,11 +6,13 @@ transformers leaves a mask of ones out, and attention takes its kernel without a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ...trial.batch import tensors_of
+from ...trial.patching import declare
 
 _MOST_BYTES = 64 << 20  # of real tensors
 NO_PADDING = (
@@ -21,6 +23,20 @@ UNKNOWN = (
     "whether {name} holds padding is not known, because build_batch does not run without the GPU: none was assumed;"
     " with padding the model takes more memory"
 )
+
+
+_IS_FAKE = declare(
+    "transformers.utils.import_utils.is_fake_tensor",
+    "models that are traced make an explicit mask, and attention then takes another kernel",
+)
+_FAST_ALL = declare("transformers.masking_utils.fast_all", "it reads a sum, which does not tell the mask it is of")
+
+
+def install() -> None:
+    """Patch transformers in this process, if it is installed: models treat fake tensors like real ones."""
+    with contextlib.suppress(ImportError):
+        _IS_FAKE.install(lambda tensor: False)
+        _FAST_ALL.install(lambda tensor: tensor.all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

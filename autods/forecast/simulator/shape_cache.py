@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .ledger import Ledger
+from .torch_patches import FAKE_DEVICE
 
 
 class Lessons:
@@ -48,8 +49,7 @@ class Lessons:
                         self._recipes.hear(file.read())
 
 
-_DEVICE = "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "fake_device"
-_device_of = operator.attrgetter(_DEVICE)  # the property of the same name is Python code
+_device_of = operator.attrgetter(FAKE_DEVICE)  # the property of the same name is Python code
 _aten = torch.ops.aten
 # They change the shape or storage of an argument, or make what FakeTensor keeps as a constant.
 _NEVER = {
@@ -72,12 +72,6 @@ class Recipes:
         self._mode, self._ledger = mode, ledger
         self._known: dict[Any, Recipe | None] = {}
         self._own: dict[Any, Recipe | None] = {}  # of what is known: learned here, and not told yet
-        for name in ("constant", "pytype", "dispatch_keys", "real_tensor"):
-            setattr(FakeTensor, name, None)  # of all tensors that we make
-        for memo in ("nonzero_memo", "item_memo", "unique_memo", "unique_consecutive_memo", "nested_int_memo"):
-            for end in ("", "_vc", "_epoch"):
-                setattr(FakeTensor, f"_{memo}{end}", None)
-        FakeTensor.fake_mode = mode  # one a process
 
     @staticmethod
     def fits(func: Any) -> bool:
@@ -148,7 +142,7 @@ class Recipes:
         tensor = torch.Tensor._make_subclass(
             FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
         )
-        setattr(tensor, _DEVICE, device)
+        setattr(tensor, FAKE_DEVICE, device)
         return tensor
 
     def _learn(self, out: Any, args: Any, kwargs: Any, key: Any) -> Recipe | None:

@@ -162,9 +162,9 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
     from ...trial import lean, preload
 
     lean.install()
-    from .fake_gpu import hidden
+    from .fake_gpu import no_gpu_visible
 
-    with hidden() if device == "cuda" else contextlib.nullcontext():
+    with no_gpu_visible() if device == "cuda" else contextlib.nullcontext():
         preload.preload(processor=_PROCESSOR)
     from ...workload.load import load
     from .engine import Stage

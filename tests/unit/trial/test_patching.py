@@ -78,6 +78,19 @@ def test_an_absent_optional_symbol_is_left_alone(symbol: str) -> None:
     assert not hasattr(pytest, "nothing")
 
 
+def test_a_patch_that_adds_its_symbol_needs_the_owner(library: types.ModuleType) -> None:
+    Patch(symbol="somelib.added", why="a test", adds=True).install(1)
+    assert library.added == 1
+    with pytest.raises(SymbolMissing):
+        Patch(symbol="somelib.nothing.added", why="a test", adds=True).install(1)
+
+
+def test_annotated_attributes_of_instances_count(library: types.ModuleType) -> None:
+    library.Child.__annotations__ = {"size": int}
+    patch("somelib.Child.size").install(3)
+    assert library.Child().size == 3
+
+
 def test_a_library_that_is_not_installed_is_no_problem() -> None:
     assert patch("no_such_library.name").problem() is None
 
