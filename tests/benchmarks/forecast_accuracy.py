@@ -142,7 +142,7 @@ def main() -> int:
 
 def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
     """What the real engine allocates, beside what the tools say."""
-    import golden_cases as golden
+    from tests.support import golden_cases as golden
 
     from autods.forecast.simulator import SimulationFailed, Simulator
     from autods.forecast.values import Ask

@@ -122,7 +122,7 @@ def workload_file(
     path = folder / f"{architecture}{'_plain' if plain else ''}.py"
     own = f"def build_optimizer(parameters):\n    return golden_cases.own_optimizer({optimizer!r}, parameters)\n"
     path.write_text(
-        "import golden_cases\n"
+        "from tests.support import golden_cases\n"
         f"def build_model():\n    return golden_cases.model({architecture!r}, plain={plain})\n"
         f"def build_batch(micro_batch):\n    return golden_cases.batch(micro_batch, padded={padded})\n"
         + (own if optimizer in _OWN else "")
