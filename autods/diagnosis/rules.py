@@ -63,7 +63,7 @@ class Signature:
 
     def matches(self, text: str, type: str, stack: str) -> bool:
         """Whether every condition but `says` holds. Cheapest first."""
-        if self.types and type not in self.types and not (type and self.types == ("*",) and type != ERROR_LINE):
+        if self.types and type not in self.types and not ("*" in self.types and type not in ("", ERROR_LINE)):
             return False
         if self.pattern and not self._says_in_a_line(text):
             return False
@@ -92,6 +92,23 @@ class _File:
     passing: bool = False
 
 
+_FOLDER = Path(__file__).with_name("signatures")
+_REGEXES = ("pattern", "also", "stack", "unless")
+_FRAGMENT = re.compile(r"\{([a-z_]+)\}")
+
+
+@cache
+def _fragments() -> dict[str, str]:
+    """Name → regular expression, from `signatures/fragments.toml`."""
+    lists = tomllib.loads((_FOLDER / "fragments.toml").read_text(encoding="utf-8"))
+    return {name: f"(?:{'|'.join(alternatives)})" for name, alternatives in lists.items()}
+
+
+def _expand(pattern: str) -> str:
+    """Replace each {name} by the fragment of that name. Raises KeyError for a name that does not exist."""
+    return _FRAGMENT.sub(lambda match: _fragments()[match[1]], pattern)
+
+
 @cache
 def rows() -> tuple[Signature, ...]:
     """Every row, in the order in which they are asked."""
@@ -99,15 +116,14 @@ def rows() -> tuple[Signature, ...]:
 
 
 def _read(name: str) -> list[Signature]:
-    path = Path(__file__).with_name("signatures") / f"{name}.toml"
-    file = read_as(_File, tomllib.loads(path.read_text(encoding="utf-8")))
+    file = read_as(_File, tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8")))
     shared = {
         "kind": file.kind, "action": file.action, "advice": file.advice, "tier": file.tier,
         "weight": file.weight, "passing": file.passing, "file": name,
     }  # fmt: skip
     found = []
     for row in file.row:
-        own = dict(row)
+        own = {key: _expand(value) if key in _REGEXES else value for key, value in row.items()}
         if own.get("kind", file.kind) != file.kind and "tier" not in own:
             own["tier"] = None
         found.append(read_as(Signature, {**shared, **own}))
