@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -132,50 +131,13 @@ def _read(name: str) -> list[Signature]:
 
 def first_match(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
     """The first row that matches. passing: the line only mentions it, so only rows that allow that are asked."""
-    every = rows()
-    for number in _candidates(text.lower()):
-        row = every[number]
+    lowered = text.lower()
+    for row in rows():
+        if row.says and not any(words in lowered for words in row.says):
+            continue
         if (row.passing or not passing) and row.matches(text, type, stack):
             return row
     return None
-
-
-_GRAM = 4  # characters
-
-
-@cache
-def _index() -> tuple[tuple[int, ...], dict[str, tuple[tuple[str, int], ...]], tuple[tuple[str, int], ...]]:
-    """Rows without words; words by one rare piece of each; words too short for that. Each with its row's number.
-
-    Thousands of words are looked for in every line: by a piece of four characters only few of them are left to try.
-    """
-    words = [(word, number) for number, row in enumerate(rows()) for word in row.says]
-    often = Counter(piece for word, _ in words for piece in _pieces(word))
-    by_piece: dict[str, list[tuple[str, int]]] = {}
-    for word, number in words:
-        if pieces := _pieces(word):
-            rare = min(pieces, key=lambda piece: (often[piece], piece in _COMMON))
-            by_piece.setdefault(rare, []).append((word, number))
-    bare = tuple(number for number, row in enumerate(rows()) if not row.says)
-    short = tuple((word, number) for word, number in words if len(word) < _GRAM)
-    return bare, {piece: tuple(found) for piece, found in by_piece.items()}, short
-
-
-_COMMON = frozenset(("erro", "rror", "fail", "memo", "emor", "mory", "not ", " not", "tion", "allo", "rank", "cuda"))
-
-
-def _pieces(text: str) -> set[str]:
-    return {text[start : start + _GRAM] for start in range(len(text) - _GRAM + 1)}
-
-
-def _candidates(low: str) -> list[int]:
-    """The rows whose words are in the text, and those that have none, in order."""
-    bare, by_piece, short = _index()
-    found = set(bare)
-    for piece in _pieces(low) & by_piece.keys():
-        found.update(number for word, number in by_piece[piece] if word in low)
-    found.update(number for word, number in short if word in low)
-    return sorted(found)
 
 
 @cache
