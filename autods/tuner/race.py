@@ -7,72 +7,14 @@ from dataclasses import dataclass, replace
 
 from ..config.profiles import RaceLimits
 from ..types import Record, Steps
-from .batch_size import Climb, Grown, Rules, Stop, climbed, grown_by, last_sample_s, micro_step_seconds, next_size
+from .batch_size import Climb, Grown, Rules, Stop, climbed, grown_by
 from .candidates import Candidate, in_precision, without_checkpointing
 from .comparison import Finals, comparison, finals
 from .contestants import WITHOUT_RECOMPUTING, Entrant, Field, entrant_of
 from .context import Means
 from .forecasts import why_impossible
 from .ladder_walk import Lessons, Walked, rivals_of
-from .trials import fits_within, is_alike, paced, step_s_of
-
-_WORTH = 1.02  # times as fast, by the line through its steps
-_MOST_TRIALS = 2
-_LEAST_STEPS = 2
-_SHARE = 0.25  # of the time that the search took, for one trial
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Further:
-    """What is known when the race is over. sample_s: what one more sample costs. spent_s: of the search."""
-
-    steps: Steps
-    sample_s: float
-    spent_s: float
-    may_run: Callable[[int], bool]
-
-    def grown(self, best: Record, climb: Climb) -> Record:
-        """The winner's trial, or that of a larger micro batch that was measured to be faster."""
-        climb.rules = replace(climb.rules, steps=self.steps)
-        for _ in range(_MOST_TRIALS):
-            size = self._size(best, climb)
-            if size is None or not self.may_run(1):
-                break
-            record = climb.measure(size)
-            if not fits_within(record, climb.rules.usable_bytes):
-                continue
-            ratio = climb.rules.score(record) / climb.rules.score(best)
-            small = best.trial.knobs.micro_batch
-            climb.stop = Stop(is_limit=False, reason=f"micro batch {size} is {ratio:.2f} times as fast as {small}")
-            if ratio <= 1:
-                break
-            best = record
-        return best
-
-    def _size(self, best: Record, climb: Climb) -> int | None:
-        """The largest that memory and time allow, where it promises enough."""
-        rules, small = climb.rules, best.trial.knobs.micro_batch
-        most = next_size(climb.ground, rules.sizes)
-        if most is None or not rules.grows:
-            return None
-        trial_s = _SHARE * self.spent_s / (self.steps.warmup + _LEAST_STEPS)
-        sizes = [one for one in rules.sizes if small < one <= most and self._step_s(climb, one) <= trial_s]
-        if not sizes:
-            return None
-        faster = sizes[-1] / self._micro_step_s(climb, sizes[-1]) / (small / self._micro_step_s(climb, small))
-        return sizes[-1] if faster >= _WORTH else None
-
-    def _step_s(self, climb: Climb, size: int) -> float:
-        return self._micro_step_s(climb, size) * climb.accumulation(size)
-
-    def _micro_step_s(self, climb: Climb, size: int) -> float:
-        """As measured, or along the line beyond it."""
-        times = micro_step_seconds(climb.seen)
-        if size in times:
-            return times[size]
-        last = max(times)
-        return times[last] + max(self.sample_s, last_sample_s(times)) * (size - last)
-
+from .trials import is_alike, paced, step_s_of
 
 _LEAST_FINAL = 2  # steps of the last comparison
 _OTHER_SIZE = 1.25  # times the micro batch, to be another contestant of the last comparison
@@ -154,21 +96,14 @@ def _finish(field: Field) -> Raced:
     )
     won = next(one for record, one in close if is_alike(record, final.best))
     won.climb.stop = won.climb.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
-    fastest = _further(final.best, won, field)
     again = _again(final, close)
     reasons = {one.name: one.out or _behind(one, won, field, again) for one in field.entrants if one is not won}
     reasons[won.name] = f"{comparison(score)[0]} of {len(standing)} that fit: {final.reason}"
     for one in field.entrants:  # every rung has a word, also where only its variant was worth a trial
         reasons.setdefault(one.candidate.rung.name, f"recomputing would only cost it time: see {one.name}")
     others = tuple(best for one in standing if one is not won and (best := one.climb.best()) is not None)
-    grown = replace(grown_by(won.climb), best=fastest)
-    return Raced(best=fastest, grown=grown, others=others, reasons=reasons)
-
-
-def _further(best: Record, won: Entrant, field: Field) -> Record:
-    spent_s = sum(record.seconds for one in field.entrants for record in one.records)
-    last = Further(steps=field.limits.finals, sample_s=field.sample_s_of(won), spent_s=spent_s, may_run=field.may_run)
-    return last.grown(best, won.climb)
+    grown = replace(grown_by(won.climb), best=final.best)
+    return Raced(best=final.best, grown=grown, others=others, reasons=reasons)
 
 
 def _close(standing: Sequence[Entrant], field: Field) -> list[tuple[Record, Entrant]]:
