@@ -127,10 +127,7 @@ def _largest(sizes: Sequence[int], most: float) -> int | None:
 
 _WIDE = 2  # two micro batches this far apart, as a ratio, show what a sample costs; closer ones show noise
 SURE = 0.85  # of a slope, for noise
-_STEEP = 2.0  # what samples behind a cliff may cost, where it was not measured
-_CLIFF = 1.25  # what a smaller micro batch may gain where only a large one was measured
-_WORTH_HALVING = 4  # below, a smaller micro batch is not worth a trial
-_WORTH_GROWING, _WORTH_LOOKING = 1.02, 1.10  # gains that are worth a trial, if the bound were true
+_WORTH_GROWING = 1.02  # a gain that is worth a trial, if the bound were true
 
 
 def micro_step_seconds(records: Iterable[Record]) -> dict[int, float]:
@@ -180,39 +177,18 @@ class Promise:
     size: int | None = None
 
 
-def promise(
-    times: Mapping[int, float], *, most: float, sample_s: float, allowed: Sequence[int] | None = None
-) -> Promise:
+def promise(times: Mapping[int, float], *, most: float, sample_s: float) -> Promise:
     """The most that a config may reach with any micro batch up to `most`, by seconds of a micro step per micro batch.
 
-    One more sample costs about `sample_s` or more, and never less than samples before it did: the seconds are convex in
-    the micro batch. So beyond the largest measured they lie above the line through the last two, and between two sizes
-    above the lines through their outer neighbours. Upwards goes before between: there the rate is known to rise.
-    allowed: the micro batches that may be tried; where none of them lies, nothing is promised.
+    One more sample costs about `sample_s` or more, and never less than samples before it did: beyond the largest
+    measured micro batch the seconds lie above the line through the last two.
     """
     if not times:
         return Promise(rate=math.inf)
     sizes = sorted(times)
     best = max(size / times[size] for size in sizes)
-    up = _offered(_beyond(times, sizes, most, sample_s), sizes, allowed)
-    inside = [_before(times, sizes)]
-    inside += [_between(times, sizes, place, sample_s) for place in range(1, len(sizes))]
-    inside = [_offered(one, sizes, allowed) for one in inside]
-    deepest = max(inside, key=lambda one: one.rate)
-    size = up.size if up.rate > best * _WORTH_GROWING else None
-    if size is None and deepest.rate > best * _WORTH_LOOKING:
-        size = deepest.size
-    return Promise(rate=max(best, up.rate, deepest.rate), size=size)
-
-
-def _offered(one: Promise, known: Sequence[int], allowed: Sequence[int] | None) -> Promise:
-    """The promise, if a micro batch that may be tried lies where it was made: between the same measured sizes."""
-    if one.size is None or allowed is None:
-        return one
-    below = max((size for size in known if size <= one.size), default=0)
-    above = min((size for size in known if size > one.size), default=math.inf)
-    between = bisect_right(allowed, below) < (len(allowed) if math.isinf(above) else bisect_left(allowed, above))
-    return one if between else Promise(rate=0.0)
+    up = _beyond(times, sizes, most, sample_s)
+    return Promise(rate=max(best, up.rate), size=up.size if up.rate > best * _WORTH_GROWING else None)
 
 
 def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sample_s: float) -> Promise:
@@ -224,32 +200,6 @@ def _beyond(times: Mapping[int, float], sizes: Sequence[int], most: float, sampl
     if math.isinf(most):
         return Promise(rate=math.inf if flat <= 0 else 1 / flat, size=2 * last)
     return Promise(rate=most / (times[last] + flat * (most - last)), size=int(most))
-
-
-def _before(times: Mapping[int, float], sizes: Sequence[int]) -> Promise:
-    """Below the only one measured: there may be a cliff before it."""
-    if len(sizes) > 1 or sizes[0] < _WORTH_HALVING:
-        return Promise(rate=0.0)
-    return Promise(rate=_CLIFF * sizes[0] / times[sizes[0]], size=sizes[0] // 2)
-
-
-def _between(times: Mapping[int, float], sizes: Sequence[int], place: int, sample_s: float) -> Promise:
-    """Where a cliff may lie between two sizes: at the crossing of the line before it and the line behind it."""
-    left, right = sizes[place - 1], sizes[place]
-    if right < _WIDE * left or right - left < 2:
-        return Promise(rate=0.0)
-    flat = SURE * sample_s
-    if place >= 2:
-        flat = max(flat, SURE * _slope(times, sizes[place - 2], left))
-    steep = max(_STEEP * sample_s, _CLIFF * _slope(times, left, right))
-    if place + 1 < len(sizes):
-        steep = _slope(times, right, sizes[place + 1])
-    if steep <= flat:
-        return Promise(rate=0.0)
-    crossing = (times[right] - times[left] + flat * left - steep * right) / (flat - steep)
-    size = min(max(int(crossing), left + 1), right - 1)
-    seconds = max(times[left] + flat * (size - left), times[right] - steep * (right - size))
-    return Promise(rate=size / max(seconds, 1e-12), size=size)
 
 
 def _slope(times: Mapping[int, float], small: int, large: int) -> float:
@@ -434,6 +384,14 @@ class Climb:
             pass
         if self._worth_timing_the_first():
             self.measure(self.first.knobs.micro_batch)
+
+    def extend(self, steps: Steps, trials: int) -> None:
+        """Grow in up to `trials` more trials of these steps: where they may last longer, so may a step."""
+        most = replace(self.rules.limits, most_trials=len(self.records) + trials)
+        self.rules = replace(self.rules, steps=steps, limits=most)
+        self.stop = None
+        while self.stop is None and self.goes_on():
+            pass
 
     def measure(self, micro_batch: int) -> Record:
         """One micro batch, timed, with the global batch kept."""

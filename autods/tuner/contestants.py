@@ -265,9 +265,9 @@ class Field:
         times = micro_step_seconds(rival.climb.seen)
         sample_s = self.sample_s_of(rival)
         longest = rival.longest(sample_s)
-        best = promise(times, most=longest, sample_s=sample_s, allowed=self.rules.sizes)
+        best = promise(times, most=longest, sample_s=sample_s)
         if best.rate * world >= self.to_beat():  # how far it may grow costs simulations: asked only where it matters
-            best = promise(times, most=min(rival.most(), longest), sample_s=sample_s, allowed=self.rules.sizes)
+            best = promise(times, most=min(rival.most(), longest), sample_s=sample_s)
         if best.rate * world >= self.to_beat():
             return best.size
         if rival is not leader:

@@ -16,6 +16,7 @@ from .forecasts import why_impossible
 from .ladder_walk import Lessons, Walked, rivals_of
 from .trials import is_alike, paced, step_s_of
 
+_LAST_TRIALS = 2  # of the leader's growth, before the last comparison
 _LEAST_FINAL = 2  # steps of the last comparison
 _OTHER_SIZE = 1.25  # times the micro batch, to be another contestant of the last comparison
 
@@ -81,6 +82,8 @@ def race(
 def _finish(field: Field) -> Raced:
     """Measure the leaders again in turn; the best of that wins."""
     score, limits = field.rules.score, field.limits
+    if field.rules.grows and field.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
+        field.leader().climb.extend(limits.finals, _LAST_TRIALS)
     standing = [one for one in field.entrants if one.climb.best() is not None]
     standing.sort(key=field.score_of, reverse=True)  # stable: of equals, the ladder's order
     close = _close(standing, field)

@@ -38,21 +38,12 @@ def rates(seconds: Callable[[float], float], sizes: Sequence[int]) -> dict[int, 
 
 
 @pytest.mark.parametrize("first", range(0, 2000, 500))
-def test_no_micro_batch_is_faster_than_was_promised(first: int) -> None:
+def test_no_larger_micro_batch_is_faster_than_was_promised(first: int) -> None:
     for seed in range(first, first + 500):
         seconds, sizes, most, least = drawn(seed)
         promised = promise({size: seconds(size) for size in sizes}, most=most, sample_s=least)
-        reached = max(rates(seconds, range(1, int(most) + 1)).values())
+        reached = max(rates(seconds, range(max(sizes), int(most) + 1)).values())
         assert promised.rate * CLOSE >= reached, (seed, sizes, promised, reached)
-
-
-def test_where_sizes_lie_far_apart_the_promise_holds_exactly() -> None:
-    for seed in range(1000):
-        seconds, _, most, least = drawn(seed)
-        sizes = [size for size in (1, 4, 16, 64) if size <= most]
-        promised = promise({size: seconds(size) for size in sizes}, most=most, sample_s=least)
-        reached = max(rates(seconds, range(1, int(most) + 1)).values())
-        assert promised.rate >= reached * (1 - 1e-9), (seed, sizes, promised, reached)
 
 
 def test_the_promise_is_never_less_than_what_was_measured() -> None:
@@ -82,14 +73,6 @@ def test_of_what_was_never_measured_everything_may_be_hoped() -> None:
     assert promise({}, most=8, sample_s=1.0).rate == math.inf
 
 
-def test_a_size_between_two_far_apart_ones_is_proposed() -> None:
-    seconds = {1: 10.0, 64: 80.0}  # a straight line would say 1.1 s a sample: up to 64, it may have been less
-    promised = promise(seconds, most=64, sample_s=0.5)
-    assert promised.rate > 64 / 80
-    assert promised.size is not None
-    assert 1 < promised.size < 64
-
-
 def test_a_config_that_was_measured_to_its_limit_promises_what_it_reached() -> None:
     assert promise({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).rate == 2 / 3
     assert promise({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).size is None
@@ -104,12 +87,6 @@ def test_the_largest_is_proposed_where_larger_means_faster() -> None:
 def test_without_a_limit_what_a_sample_costs_is_the_limit() -> None:
     assert promise({1: 11.0}, most=math.inf, sample_s=0.5).rate == pytest.approx(2.0 / SURE)
     assert promise({1: 11.0}, most=math.inf, sample_s=0.0).rate == math.inf
-
-
-def test_a_large_batch_alone_may_lie_behind_a_cliff_and_a_smaller_one_is_worth_a_look() -> None:
-    promised = promise({32: 40.0}, most=32, sample_s=0.5)
-    assert promised.rate > 32 / 40
-    assert promised.size == 16
 
 
 def record(size: int, outcome: Outcome, accumulation: int = 1) -> Record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -413,31 +412,6 @@ def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Fou
     found = raced(machine)
     assert machine.sizes("zero3-nvme") == []
     assert "NVMe" in reasons_in_report(found, machine)["zero3-nvme"]
-
-
-def test_two_variants_of_a_rung_are_tuned_apart(raced: Callable[..., Found], tmp_path: Path) -> None:
-    """Here they have the same micro batch: all that differs is the checkpointing."""
-    machine = Machine({"zero2": Rung(sample_s=0.05)}, kept_gib=0.1)
-    usual = raced(replace(machine, ran=[]), global_batch=2 * SETTINGS.gpus, checkpointing=True).best.trial.knobs
-    (tmp_path / "journal.jsonl").unlink()
-    machine.flattery = lambda trial: 1.2 if trial.knobs.settings != usual.settings else 1.0
-    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=3)
-    assert "the runner-up" in found.tuned.reason
-    tuned = [trial for trial in machine.ran if trial.purpose == "tune" and trial.repeat == 0]
-    counted = Counter(trial.knobs.checkpointing for trial in tuned)
-    assert sorted(counted.values()) == [1, 3]  # the same settings: what they are worth is known by then
-    rows = [json.loads(line) for line in (tmp_path / "study.jsonl").read_text().splitlines()]
-    assert len({row["study_name"] for row in rows if "study_name" in row}) == 2
-
-
-def test_a_runner_up_with_the_same_settings_is_not_tuned_where_these_gave_the_winner_nothing(
-    raced: Callable[..., Found],
-) -> None:
-    machine = Machine({"zero2": Rung(sample_s=0.05)}, kept_gib=0.1)
-    found = raced(machine, global_batch=2 * SETTINGS.gpus, checkpointing=True, tune=2)
-    tuned = [trial for trial in machine.ran if trial.purpose == "tune"]
-    assert len({trial.knobs.checkpointing for trial in tuned}) == 1
-    assert "none was faster; zero2, as fast, has no other settings to try" in found.tuned.reason
 
 
 def test_of_two_sizes_that_lie_close_only_the_larger_is_measured_again(raced: Callable[..., Found]) -> None:
