@@ -263,7 +263,6 @@ class Trial:
     knobs: Knobs
     purpose: Purpose
     steps: Steps = field(default_factory=Steps)
-    native_optimizer: bool = True  # False: torch's AdamW stands in, so that no DeepSpeed op has to be built yet
     limited: bool = True  # False: without the memory budget, to learn how much would have been enough
     repeat: int = 0  # the same knobs measured again
     exam: Exam | None = None

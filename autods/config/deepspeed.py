@@ -65,18 +65,16 @@ def compose(
     base: Mapping[str, Any],
     world_size: int,
     own_optimizer: bool,
-    native_optimizer: bool = True,
     nvme_path: Path | None = None,
 ) -> dict[str, Any]:
     """The whole DeepSpeed config, usable by plain `deepspeed.initialize`.
 
     own_optimizer: the workload passes an optimizer object, so the config names none.
-    native_optimizer: False lets torch's AdamW stand in for DeepSpeed's op, which then need not be built.
     """
     config = merge(strip_rung_keys(base), _with_path(rung.ds_config, nvme_path))
     for key, value in knobs.settings.items():
         config = merge(config, nest_key(key, value))
-    config = merge(config, _optimizer(config, rung, own_optimizer, native_optimizer))
+    config = merge(config, _optimizer(config, rung, own_optimizer))
     if own_optimizer:
         config.pop("optimizer", None)
     return config | {
@@ -110,18 +108,21 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(ops)
 
 
-def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool, native_optimizer: bool) -> dict[str, Any]:
-    """What has to be said about the optimizer: a default one, torch's AdamW where DeepSpeed's op is not wanted."""
+def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> dict[str, Any]:
+    """The optimizer section, and the switches that go with it.
+
+    A config without an optimizer gets AdamW: torch's where its states stay on the device, which needs no op to be
+    built, and DeepSpeed's CPU Adam where they are offloaded.
+    """
     offloaded = rung.places["optimizer"] != "device"
     added: dict[str, Any] = {}
     if not own_optimizer:
-        ours = not config.get("optimizer")
-        optimizer = DEFAULT_OPTIMIZER if ours else config["optimizer"]
-        stands_in = not native_optimizer or (ours and not offloaded)
-        if stands_in and str(get_key(optimizer, "type")).lower() in _NATIVE_ADAM:
-            optimizer = merge(optimizer, {"params": {"torch_adam": True}})
-        added["optimizer"] = optimizer
-    if offloaded and (own_optimizer or not native_optimizer):
+        named = config.get("optimizer") or {}
+        is_default = not named.get("type")
+        added["optimizer"] = merge(DEFAULT_OPTIMIZER, named) if is_default else named
+        if is_default and not offloaded:
+            added = merge(added, {"optimizer": {"params": {"torch_adam": True}}})
+    elif offloaded:
         added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
     if own_optimizer and rung.stage and "zero_allow_untested_optimizer" not in config:
         added["zero_allow_untested_optimizer"] = True  # whose it is chose it: SGD, say, works, and is refused otherwise

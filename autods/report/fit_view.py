@@ -101,12 +101,12 @@ def _fits(report: Report) -> dict[str, Fit]:
     return dict(sorted(best.items(), key=lambda row: order.get(row[0], len(order))))
 
 
-def _order(record: Record) -> tuple[bool, bool, float]:
+def _order(record: Record) -> tuple[bool, float]:
     """The last is the most telling."""
     fit = record.outcome
     if not isinstance(fit, Fit) or fit.communication is None:
-        return False, False, 0.0
-    return record.trial.native_optimizer, fit.communication.share is not None, fit.samples_per_second
+        return False, 0.0
+    return fit.communication.share is not None, fit.samples_per_second
 
 
 def _sum(said: Communication) -> str:
@@ -242,16 +242,16 @@ def untried(report: Report) -> dict[str, list[str]]:
 
 
 def _telling(report: Report, before: Record | str | None, record: Record) -> Record:
-    """Which of two trials of one rung stands for it: the one with the winning knobs, else the fastest fit with the
-    rung's own optimizer, else the later one."""
+    """Which of two trials of one rung stands for it: the one with the winning knobs, else the fastest fit, else
+    the later one."""
     if not isinstance(before, Record):
         return record
     for one in (before, record):
         if one.trial.rung == report.rung and one.trial.knobs == report.knobs:
             return one
-    if not (isinstance(before.outcome, Fit) and before.trial.native_optimizer):
+    if not isinstance(before.outcome, Fit):
         return record
-    usual = isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.native_optimizer
+    usual = isinstance(record.outcome, Fit) and record.trial.exam is None
     return max(before, record, key=_speed) if usual else before
 
 

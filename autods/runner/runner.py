@@ -122,7 +122,6 @@ class Jobs:
             base=self.settings.base,
             world_size=self.facts.replicas(self.settings.gpus),
             own_optimizer=self.facts.has_optimizer,
-            native_optimizer=trial.native_optimizer,
             nvme_path=nvme_path,
         )
 

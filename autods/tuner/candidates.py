@@ -90,7 +90,6 @@ def check_ranks(facts: ModelFacts, world_size: int) -> None:
         )
 
 
-_ADAM_OPS = ("cpu_adam", "fused_adam")  # torch's AdamW can stand in for these
 _PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
 
 
@@ -98,14 +97,12 @@ _PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param
 class Candidate:
     """A rung as the walk tries it.
 
-    stand_in: its own optimizer is an op that may have to be built, so torch's AdamW takes the first look.
-    skip: why it is not tried, or None. ops: what its own optimizer and NVMe need built. pinned: its keys that pin host
+    skip: why it is not tried, or None. ops: what its optimizer and NVMe need built. pinned: its keys that pin host
     memory.
     """
 
     rung: Rung
     knobs: Knobs
-    stand_in: bool
     skip: str | None
     ops: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
@@ -127,7 +124,7 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
         checkpointing=facts.checkpointing,
         settings=start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts),
     )
-    native = compose(
+    config = compose(
         rung,
         knobs,
         base=settings.base,
@@ -135,14 +132,13 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
         own_optimizer=facts.has_optimizer,
         nvme_path=settings.nvme_path,
     )
-    ops = required_ops(native)
+    ops = required_ops(config)
     return Candidate(
         rung=rung,
         knobs=knobs,
-        stand_in=any(op in _ADAM_OPS for op in ops),
         skip=refusal_of(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
         ops=ops,
-        pinned=tuple(key for key in _PINS if get_key(native, key) is True),
+        pinned=tuple(key for key in _PINS if get_key(config, key) is True),
     )
 
 
@@ -160,14 +156,14 @@ _HALVES = ("bf16", "fp16")
 
 def without_checkpointing(candidate: Candidate) -> Candidate:
     """Its activations are kept instead of recomputed: less arithmetic, more memory."""
-    return replace(candidate, knobs=replace(candidate.knobs, checkpointing=False), stand_in=False)
+    return replace(candidate, knobs=replace(candidate.knobs, checkpointing=False))
 
 
 def in_precision(candidate: Candidate, precision: str) -> Candidate:
     """The same in bf16, fp16 or fp32, whatever the base config says."""
     said: dict[str, Scalar] = {f"{half}.enabled": half == precision for half in _HALVES}
     settings = {**candidate.knobs.settings, **said}
-    return replace(candidate, knobs=replace(candidate.knobs, settings=settings), stand_in=False)
+    return replace(candidate, knobs=replace(candidate.knobs, settings=settings))
 
 
 def name_of(rung: str, knobs: Knobs, *, recomputes: bool) -> str:

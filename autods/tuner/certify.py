@@ -117,7 +117,7 @@ class Holding:
         """Its throughput on the usual batch: by a trial that is known, or by a new one."""
         for record in self.known:
             trial = record.trial
-            timed = trial.purpose != "walk" and trial.exam is None and trial.limited and trial.native_optimizer
+            timed = trial.purpose != "walk" and trial.exam is None and trial.limited
             same = (trial.rung, trial.knobs) == (config.rung, config.knobs)
             if same and (record is self.known[0] or (timed and fits_well(record))):
                 return record
@@ -245,7 +245,7 @@ def _configs(winner: Record, others: Iterator[Record], holding: Holding) -> Iter
     before = winner.trial
     while holding.exams.left > 0 and (record := next(others, None)) is not None:
         config = holding.timing(record.trial)
-        usual = record.trial.limited and record.trial.native_optimizer and record.trial.exam is None
+        usual = record.trial.limited and record.trial.exam is None
         if usual and fits_well(record) and not holding.rules_out(config):
             holding.backed_off.append(f"from {_name(before)} to {_name(config)}: {holding.last_said()}")
             yield config

@@ -133,7 +133,7 @@ class Entrant:
 
 def entrant_of(candidate: Candidate, rules: Rules, *, recomputes: bool) -> Entrant:
     """A config that has not run yet. recomputes: the model can."""
-    first = replace(first_trial(candidate, rules.steps), native_optimizer=True)
+    first = first_trial(candidate, rules.steps)
     name = name_of(candidate.rung.name, candidate.knobs, recomputes=recomputes)
     return Entrant(name=name, candidate=candidate, climb=Climb(rules=rules, first=first))
 

@@ -175,12 +175,12 @@ def _from(candidate: Candidate, micro_batch: int) -> Candidate:
 def tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
     """The records of one rung, the last one decides. Where pinned memory runs out, it is tried unpinned; where the
     model cannot be trained with so small a micro batch, with twice as large a one."""
-    answers = _as_it_is(candidate, run, steps)
+    answers = asked(first_trial(candidate, steps), run)
     match answers[-1].outcome:
         case OutOfMemory(tier="pinned") if candidate.pinned:
             unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
             again = replace(candidate, knobs=replace(candidate.knobs, settings=unpinned), pinned=())
-            return answers + _as_it_is(again, run, steps)
+            return answers + asked(first_trial(again, steps), run)
         case Failed(wants_larger_batch=True) if candidate.knobs.micro_batch < _LARGEST_BEGINNING:
             return answers + tried(_from(candidate, 2 * candidate.knobs.micro_batch), run, steps)
         case _:
@@ -189,22 +189,7 @@ def tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
 
 def first_trial(candidate: Candidate, steps: Steps) -> Trial:
     """The first look at a rung."""
-    return Trial(
-        rung=candidate.rung.name,
-        knobs=candidate.knobs,
-        purpose="walk",
-        steps=steps,
-        native_optimizer=not candidate.stand_in,
-    )
-
-
-def _as_it_is(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
-    trial = first_trial(candidate, steps)
-    looked = asked(trial, run)
-    if not candidate.stand_in or not isinstance(looked[-1].outcome, Fit):
-        return looked
-    # Only a rung that fits is worth building an op for, and only with its own optimizer is it this rung.
-    return looked + asked(replace(trial, native_optimizer=True, purpose="verify"), run)
+    return Trial(rung=candidate.rung.name, knobs=candidate.knobs, purpose="walk", steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +206,6 @@ def shortfall(records: Iterable[Record], run: Run, steps: Steps, limit_bytes: in
 
     can_unlimit: the limit is ours (a budget, an emulated smaller card), so that a trial can run without it.
     """
-    # A rung's last word: a stand-in that fitted can be followed by the rung's own optimizer that did not.
     last = {record.trial.rung: record for record in records}
     found: list[tuple[bool, Closest]] = []
     for record in last.values():

@@ -31,12 +31,10 @@ class Point:
     micro_batch: int
     accumulation: int
     checkpointing: bool
-    native_optimizer: bool = True
 
     def __str__(self) -> str:
         said = f"{self.rung} {self.micro_batch}×{self.accumulation}"
-        said += "" if self.checkpointing else " without checkpointing"
-        return said if self.native_optimizer else f"{said}, torch's Adam"
+        return said if self.checkpointing else f"{said} without checkpointing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +96,6 @@ def points(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]
                 rung=one.rung.name, micro_batch=1, accumulation=one.knobs.accumulation, checkpointing=checkpointing
             )
             looks.append(base)
-            if one.stand_in and checkpointing == facts.checkpointing:
-                looks.append(replace(base, native_optimizer=False))
             for size in micro_batches(settings.global_batch, settings.gpus, settings.profile.grow.most_micro_batch):
                 steps = accumulation_for(settings.global_batch, size, settings.gpus)
                 grid.append(replace(base, micro_batch=size, accumulation=steps))
@@ -117,9 +113,7 @@ def trial_of(point: Point, starts: Iterable[Candidate], steps: Steps) -> Trial:
     knobs = replace(
         start, micro_batch=point.micro_batch, accumulation=point.accumulation, checkpointing=point.checkpointing
     )
-    return Trial(
-        rung=point.rung, knobs=knobs, purpose="grow", steps=steps, native_optimizer=point.native_optimizer
-    )  # fmt: skip
+    return Trial(rung=point.rung, knobs=knobs, purpose="grow", steps=steps)
 
 
 def truths(recorded: Recorded, grid: Iterable[Point], *, world_size: int, usable_bytes: float) -> dict[Point, Truth]:
@@ -250,7 +244,7 @@ def point_of(trial: Trial) -> Point:
     knobs: Knobs = trial.knobs
     return Point(
         rung=trial.rung, micro_batch=knobs.micro_batch, accumulation=knobs.accumulation,
-        checkpointing=knobs.checkpointing, native_optimizer=trial.native_optimizer,
+        checkpointing=knobs.checkpointing,
     )  # fmt: skip
 
 

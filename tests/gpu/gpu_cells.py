@@ -144,7 +144,10 @@ def config_of(cell: Cell, facts: ModelFacts, site: Site) -> dict[str, Any]:
     knobs = knobs_of(cell, rung, facts, site)
     config = compose(rung, knobs, **made)
     needed = [op for op in required_ops(config) if op != "async_io"]
-    return config if set(needed) <= set(site.native) else compose(rung, knobs, native_optimizer=False, **made)
+    if set(needed) <= set(site.native):
+        return config
+    made["base"] = {**base_of(cell.precision), "optimizer": {"params": {"torch_adam": True}}}
+    return compose(rung, knobs, **made)
 
 
 def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def test_a_checkpoint_loads_in_plain_torch(name, tmp_path):
     base = question("tiny.py", tmp_path).base | {"bf16": {"enabled": False}}
     settings = start_settings(rung, base=base, device_bytes=2**30, facts=FACTS)
     knobs = Knobs(micro_batch=2, accumulation=2, checkpointing=False, settings=settings)
-    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False, native_optimizer=False)
+    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False)
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     trained(tmp_path)
 

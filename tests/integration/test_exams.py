@@ -19,7 +19,7 @@ FIVE = Steps(warmup=1, timed=4, most_timed=4)
 
 def outcome_of(runner: RayRunner, rung: str, exam: Exam | None, steps: Steps = FIVE, **knobs: object) -> Outcome:
     asked = Knobs(checkpointing=False, **knobs)  # type: ignore[arg-type]
-    trial = Trial(rung=rung, knobs=asked, purpose="certify", native_optimizer=False, exam=exam, steps=steps)
+    trial = Trial(rung=rung, knobs=asked, purpose="certify", exam=exam, steps=steps)
     return runner.run(trial, id=1).outcome
 
 
@@ -58,7 +58,7 @@ def test_a_timed_trial_goes_on_with_the_exam_where_it_is_the_last_and_timed_the_
 ):
     runner = runners() if workload is None else runners(workload)
     trial = Trial(
-        rung="zero3", knobs=Knobs(checkpointing=False), purpose="grow", native_optimizer=False, examined_from_s=from_s,
+        rung="zero3", knobs=Knobs(checkpointing=False), purpose="grow", examined_from_s=from_s,
         steps=Steps(warmup=1, timed=2, most_timed=2),
     )  # fmt: skip
     outcome = runner.run(trial, id=1).outcome

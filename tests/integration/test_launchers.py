@@ -34,7 +34,7 @@ def found(out: Path, script: Path, *argv: str, kind: str, own_optimizer: bool = 
         checkpointing=False,
         settings=start_settings(rung, base=base, device_bytes=2**30, facts=FACTS),
     )
-    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=own_optimizer, native_optimizer=False)
+    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
     asked = {"path": str(script), "argv": list(argv), "kind": kind, "takes_local_rank": kind != "accelerate"}
     report = Report(
         status="fit",

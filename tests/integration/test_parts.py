@@ -17,7 +17,7 @@ from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.types import Communication, Exam, Examined, Fit, Knobs, Scalar, Steps, Trial
 from autods.workload import make_source
-from tests.support.fits import HERE, question
+from tests.support.fits import HERE, TORCH_ADAM, question
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each
 WHOLE = 2 * PARAMETERS
@@ -43,8 +43,8 @@ def ran(
     settings: Mapping[str, Scalar] | None = None,
     **knobs: int,
 ) -> Fit:
-    asked = Knobs(checkpointing=False, settings={**BUCKETS, **(settings or {})}, **knobs)
-    trial = Trial(rung=rung, knobs=asked, purpose="race", native_optimizer=False, exam=exam, steps=steps)
+    asked = Knobs(checkpointing=False, settings={**BUCKETS, **TORCH_ADAM, **(settings or {})}, **knobs)
+    trial = Trial(rung=rung, knobs=asked, purpose="race", exam=exam, steps=steps)
     outcome = runner.run(trial, id=1).outcome
     assert isinstance(outcome, Fit), outcome
     return outcome
@@ -164,7 +164,7 @@ def test_a_script_s_pipeline_is_known_and_its_collectives_are_counted(ray, tmp_p
 def test_experts_are_forecast_with_the_groups_that_they_make(runners, rung):
     runner = runners("experts.py")
     asked = Knobs(checkpointing=False, micro_batch=8, settings=BUCKETS)
-    trial = Trial(rung=rung, knobs=asked, purpose="race", native_optimizer=False)
+    trial = Trial(rung=rung, knobs=asked, purpose="race")
     ask = Ask(
         rung=rung, ds_config=runner.final_config(trial), world_size=2, ranks_per_node=2, device_bytes=2**30,
         device="cpu", checkpointing=False,

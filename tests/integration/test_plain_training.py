@@ -31,7 +31,7 @@ def ds_config(tmp_path_factory) -> Path:
     rung = read_rungs(())["zero3"]
     settings = start_settings(rung, base=base, device_bytes=2**30, facts=facts)
     knobs = Knobs(micro_batch=4, accumulation=2, checkpointing=False, settings=settings)
-    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False, native_optimizer=False)
+    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False)
     (folder / "ds_config.json").write_text(json.dumps(config))
     return folder / "ds_config.json"
 

@@ -10,13 +10,15 @@ import pytest
 from autods.events import Note
 from autods.runner.runner import RayRunner
 from autods.types import Fit, Knobs, Steps, Trial
-from tests.support.fits import question
+from tests.support.fits import TORCH_ADAM, question
 
 SMALL_BUCKETS = {f"zero_optimization.{name}_bucket_size": 1_000_000 for name in ("reduce", "allgather")}
 
 
 def a_trial(rung: str, **knobs: object) -> Trial:
-    return Trial(rung=rung, knobs=Knobs(checkpointing=False, **knobs), purpose="walk", native_optimizer=False)
+    """torch's optimizer, in place of an op that would have to be built."""
+    settings = {**TORCH_ADAM, **knobs.pop("settings", {})}
+    return Trial(rung=rung, knobs=Knobs(checkpointing=False, settings=settings, **knobs), purpose="walk")
 
 
 @pytest.mark.parametrize("rung", ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param"])

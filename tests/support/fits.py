@@ -13,6 +13,7 @@ from autods.requests import Settings, resolve
 from autods.system.host import read_hardware
 from autods.workload import Workload, make_source
 
+TORCH_ADAM = {"optimizer.params.torch_adam": True}  # a knob: torch's AdamW, for which no op has to be built
 HERE = Path(__file__).parents[1] / "integration"
 
 

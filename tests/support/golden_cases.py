@@ -157,7 +157,7 @@ def config_of(
             small["reduce_scatter"] = False  # stage 3 refuses Muon with it
         if named := _BY_CONFIG.get(optimizer):
             base["optimizer"] = {"type": named["type"], "params": {"lr": 1e-3, **named["params"]}}
-    sized: dict[str, Scalar] = {}
+    sized: dict[str, Scalar] = {"optimizer.params.torch_adam": True} if optimizer == "adamw" else {}
     for part in ("offload_param", "offload_optimizer"):
         if not pinned and part in found.ds_config["zero_optimization"]:
             sized[f"zero_optimization.{part}.pin_memory"] = False
@@ -165,7 +165,7 @@ def config_of(
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
         found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
-        own_optimizer=optimizer in _OWN, native_optimizer=optimizer == "fused-adam", nvme_path=Path("/nvme"),
+        own_optimizer=optimizer in _OWN, nvme_path=Path("/nvme"),
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autods.types import Knobs, Steps, Trial
+from autods.types import Knobs, Scalar, Steps, Trial
+from tests.support.fits import TORCH_ADAM
 
 STEPS = Steps(warmup=1, timed=3, most_timed=3)
 
@@ -33,6 +34,9 @@ def digest(folder: Path) -> str:
 
 def a_trial(rung: str, *, micro_batch: int = 4, accumulation: int = 2, **said: Any) -> Trial:
     """Small buckets, and torch's optimizer in place of an op that would have to be built."""
-    settings = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
+    settings: dict[str, Scalar] = {
+        f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")
+    }
+    settings |= TORCH_ADAM
     knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
-    return Trial(rung=rung, knobs=knobs, purpose="walk", native_optimizer=False, **{"steps": STEPS, **said})
+    return Trial(rung=rung, knobs=knobs, purpose="walk", **{"steps": STEPS, **said})

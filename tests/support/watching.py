@@ -21,6 +21,7 @@ import psutil
 
 from autods.runner.runner import RayRunner
 from autods.types import Knobs, Outcome, Trial
+from tests.support.fits import TORCH_ADAM
 
 FAULTY = Path(__file__).parents[1] / "integration" / "workloads" / "faulty.py"
 PHASES = ("build", "init", "forward", "backward", "step")
@@ -158,7 +159,7 @@ def command_of(pid: int) -> str:
 
 
 def a_trial(rung: str = "zero1") -> Trial:
-    return Trial(rung=rung, knobs=Knobs(checkpointing=False), purpose="walk", native_optimizer=False)
+    return Trial(rung=rung, knobs=Knobs(checkpointing=False, settings=TORCH_ADAM), purpose="walk")
 
 
 def meet(runner: RayRunner, scene: Scene, fault: str, phase: str, *, rung: str = "zero1", **more: int) -> Seen:

@@ -8,9 +8,10 @@ import pytest
 
 from autods.config.base_config import check_base_config
 from autods.config.deepspeed import (
+    DEFAULT_OPTIMIZER,
     compose,
-    enabled_half_precision,
     get_key,
+    enabled_half_precision,
     merge,
     required_ops,
     start_settings,
@@ -87,7 +88,7 @@ def test_what_autods_does_not_tune_stays_as_the_user_wrote_it(name: str) -> None
 @pytest.mark.parametrize("name", RUNGS)
 def test_the_users_config_is_not_changed_by_composing(name: str) -> None:
     base, before = copy.deepcopy(PRETRAINING), copy.deepcopy(PRETRAINING)
-    config = composed(name, base=base, native_optimizer=False)
+    config = composed(name, base=base)
     config["scheduler"]["params"]["warmup_type"] = "log"
     config["optimizer"]["params"]["lr"] = 1.0
     assert base == before
@@ -160,25 +161,23 @@ def test_an_offloaded_optimizer_is_deepspeeds_own_cpu_adam(name: str) -> None:
     assert "cpu_adam" in required_ops(config)
 
 
+@pytest.mark.parametrize("name", RUNGS)
+def test_the_users_torch_adam_stays_and_needs_no_adam_op(name: str) -> None:
+    base = {"optimizer": merge(PRETRAINING["optimizer"], {"params": {"torch_adam": True}})}
+    config = composed(name, base=base)
+    assert config["optimizer"] == base["optimizer"]
+    assert not {"cpu_adam", "fused_adam"} & set(required_ops(config))
+
+
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_until_its_op_is_built_torchs_adamw_stands_in_for_an_offloaded_optimizer(name: str) -> None:
-    config = composed(name, native_optimizer=False)
-    assert config["optimizer"]["params"]["torch_adam"] is True
-    assert config["zero_force_ds_cpu_optimizer"] is False
-    assert "cpu_adam" not in required_ops(config)
+def test_torch_adam_alone_keeps_the_default_optimizer(name: str) -> None:
+    config = composed(name, base={"optimizer": {"params": {"torch_adam": True}}})
+    assert config["optimizer"] == merge(DEFAULT_OPTIMIZER, {"params": {"torch_adam": True}})
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
-def test_the_users_adamw_is_deepspeeds_fused_one_unless_torchs_stands_in(name: str) -> None:
+def test_the_users_adamw_is_deepspeeds_fused_one(name: str) -> None:
     assert required_ops(composed(name, base=PRETRAINING)) == ("fused_adam",)
-    stand_in = composed(name, base=PRETRAINING, native_optimizer=False)
-    assert required_ops(stand_in) == ()
-    assert stand_in["optimizer"] == merge(PRETRAINING["optimizer"], {"params": {"torch_adam": True}})
-
-
-def test_an_optimizer_that_has_no_torch_stand_in_is_left_alone() -> None:
-    lion = {"type": "Lion", "params": {"lr": 1e-4}}
-    assert composed("zero2", base={"optimizer": lion}, native_optimizer=False)["optimizer"] == lion
 
 
 @pytest.mark.parametrize("name", RUNGS)

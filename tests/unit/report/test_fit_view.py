@@ -132,16 +132,6 @@ def test_of_a_rung_that_lost_the_fastest_trial_is_shown() -> None:
     assert row.id == 2
 
 
-def test_a_rung_that_fits_only_with_a_stand_in_optimizer_is_not_shown_as_fitting() -> None:
-    trials = (
-        record(1, "zero2-offload", fit(), native_optimizer=False),
-        record(2, "zero2-offload", oom("step"), purpose="verify"),
-    )
-    row = rows_of(replace(hopeless_report(), trials=trials))["zero2-offload"]
-    assert isinstance(row, Record)
-    assert row.outcome.kind == "out_of_memory"
-
-
 def test_a_trial_without_the_limit_does_not_count_as_a_fit() -> None:
     row = rows_of(hopeless_report())["zero3"]
     assert isinstance(row, Record)

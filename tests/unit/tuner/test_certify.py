@@ -458,7 +458,6 @@ def test_a_runner_up_that_is_no_usual_fit_is_passed_over() -> None:
     alternates = [
         replace(fits, outcome=replace(fits.outcome, alloc_retries=1)),
         replace(fits, trial=replace(fits.trial, limited=False)),
-        replace(fits, trial=replace(fits.trial, native_optimizer=False)),
         replace(fits, outcome=out_of_memory()),
     ]
     run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 1)), alternates=alternates)

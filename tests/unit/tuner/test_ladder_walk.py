@@ -20,11 +20,10 @@ NO_DISK = out_of_memory(tier="nvme", action="fix_environment")
 
 
 def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[Walked, ScriptedRunner]:
-    """Walk the whole ladder; answers by rung, or by 'rung native' / 'rung stand-in' / 'rung again'."""
+    """Walk the whole ladder; answers by rung, or by 'rung again'."""
 
     def answer(trial: Trial) -> Outcome:
-        optimizer = "native" if trial.native_optimizer else "stand-in"
-        names = (f"{trial.rung} again" if trial.repeat else "", f"{trial.rung} {optimizer}", trial.rung)
+        names = (f"{trial.rung} again" if trial.repeat else "", trial.rung)
         return next((answers[name] for name in names if name in answers), default)
 
     runner = ScriptedRunner(answer)
@@ -64,30 +63,8 @@ def test_walk_asks_with_micro_batch_one_checkpointing_and_buckets_sized_to_the_d
     assert bucket * 2 <= SETTINGS.device_bytes * 0.005
 
 
-def test_a_rung_whose_op_must_be_built_is_first_looked_at_with_torchs_adam() -> None:
-    walked, runner = climb({"zero2-offload": FITS})
-    looked, verified = runner.trials[-2:]
-    assert (looked.rung, looked.native_optimizer, looked.purpose) == ("zero2-offload", False, "walk")
-    assert (verified.rung, verified.native_optimizer, verified.purpose) == ("zero2-offload", True, "verify")
-    assert walked.winner is not None
-    assert walked.winner.trial == verified
-
-
-@pytest.mark.parametrize("verdict", [OOM, BROKEN_OP])
-def test_a_rung_that_fits_only_with_the_stand_in_does_not_win(verdict: Outcome) -> None:
-    walked, _ = climb({"zero2-offload stand-in": FITS, "zero2-offload native": verdict, "zero3": FITS})
-    assert walked.winner is not None
-    assert walked.winner.trial.rung == "zero3"
-
-
-def test_no_op_is_built_for_a_rung_that_ran_out() -> None:
-    _, runner = climb({})
-    with_ops = [trial for trial in runner.trials if trial.rung in ("zero2-offload", "zero3-offload", "zero3-nvme")]
-    assert [trial.native_optimizer for trial in with_ops] == [False, False, False]
-
-
 def test_a_broken_op_disables_only_the_rungs_that_need_it() -> None:
-    walked, runner = climb({"zero2-offload stand-in": FITS, "zero2-offload native": BROKEN_OP})
+    walked, runner = climb({"zero2-offload": BROKEN_OP})
     tried, skipped = rungs_tried(runner), {skip.rung: skip.reason for skip in walked.skipped}
     assert "zero3" in tried
     assert "zero3-offload-param" in tried  # its optimizer stays on the device
@@ -231,14 +208,12 @@ def test_nothing_is_closest_when_no_rung_ran_out_of_device_memory() -> None:
     assert closest({}) is None
 
 
-def test_the_shortfall_is_measured_with_the_optimizer_that_ran_out() -> None:
+def test_the_shortfall_is_measured_without_the_limit() -> None:
     _, runner = climb({})
     records = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS).records
     free = ScriptedRunner(lambda trial: fit(peak_bytes=2**30))
     shortfall(records, free.run, STEPS, SETTINGS.device_bytes, True)
-    assert [(one.rung, one.native_optimizer) for one in free.trials] == [
-        (record.trial.rung, record.trial.native_optimizer) for record in records
-    ]
+    assert [trial.rung for trial in free.trials] == [record.trial.rung for record in records]
     assert not any(trial.limited for trial in free.trials)
 
 
