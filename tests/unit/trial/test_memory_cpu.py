@@ -9,8 +9,6 @@ from multiprocessing import get_context
 
 from autods.trial.memory_cpu import CpuMeter, status_bytes
 
-pytestmark = pytest.mark.timeout(120)  # each test starts a process that loads torch
-
 MIB = 2**20
 
 
