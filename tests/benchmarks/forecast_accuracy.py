@@ -142,12 +142,11 @@ def main() -> int:
 
 def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
     """What the real engine allocates, beside what the tools say."""
-    from tests.support import golden_cases as golden
-
     from autods.forecast.simulator import SimulationFailed, Simulator
     from autods.forecast.values import Ask
     from autods.trial.preload import preload
     from autods.workload import make_source
+    from tests.support import golden_cases as golden
 
     preload()
     sizes = [int(size) for size in options.micro_batches.split(",")]

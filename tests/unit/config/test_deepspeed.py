@@ -10,8 +10,8 @@ from autods.config.base_config import check_base_config
 from autods.config.deepspeed import (
     DEFAULT_OPTIMIZER,
     compose,
-    get_key,
     enabled_half_precision,
+    get_key,
     merge,
     required_ops,
     start_settings,
