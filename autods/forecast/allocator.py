@@ -10,38 +10,42 @@ from typing import ClassVar
 
 from .values import ForecastPhase, Trace
 
-_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and later read the second where the first is not
+# torch 2.9 and later read the second variable where the first is not set.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocConf:
-    """name: of the variable that counts. unmodelled: settings that change what is reserved, and no forecast knows."""
+    """The allocator's settings in the environment.
 
-    name: str | None = None
+    `variable` is the one that torch reads. `unmodelled` are settings that change how much is reserved and that the
+    forecast does not model.
+    """
+
+    variable: str | None = None
     expandable: bool = False
     unmodelled: tuple[str, ...] = ()
 
     @property
-    def said(self) -> str | None:
-        """What a person should know, if anything."""
+    def warning(self) -> str | None:
+        """A sentence about the settings that are not modelled, if there are any."""
         if not self.unmodelled:
             return None
-        settings = ", ".join(self.unmodelled)
-        return f"{self.name} has {settings}, of which the forecast knows nothing"
+        return f"the forecast does not model these settings of {self.variable}: {', '.join(self.unmodelled)}"
 
 
-def alloc_conf(environment: Mapping[str, str]) -> AllocConf:
-    """As torch reads it: the new name wins, whatever the old one says."""
-    name = next((one for one in _NAMES if environment.get(one)), None)
-    if name is None:
+def read_alloc_conf(environment: Mapping[str, str]) -> AllocConf:
+    """The settings as torch reads them: the new variable replaces the old one as a whole."""
+    variable = next((name for name in _VARIABLES if environment.get(name)), None)
+    if variable is None:
         return AllocConf()
-    settings = {key: value.strip() for key, value in _SETTING.findall(environment[name])}
+    settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}
     expandable = settings.get("expandable_segments", "").lower() == "true"
-    default = settings.get("backend") == "native"
-    unmodelled = [key for key in settings if key not in _HARMLESS and not (key == "backend" and default)]
-    return AllocConf(name=name, expandable=expandable, unmodelled=tuple(unmodelled))
+    native = settings.get("backend") == "native"
+    unmodelled = [key for key in settings if key not in _HARMLESS and not (key == "backend" and native)]
+    return AllocConf(variable=variable, expandable=expandable, unmodelled=tuple(unmodelled))
 
 
 # All sizes and addresses below are in units of 512 B, the allocator's smallest block.
@@ -58,54 +62,52 @@ MASK = 2**SHIFT - 1
 
 @dataclass(slots=True)
 class Heap:
-    """The allocator's state, in units of 512 B: free blocks in two pools, and where each block of the trace lies.
+    """The allocator's state in units of 512 B: free blocks in two pools, and where each block of the trace lies.
 
-    limit_bytes: what may be reserved. Segments never touch, so two free blocks that touch are of one segment.
+    No more than `limit_bytes` may be reserved. Segments never touch, so two free blocks that touch are in one segment.
     """
 
-    leave_large: ClassVar[int] = SMALL + 1  # the least that is worth splitting off a large block
-    picky: ClassVar[bool] = False  # best fit is more than the smallest that is large enough
+    leave_large: ClassVar[int] = SMALL + 1  # the smallest remainder that is split off a large block
+    blocks_grow: ClassVar[bool] = False  # whether free blocks can be extended by unmapped pages
 
     limit_bytes: int | None = None
-    max_split_bytes: int | None = None
 
-    small: list[int] = field(default_factory=list)
+    small: list[int] = field(default_factory=list)  # free blocks of the small pool, sorted
     large: list[int] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)  # address of a free block → its size
     ends: dict[int, int] = field(default_factory=dict)  # one past a free block → its address
     segments: dict[int, int] = field(default_factory=dict)  # address → size
-    addresses: list[int] = field(default_factory=list)  # of each block of the trace
+    addresses: list[int] = field(default_factory=list)  # one for each block of the trace
     sizes: list[int] = field(default_factory=list)
     top: int = 0  # where the next segment lies
     reserved: int = 0
     allocated: int = 0
-    grown: int = 0  # the most that was reserved by growing, since `begin`
-    peak: int = 0  # the most that was allocated, since `begin`
-    retries: int = 0
+    peak_reserved: int = 0
+    peak_allocated: int = 0  # since `begin_phase`
+    retries: int = 0  # how often cached segments were given back to make room
 
-    def begin(self) -> None:
-        """A new phase: its peaks begin with what is there."""
-        self.grown, self.peak = 0, self.allocated
+    def begin_phase(self) -> None:
+        """Restart the peak of allocated memory."""
+        self.peak_allocated = self.allocated
 
     def run(self, events: Iterable[int]) -> int | None:
-        """Do what the events of a `Trace` say. The index of the one that ran out, or None."""
+        """Replay events of a `Trace`. Returns the index of the one that ran out of memory, or None."""
         small, large, starts, ends = self.small, self.large, self.starts, self.ends
         addresses, sizes = self.addresses, self.sizes
-        allocated, peak = self.allocated, self.peak
-        picky, leave_large = self.picky or self.max_split_bytes is not None, self.leave_large
-        split_below = MASK if self.max_split_bytes is None else self.max_split_bytes // UNIT
+        allocated, peak = self.allocated, self.peak_allocated
+        blocks_grow, leave_large = self.blocks_grow, self.leave_large
         failed = None
-        # One loop without calls but bisect's: a trace has a million events, and this is all the time a replay takes.
+        # A trace has a million events and this loop is all the time that a replay takes: it calls bisect only.
         for at, event in enumerate(events):
             if event > 0:
                 size = (event + 511) >> 9
                 pool, leave = (small, 1) if size <= SMALL else (large, leave_large)
                 place = bisect_left(pool, size << SHIFT)
-                if picky:
-                    place = self.choose(pool, place, size)
+                if blocks_grow:
+                    place = self.choose(pool, place)
                 if place < len(pool):
-                    found = pool.pop(place)
-                    address, have = found & MASK, found >> SHIFT
+                    block = pool.pop(place)
+                    address, have = block & MASK, block >> SHIFT
                     del starts[address]
                 else:
                     address = self._grow(pool, size)
@@ -115,7 +117,7 @@ class Heap:
                     have = starts.pop(address)
                     del pool[bisect_left(pool, have << SHIFT | address)]
                 rest = have - size
-                if rest >= leave and size < split_below:
+                if rest >= leave:
                     cut = address + size
                     starts[cut] = rest
                     ends[address + have] = cut
@@ -146,27 +148,22 @@ class Heap:
                 starts[address] = size
                 ends[end] = address
                 insort(pool, size << SHIFT | address)
-            else:  # torch hands out no memory for an empty tensor
+            else:  # an empty tensor has no memory
                 addresses.append(0)
                 sizes.append(0)
-        self.allocated, self.peak = allocated, peak
+        self.allocated, self.peak_allocated = allocated, peak
         return failed
 
-    def choose(self, pool: list[int], place: int, size: int) -> int:
-        """Where the block to take stands, `place` being the smallest that is large enough; len(pool): none will do."""
-        if place < len(pool) and self.max_split_bytes is not None:
-            # Blocks of max_split_size and more stay whole: for requests of that size, and within 20 MiB of it.
-            most, have = self.max_split_bytes // UNIT, pool[place] >> SHIFT
-            if (size < most <= have) or (size >= most and have >= size + LARGE_SEGMENT):
-                return len(pool)
+    def choose(self, pool: list[int], place: int) -> int:
+        """Return the index of the block to take; the smallest that is large enough is at `place`."""
         return place
 
     def may_reserve(self, size: int) -> bool:
-        """Whether the limit leaves room for `size` more."""
+        """Return whether the limit leaves room for `size` more."""
         return self.limit_bytes is None or (self.reserved + size) * UNIT <= self.limit_bytes
 
     def extend(self, pool: list[int], size: int, segment: int) -> int:
-        """The address of a free block of at least `size`, out of new memory; −1 when the limit forbids it."""
+        """Reserve memory. Returns the address of a free block of at least `size`; −1 when the limit forbids it."""
         if not self.may_reserve(segment):
             return -1
         address = self.top
@@ -177,27 +174,30 @@ class Heap:
         return address
 
     def release_all(self) -> None:
-        """Give back every cached segment that nothing lies in."""
+        """Give back every segment that is free as a whole."""
         for pool in (self.large, self.small):
             for block in tuple(pool):
-                if self.segments.get(block & MASK) == block >> SHIFT:
-                    self._release(pool, block & MASK)
+                address, size = block & MASK, block >> SHIFT
+                if self.segments.get(address) == size:
+                    self.take(pool, address)
+                    del self.segments[address]
+                    self.reserved -= size
 
     def put(self, pool: list[int], address: int, size: int) -> None:
-        """A new free block."""
+        """Add a free block."""
         self.starts[address] = size
         self.ends[address + size] = address
         insort(pool, size << SHIFT | address)
 
     def take(self, pool: list[int], address: int) -> int:
-        """Remove a free block; its size."""
+        """Remove a free block and return its size."""
         size = self.starts.pop(address)
         del self.ends[address + size]
         del pool[bisect_left(pool, size << SHIFT | address)]
         return size
 
     def _grow(self, pool: list[int], size: int) -> int:
-        """As `extend`; at the limit, cached segments are given back and it is tried again."""
+        """Call `extend`; at the limit, give cached segments back and call it again."""
         if size <= SMALL:
             segment = SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
@@ -205,64 +205,46 @@ class Heap:
         else:
             segment = -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
         address = self.extend(pool, size, segment)
-        if address < 0 and self.max_split_bytes is not None and self._release_oversize(pool, size):
-            address = self.extend(pool, size, segment)
         if address < 0:
             self.release_all()
             self.retries += 1
             address = self.extend(pool, size, segment)
-        self.grown = max(self.grown, self.reserved)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         return address
 
-    def _release_oversize(self, pool: list[int], size: int) -> bool:
-        """Give back one cached segment that is large enough, or several of max_split_size, the largest first."""
-        least = (self.max_split_bytes or 0) // UNIT
-        key = max(size, least)
-        place = bisect_left(pool, key << SHIFT)
-        if place < len(pool):
-            self._release(pool, pool[place] & MASK)
-            return True
-        released = 0
-        while released < key and pool and pool[-1] >> SHIFT >= least:
-            released += self._release(pool, pool[-1] & MASK)
-        return released >= key
 
-    def _release(self, pool: list[int], address: int) -> int:
-        size = self.take(pool, address)
-        del self.segments[address]
-        self.reserved -= size
-        return size
-
-
-_ENDLESS = 2**18 * LARGE_SEGMENT  # the length of a range: 5 TiB, no card is that large; a whole number of pages
-_LARGE_RANGE = 2 * _ENDLESS  # where the large pool's range begins; the small one's is at 0
+_ENDLESS = 2**18 * LARGE_SEGMENT  # the length of a range: 5 TiB, more than any card has; a whole number of pages
+_LARGE_RANGE = 2 * _ENDLESS  # where the large pool's range begins; that of the small pool begins at 0
 
 
 @dataclass(slots=True)
 class ExpandableHeap(Heap):
-    """`holes`: address of an unmapped range → its size. Everything else as `Heap`."""
+    """The allocator with expandable segments: one range a pool, whose pages are mapped as they are needed.
+
+    `holes` maps the address of an unmapped range to its size.
+    """
 
     leave_large: ClassVar[int] = 1
-    picky: ClassVar[bool] = True
+    blocks_grow: ClassVar[bool] = True
 
     holes: dict[int, int] = field(default_factory=dict)
 
-    def choose(self, pool: list[int], place: int, size: int) -> int:
-        """A block that can grow into unmapped pages counts as large as it can become: the next larger one wins."""
-        while place + 1 < len(pool) and self._becomes(pool[place + 1]) < self._becomes(pool[place]):
+    def choose(self, pool: list[int], place: int) -> int:
+        """Take the next larger block while it can grow less: a block counts with the unmapped pages behind it."""
+        while place + 1 < len(pool) and self._largest_size(pool[place + 1]) < self._largest_size(pool[place]):
             place += 1
-        return Heap.choose(self, pool, place, size)
+        return place
 
-    def _becomes(self, block: int) -> int:
+    def _largest_size(self, block: int) -> int:
         size = block >> SHIFT
         return size + self.holes.get((block & MASK) + size, 0)
 
     def extend(self, pool: list[int], size: int, segment: int) -> int:
         """Map pages until a free block of at least `size` lies in, or before, the lowest hole with room for it."""
         page = self._page(pool)
-        if not self.may_reserve(segment):  # torch asks this of its own limit, before it looks what is to be mapped
+        if not self.may_reserve(segment):  # torch checks its limit before it knows how many pages it has to map
             return -1
-        address = at = self._room(pool, size)
+        address = at = self._find_space(pool, size)
         while (missing := size - (at - address)) > 0:
             if mapped := self.starts.get(at):
                 at += mapped
@@ -274,7 +256,7 @@ class ExpandableHeap(Heap):
         return address
 
     def release_all(self) -> None:
-        """Give back every page that nothing lies in."""
+        """Give back every free page."""
         for pool in (self.large, self.small):
             for block in tuple(pool):
                 self._unmap(pool, block & MASK, block >> SHIFT)
@@ -282,8 +264,8 @@ class ExpandableHeap(Heap):
     def _page(self, pool: list[int]) -> int:
         return SMALL_SEGMENT if pool is self.small else LARGE_SEGMENT
 
-    def _room(self, pool: list[int], size: int) -> int:
-        """The lowest address from which free and unmapped ranges without a used block between them hold `size`."""
+    def _find_space(self, pool: list[int], size: int) -> int:
+        """Return the lowest address from which adjoining free and unmapped ranges hold `size`."""
         home = 0 if pool is self.small else _LARGE_RANGE
         if home not in self.segments:
             self.segments[home] = self.holes[home] = _ENDLESS
@@ -296,13 +278,13 @@ class ExpandableHeap(Heap):
         raise AssertionError(f"{size * UNIT} bytes are more than any card has")
 
     def _map(self, pool: list[int], hole: int, pages: int) -> int:
-        """Map the first pages of a hole and join them to their free neighbours; one past the free block."""
+        """Map the first pages of a hole and join them to their free neighbours. Returns the end of the free block."""
         room = self.holes.pop(hole)
         end = hole + pages
         if room > pages:
             self.holes[end] = room - pages
         self.reserved += pages
-        self.grown = max(self.grown, self.reserved)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         start = hole
         if hole in self.ends:
             start = self.ends[hole]
@@ -313,7 +295,7 @@ class ExpandableHeap(Heap):
         return end
 
     def _unmap(self, pool: list[int], address: int, size: int) -> None:
-        """Give back the whole pages of a free block; what is left at its ends stays free."""
+        """Give back the whole pages of a free block; the rest at its ends stays free."""
         page = self._page(pool)
         first, last = -(-address // page) * page, (address + size) // page * page
         if first >= last:
@@ -333,111 +315,87 @@ class ExpandableHeap(Heap):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanOut:
-    """The request that no segment could be had for, even after all cached segments were given back.
+    """A request for which no memory was left, even after all cached segments had been given back."""
 
-    event: its index in the trace. reserved_bytes, allocated_bytes: at that moment.
-    """
-
-    event: int
     phase: ForecastPhase
     wanted_bytes: int
-    reserved_bytes: int
-    allocated_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What the allocator holds.
+class Replay:
+    """How much an allocator held over a trace.
 
-    by_phase: the reserved bytes when the phase last had to ask the driver for more, or the most it allocated when what
-    was cached sufficed; the largest is peak_reserved_bytes while nothing is given back. retries: how often cached
-    segments were given back to make room (torch's num_alloc_retries); late_retries: those after the first optimizer
-    step, which come again in every step. ran_out: the replay ended there.
+    `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
+    are those after the first optimizer step, which come again in every step. A replay ends where it `ran_out`.
     """
 
     peak_reserved_bytes: int
     peak_allocated_bytes: int
-    by_phase: dict[ForecastPhase, int]
-    allocated_by_phase: dict[ForecastPhase, int]
+    allocated_by_phase: Mapping[ForecastPhase, int]
     retries: int = 0
     late_retries: int = 0
     ran_out: RanOut | None = None
 
     @property
     def runs_well(self) -> bool:
-        """It does not run out, and once it has settled no step gives memory back."""
+        """Whether it does not run out and no step after the first has to give memory back."""
         return self.ran_out is None and not self.late_retries
 
 
 def replay(
-    trace: Trace,
-    *,
-    expandable: bool = False,
-    limit_bytes: int | None = None,
-    max_split_bytes: int | None = None,
-    whole: bool = True,
-) -> Replayed:
-    """The allocator's reserved and allocated bytes over a trace.
+    trace: Trace, *, expandable: bool = False, limit_bytes: int | None = None, only_if_well: bool = False
+) -> Replay:
+    """Replay a trace on torch's allocator, which may reserve `limit_bytes` (None: any number).
 
-    limit_bytes: what the allocator may reserve; None: as much as it asks for. max_split_bytes: torch's max_split_size.
-    whole: False ends the replay with the phase in which it is found not to run well.
+    only_if_well: stop after the phase in which it is found not to run well.
     """
-    kind = ExpandableHeap if expandable else Heap
-    heap = kind(limit_bytes=limit_bytes, max_split_bytes=max_split_bytes)
-    reserved: dict[ForecastPhase, int] = {}
+    heap = ExpandableHeap(limit_bytes=limit_bytes) if expandable else Heap(limit_bytes=limit_bytes)
     allocated: dict[ForecastPhase, int] = {}
-    peak, ran_out = 0, None
-    stepped, early = False, None
+    ran_out: RanOut | None = None
+    stepped, retries_at_first = False, None
     for first, stop, phase in phases(trace):
-        if stepped and phase != "step" and early is None:
-            early = heap.retries
+        if stepped and phase != "step" and retries_at_first is None:
+            retries_at_first = heap.retries
         stepped = stepped or phase == "step"
-        heap.begin()
+        heap.begin_phase()
         failed = _run(heap, trace, first, stop)
-        reserved[phase] = max(reserved.get(phase, 0), heap.grown * UNIT)
-        allocated[phase] = max(allocated.get(phase, 0), heap.peak * UNIT)
-        peak = max(peak, heap.grown)
+        allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
         if failed is not None:
-            ran_out = RanOut(
-                event=failed,
-                phase=phase,
-                wanted_bytes=trace.events[failed],
-                reserved_bytes=heap.reserved * UNIT,
-                allocated_bytes=heap.allocated * UNIT,
-            )
+            ran_out = RanOut(phase=phase, wanted_bytes=trace.events[failed])
             break
-        if not whole and early is not None and heap.retries > early:
+        if only_if_well and retries_at_first is not None and heap.retries > retries_at_first:
             break
-    return Replayed(
-        peak_reserved_bytes=peak * UNIT,
+    return Replay(
+        peak_reserved_bytes=heap.peak_reserved * UNIT,
         peak_allocated_bytes=max(allocated.values(), default=0),
-        by_phase={phase: max(grown, allocated[phase]) for phase, grown in reserved.items()},
         allocated_by_phase=allocated,
         retries=heap.retries,
-        late_retries=0 if early is None else heap.retries - early,
+        late_retries=0 if retries_at_first is None else heap.retries - retries_at_first,
         ran_out=ran_out,
     )
 
 
-def squeezed(trace: Trace, roomy: Replayed, *, expandable: bool = False, within: float = 0.01) -> tuple[int, Replayed]:
-    """The least limit at which the trace runs well, and its replay there.
+def find_least_limit(
+    trace: Trace, unlimited: Replay, *, expandable: bool = False, tolerance: float = 0.01
+) -> tuple[int, Replay]:
+    """Return the least limit in bytes at which the trace runs well, and its replay there.
 
-    roomy: the replay without a limit. A large card caches what a smaller one gives back once and never misses: what
-    initialising leaves in pieces that no later request fits. within: how exactly, relatively.
+    A large card caches memory that a smaller one gives back once and never misses: what initialising leaves in pieces
+    that no later request fits. `tolerance` is relative.
     """
-    low, high, best = roomy.peak_allocated_bytes, roomy.peak_reserved_bytes, roomy
-    while high - low > max(2**21, within * high):
+    low, high, best = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes, unlimited
+    while high - low > max(2**21, tolerance * high):
         middle = (low + high) // 2
-        tried = replay(trace, expandable=expandable, limit_bytes=middle, whole=False)
-        if tried.runs_well:
-            high, best = middle, tried
+        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True)
+        if attempt.runs_well:
+            high, best = middle, attempt
         else:
             low = middle
     return high, best
 
 
 def _run(heap: Heap, trace: Trace, first: int, stop: int) -> int | None:
-    """Events `first` to `stop`, with what is emptied between them. The index of the one that ran out, or None."""
+    """Replay events `first` to `stop` and the cache's emptying between them. Returns as `Heap.run` does."""
     for cut in (*(at for at in trace.emptied if first <= at < stop), stop):
         failed = heap.run(trace.events[first:cut])
         if failed is not None:
@@ -449,7 +407,7 @@ def _run(heap: Heap, trace: Trace, first: int, stop: int) -> int | None:
 
 
 def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:
-    """(first event, one past the last, phase); what comes before the first mark belongs to init."""
+    """Yield (first event, one past the last, phase). Events before the first mark belong to init."""
     marks = trace.marks
     if not marks or marks[0][0] > 0:
         marks = ((0, "init"), *marks)

@@ -29,7 +29,7 @@ class Foreseer:
 
     ask_of: the engine that a trial runs. limits: bytes, device a rank, host a node. emulated: the device's limit is
     torch's, on a larger card. pairs: key of a trial → forecast and measured; those of an earlier run of the fit count.
-    expandable: the trials' allocator has expandable segments, see `alloc_conf`.
+    expandable: the trials' allocator has expandable segments, see `read_alloc_conf`.
     """
 
     simulator: Simulator

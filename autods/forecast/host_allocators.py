@@ -2,103 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
-from .allocator import Replayed, phases
+from .allocator import Replay, phases
 from .values import ForecastPhase, Trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """held_bytes: the most that was page-locked at once; asked_bytes: the most that was asked for at once."""
+def peak_pinned_bytes(trace: Trace) -> int:
+    """Return the most page-locked bytes at once.
 
-    held_bytes: int
-    asked_bytes: int
-    by_phase: dict[ForecastPhase, int]
-
-
-def rounded(size: int) -> int:
-    """The block that a request gets: the next power of two."""
-    return 1 << (size - 1).bit_length() if size > 0 else 0
-
-
-def replay_pinned(
-    trace: Trace, *, unrounded: Collection[int] = frozenset(), round_up_to_bytes: int | None = None
-) -> Pinned:
-    """Page-locked bytes over a trace.
-
-    unrounded: blocks that do not come from torch's allocator. round_up_to_bytes: torch's pinned_max_round_threshold;
-    larger requests keep their size. None: all are rounded.
+    torch rounds each request up to a power of two and keeps freed blocks for requests of the same size. Blocks in
+    `trace.unrounded` come from elsewhere: they have the size that was requested and are returned when freed.
     """
-    asked: list[int] = []
-    classes: list[int] = []
-    cached: dict[int, int] = {}
-    now = most_asked = held = most_held = 0
-    by_phase: dict[ForecastPhase, int] = {}
-    marks = iter((*trace.marks, (len(trace.events) + 1, None)))
-    coming, phase = next(marks)
-    current: ForecastPhase = "init"
-    for at, event in enumerate(trace.events):
-        while at >= coming:
-            current = phase or current
-            coming, phase = next(marks)
+    sizes: list[int] = []
+    cached: dict[int, int] = {}  # size of a free block → how many there are
+    held = peak = 0
+    for event in trace.events:
         if event >= 0:
-            own = len(asked) in unrounded
-            large = round_up_to_bytes is not None and event > round_up_to_bytes
-            size = event if own or large else rounded(event)
-            asked.append(event)
-            classes.append(-size if own else size)
-            now += event
-            if not own and cached.get(size, 0) > 0:
+            from_torch = len(sizes) not in trace.unrounded
+            size = round_up_to_power_of_two(event) if from_torch else event
+            sizes.append(size)
+            if from_torch and cached.get(size, 0) > 0:
                 cached[size] -= 1
             else:
                 held += size
+                peak = max(peak, held)
+        elif ~event in trace.unrounded:
+            held -= sizes[~event]
         else:
-            size = classes[~event]
-            now -= asked[~event]
-            if size < 0:
-                held += size
-            else:
-                cached[size] = cached.get(size, 0) + 1
-        most_asked, most_held = max(most_asked, now), max(most_held, held)
-        by_phase[current] = max(by_phase.get(current, 0), held)
-    return Pinned(held_bytes=most_held, asked_bytes=most_asked, by_phase=by_phase)
+            cached[sizes[~event]] = cached.get(sizes[~event], 0) + 1
+    return peak
+
+
+def round_up_to_power_of_two(size: int) -> int:
+    """Return the least power of two that is not below `size`; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
 _PAGE = 4096
-_MAPPED_FROM = 65536
+_MAPPED_FROM = 65536  # bytes; smaller requests come from the heap
 _BEFORE = 32
 _ALIGNED = 64 + _BEFORE  # torch asks for 64-byte alignment: malloc adds that, and its header, before it rounds to pages
 _HEADER = 16
 
 
-def replay_process(trace: Trace) -> Replayed:
-    """As `caching.replay`, for the private memory of a process. What is kept (the small blocks' heap) counts as
-    reserved at its peak, what is in use as allocated."""
+def replay_process(trace: Trace) -> Replay:
+    """Replay a CPU rank's trace on glibc's malloc.
+
+    The heap of small blocks keeps its size, so it counts as reserved at its peak. Large blocks are mappings of whole
+    pages, which go when they are freed.
+    """
     sizes: list[int] = []
-    mapped = small = most_small = 0
+    mapped = small = peak_small = peak_reserved = 0
     allocated: dict[ForecastPhase, int] = {}
-    reserved: dict[ForecastPhase, int] = {}
-    copied: dict[int, int] = {}  # before which event, and how much; of several there they come one after the other
+    # Collectives copy before an event; several before the same event run one after the other.
+    copied: dict[int, int] = {}
     for count, size in trace.copied:
         copied[count] = max(copied.get(count, 0), size)
     for first, stop, phase in phases(trace):
-        most, most_held = mapped + small, mapped + most_small
+        peak = mapped + small
+        peak_reserved = max(peak_reserved, mapped + peak_small)
         for index, event in enumerate(trace.events[first:stop], first):
             if index in copied:
                 size = copied[index]
-                inside = mapped + (_pages(size) if size >= _MAPPED_FROM else 0)
-                most, most_held = max(most, inside + small), max(most_held, inside + most_small)
+                with_copy = mapped + (_mapping_bytes(size) if size >= _MAPPED_FROM else 0)
+                peak, peak_reserved = max(peak, with_copy + small), max(peak_reserved, with_copy + peak_small)
             if event >= _MAPPED_FROM:
-                size = _pages(event)
+                size = _mapping_bytes(event)
                 sizes.append(size)
                 mapped += size
             elif event > 0:
                 size = -(-(event + _ALIGNED + _HEADER) // 16) * 16
                 sizes.append(size)
                 small += size
-                most_small = max(most_small, small)
+                peak_small = max(peak_small, small)
             elif event == 0:
                 sizes.append(0)
                 continue
@@ -109,17 +84,14 @@ def replay_process(trace: Trace) -> Replayed:
                 else:
                     small -= size
                 continue
-            most, most_held = max(most, mapped + small), max(most_held, mapped + most_small)
-        allocated[phase] = max(allocated.get(phase, 0), most)
-        reserved[phase] = max(reserved.get(phase, 0), most_held)
-    return Replayed(
-        peak_reserved_bytes=max(reserved.values(), default=0),
+            peak, peak_reserved = max(peak, mapped + small), max(peak_reserved, mapped + peak_small)
+        allocated[phase] = max(allocated.get(phase, 0), peak)
+    return Replay(
+        peak_reserved_bytes=peak_reserved,
         peak_allocated_bytes=max(allocated.values(), default=0),
-        by_phase=reserved,
         allocated_by_phase=allocated,
     )
 
 
-def _pages(size: int) -> int:
-    """What a mapping of its own takes."""
+def _mapping_bytes(size: int) -> int:
     return -(-(size + _ALIGNED) // _PAGE) * _PAGE

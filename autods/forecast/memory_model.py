@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..config.deepspeed import enabled_half_precision, get_key
 from ..types import Tier
-from .allocator import replay, squeezed
-from .host_allocators import replay_pinned, replay_process
+from .allocator import find_least_limit, replay
+from .host_allocators import peak_pinned_bytes, replay_process
 from .overheads import Constants
 from .values import Ask, ForecastPhase, Interval, Simulated, exactly
 
@@ -66,7 +66,7 @@ def _live(simulated: Simulated, tier: Tier) -> int:
 def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Interval, dict[ForecastPhase, int]]:
     """The allocator's bytes, and its peak by phase.
 
-    The middle is the least limit at which it runs well (`caching.squeezed`): a larger card caches more, but does not
+    The middle is the least limit at which it runs well (`find_least_limit`): a larger card caches more, but does not
     have to. The low end is what is allocated. A trace need not hold every phase (init is run once for several micro
     batches), so a phase counts at least its live bytes.
     """
@@ -78,7 +78,7 @@ def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Inter
     else:
         held = replay(trace, expandable=expandable)
         roomy = held.peak_reserved_bytes
-        least, held = squeezed(trace, held, expandable=expandable)
+        least, held = find_least_limit(trace, held, expandable=expandable)
     blocks = {phase: max(size, held.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
     peak = max([least, *live.values()])
     # The phase with the most in use decides, not the one in which the cache happened to grow.
@@ -94,7 +94,7 @@ def _pinned(simulated: Simulated) -> Interval:
     live = _live(simulated, "pinned")
     if (trace := simulated.traces.get("pinned")) is None:
         return exactly(live)
-    held = max(replay_pinned(trace, unrounded=trace.unrounded).held_bytes, live)
+    held = max(peak_pinned_bytes(trace), live)
     return Interval(low_bytes=live, peak_bytes=held, high_bytes=held)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..types import Tier
 from ..units import format_bytes
-from .allocator import replay, squeezed
+from .allocator import find_least_limit, replay
 from .calibration import Calibration, learned
 from .memory_model import Need, need_of
 from .overheads import Constants, read_constants
@@ -25,7 +25,7 @@ _WORTH_SAYING = 0.02  # of the limit
 def advice_for(trace: Trace, *, limit_bytes: int, least_bytes: int, expandable: bool) -> str | None:
     """Half a sentence for a limit of the allocator below the least at which the trace runs well; None: nothing new."""
     if not expandable:
-        other, _ = squeezed(trace, replay(trace, expandable=True), expandable=True)
+        other, _ = find_least_limit(trace, replay(trace, expandable=True), expandable=True)
         if other <= limit_bytes and least_bytes - other > _WORTH_SAYING * limit_bytes:
             return f"PYTORCH_ALLOC_CONF=expandable_segments:True would save {format_bytes(least_bytes - other)}"
     tried = replay(trace, expandable=expandable, limit_bytes=limit_bytes)

@@ -11,7 +11,7 @@ from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
-from ..forecast.allocator import AllocConf, alloc_conf
+from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, Start
@@ -39,7 +39,7 @@ def plan(question: Question, *, listen: ForecastListener, start: Start | None = 
             facts = _looked(simulator, question, listen)
             question = plan_with_workloads_config(question, facts)
             checkpointing = checkpointing_of(question, facts)
-            allocator = alloc_conf(os.environ) if question.device == "cuda" else AllocConf()
+            allocator = read_alloc_conf(os.environ) if question.device == "cuda" else AllocConf()
             work = Work(question, facts, simulator, listen, expandable=allocator.expandable)
             _work_through(work)
     except SimulationFailed as failed:
@@ -125,8 +125,8 @@ def _shared(question: Question) -> tuple[str, ...]:
 
 
 def _of_allocator(conf: AllocConf) -> tuple[str, ...]:
-    expandable = f"expandable segments, as {conf.name} has them" if conf.expandable else None
-    return tuple(said for said in (expandable, conf.said) if said is not None)
+    expandable = f"expandable segments, as {conf.variable} has them" if conf.expandable else None
+    return tuple(said for said in (expandable, conf.warning) if said is not None)
 
 
 def _of_site(work: Work, site: Site) -> SiteForecast:

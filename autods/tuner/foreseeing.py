@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.deepspeed import without_monitors
 from ..events import Listener, Note
-from ..forecast.allocator import AllocConf, alloc_conf
+from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.calibration import Pair
 from ..forecast.forecaster import Foreseer
 from ..forecast.values import Ask, Start
@@ -39,9 +39,9 @@ def foreseeing(
         yield BLIND
         return
 
-    allocator = alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
-    if allocator.said is not None:
-        listen(Note(text=allocator.said))
+    allocator = read_alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+    if allocator.warning is not None:
+        listen(Note(text=allocator.warning))
 
     with (start or _simulator)(settings.source) as simulator:
         foreseer = Foreseer(

@@ -8,7 +8,15 @@ from itertools import pairwise
 
 import pytest
 
-from autods.forecast.allocator import ExpandableHeap, Heap, replay, squeezed
+from autods.forecast.allocator import (
+    AllocConf,
+    ExpandableHeap,
+    Heap,
+    RanOut,
+    find_least_limit,
+    read_alloc_conf,
+    replay,
+)
 from autods.forecast.values import ForecastPhase, Trace
 
 KIB, MIB = 2**10, 2**20
@@ -69,7 +77,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     assert replay(trace(*events)).peak_reserved_bytes == 100 * MIB
 
 
-def test_a_large_block_is_not_split_for_a_remainder_of_a_mebibyte() -> None:
+def test_a_large_block_is_not_split_for_a_mebibyte() -> None:
     # 99 of 100 MiB: the last MiB goes with it. 98.5 of 100: 1.5 MiB are split off.
     assert replay(trace(100 * MIB, free(0), 99 * MIB)).peak_allocated_bytes == 100 * MIB
     split = replay(trace(100 * MIB, free(0), 98 * MIB + MIB // 2, 3 * MIB // 2))
@@ -92,7 +100,7 @@ def test_blocks_of_two_segments_never_merge() -> None:
     assert replay(trace(20 * MIB, 20 * MIB, free(0), free(1), 40 * MIB)).peak_reserved_bytes == 80 * MIB
 
 
-def test_fragments_of_fixed_segments_cost_what_expandable_ones_do_not() -> None:
+def test_expandable_segments_avoid_what_fixed_ones_lose() -> None:
     # Growing by 2 MiB each time, freeing the one before: a new segment each time, or the last two side by side.
     events: list[int] = []
     for number in range(10):
@@ -117,7 +125,7 @@ def test_an_expandable_block_grows_at_its_end() -> None:
     assert replay(trace(30 * MIB, free(0), 50 * MIB), expandable=True).peak_reserved_bytes == 60 * MIB
 
 
-def test_at_the_limit_cached_segments_are_given_back_and_the_request_tried_again() -> None:
+def test_at_the_limit_cached_segments_are_given_back() -> None:
     replayed = replay(trace(60 * MIB, free(0), 80 * MIB), limit_bytes=100 * MIB)
     assert (replayed.retries, replayed.ran_out, replayed.peak_reserved_bytes) == (1, None, 80 * MIB)
 
@@ -127,9 +135,8 @@ def test_a_segment_in_which_something_lies_cannot_be_given_back() -> None:
     events = (60 * MIB, free(0), 30 * MIB, 30 * MIB, free(2), 80 * MIB)
     replayed = replay(trace(*events, marks=((0, "init"), (5, "backward"))), limit_bytes=100 * MIB)
     assert replayed.ran_out is not None
-    assert (replayed.ran_out.event, replayed.ran_out.phase) == (5, "backward")
-    assert (replayed.ran_out.wanted_bytes, replayed.ran_out.reserved_bytes) == (80 * MIB, 60 * MIB)
-    assert replayed.ran_out.allocated_bytes == 30 * MIB
+    assert replayed.ran_out == RanOut(phase="backward", wanted_bytes=80 * MIB)
+    assert (replayed.peak_reserved_bytes, replayed.allocated_by_phase["backward"]) == (60 * MIB, 30 * MIB)
 
 
 def test_expandable_pages_around_a_used_block_can_be_given_back() -> None:
@@ -138,21 +145,6 @@ def test_expandable_pages_around_a_used_block_can_be_given_back() -> None:
     # The free 10 MiB behind the used 30 count: 70 MiB reach from there, with 60 newly mapped.
     assert replay(trace(*events, 70 * MIB), expandable=True, limit_bytes=120 * MIB).ran_out is None
     assert replay(trace(*events, 90 * MIB), expandable=True, limit_bytes=100 * MIB).ran_out is not None
-
-
-def test_a_block_above_max_split_size_stays_whole_for_large_requests() -> None:
-    # 200 MiB cached; 50 MiB may not cut it (oversize), and 190 may take it whole (within 20 MiB).
-    assert replay(trace(200 * MIB, free(0), 50 * MIB), max_split_bytes=128 * MIB).peak_reserved_bytes == 250 * MIB
-    assert replay(trace(200 * MIB, free(0), 190 * MIB), max_split_bytes=128 * MIB).peak_allocated_bytes == 200 * MIB
-    assert replay(trace(200 * MIB, free(0), 150 * MIB), max_split_bytes=128 * MIB).peak_reserved_bytes == 350 * MIB
-
-
-def test_a_phase_counts_what_it_made_the_allocator_ask_for() -> None:
-    marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "init"), (2, "forward"), (4, "backward"), (6, "step"))
-    events = (100 * MIB, free(0), 50 * MIB, free(1), 120 * MIB, free(2), 20 * MIB, free(3))
-    replayed = replay(trace(*events, marks=marks))
-    assert replayed.by_phase == {"init": 100 * MIB, "forward": 50 * MIB, "backward": 220 * MIB, "step": 20 * MIB}
-    assert max(replayed.by_phase.values()) == replayed.peak_reserved_bytes
 
 
 def test_a_phase_that_comes_again_keeps_its_highest_peak() -> None:
@@ -172,7 +164,7 @@ def test_an_emptied_cache_gives_back_whole_segments() -> None:
     assert (kept.peak_reserved_bytes, emptied.peak_reserved_bytes) == (180 * MIB, 120 * MIB)
 
 
-def test_retries_of_the_first_step_are_not_late_and_those_of_later_steps_are() -> None:
+def test_only_retries_after_the_first_step_are_late() -> None:
     one = (60 * MIB, free(0), 80 * MIB, free(1))
     marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (4, "step"), (4, "forward"), (8, "step"))
     again = (*one, 60 * MIB, free(2), 80 * MIB, free(3))
@@ -188,7 +180,7 @@ def test_retries_of_the_first_step_are_not_late_and_those_of_later_steps_are() -
 def test_the_least_limit_runs_well(seed: int, expandable: bool) -> None:
     made = trace(*made_up(seed))
     roomy = replay(made, expandable=expandable)
-    least, _ = squeezed(made, roomy, expandable=expandable)
+    least, _ = find_least_limit(made, roomy, expandable=expandable)
     assert roomy.peak_allocated_bytes <= least <= roomy.peak_reserved_bytes
     if least < roomy.peak_reserved_bytes:
         assert replay(made, expandable=expandable, limit_bytes=least).runs_well
@@ -226,7 +218,7 @@ def live_after(events: Sequence[int]) -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", HEAPS)
 @pytest.mark.parametrize("seed", range(8))
-def test_reserved_is_no_less_than_allocated_and_that_no_less_than_live(seed: int, kind: type[Heap]) -> None:
+def test_reserved_is_at_least_allocated_is_at_least_live(seed: int, kind: type[Heap]) -> None:
     events = made_up(seed)
     heap = kind()
     for event, live in zip(events, live_after(events), strict=True):
@@ -237,9 +229,7 @@ def test_reserved_is_no_less_than_allocated_and_that_no_less_than_live(seed: int
 @pytest.mark.parametrize("limit", [None, 1500 * MIB])
 @pytest.mark.parametrize("kind", HEAPS)
 @pytest.mark.parametrize("seed", range(8))
-def test_live_blocks_never_overlap_and_lie_within_what_is_reserved(
-    seed: int, kind: type[Heap], limit: int | None
-) -> None:
+def test_live_blocks_never_overlap_and_lie_in_reserved_memory(seed: int, kind: type[Heap], limit: int | None) -> None:
     events = made_up(seed)
     heap = kind(limit_bytes=limit)
     live: set[int] = set()
@@ -355,3 +345,32 @@ def test_the_fast_model_agrees_with_the_rules_written_plainly(seed: int) -> None
         plain.allocate(event) if event >= 0 else plain.free(-event - 1)
         if number % 10 == 0:
             assert (heap.allocated * 512, heap.reserved * 512) == (plain.allocated(), plain.reserved())
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_read_from_either_variable(variable: str) -> None:
+    assert read_alloc_conf({variable: "expandable_segments:True"}) == AllocConf(variable=variable, expandable=True)
+    assert not read_alloc_conf({variable: "expandable_segments:False"}).expandable
+
+
+def test_the_new_variable_replaces_the_old_one() -> None:
+    both = {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert not read_alloc_conf(both).expandable
+
+
+def test_settings_that_are_not_modelled_cause_a_warning() -> None:
+    settings = "max_split_size_mb:128, roundup_power2_divisions:[256:1,>:8],expandable_segments: True"
+    conf = read_alloc_conf({"PYTORCH_CUDA_ALLOC_CONF": settings})
+    assert conf.expandable
+    assert conf.unmodelled == ("max_split_size_mb", "roundup_power2_divisions")
+    assert conf.warning is not None
+    assert "PYTORCH_CUDA_ALLOC_CONF: max_split_size_mb, roundup_power2_divisions" in conf.warning
+
+
+def test_an_empty_variable_is_as_if_it_were_not_set() -> None:
+    assert read_alloc_conf({"PYTORCH_ALLOC_CONF": ""}) == AllocConf()
+    assert AllocConf().warning is None
+
+
+def test_another_allocator_causes_a_warning() -> None:
+    assert "backend" in str(read_alloc_conf({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}).warning)
