@@ -54,9 +54,9 @@ def _show(said: Diagnosis, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from ..report.diagnosis_view import show
+    from ..report.diagnosis_view import print_diagnosis
 
-    show(said, Console(soft_wrap=True))
+    print_diagnosis(said, Console(soft_wrap=True))
 
 
 def _diagnosed(logs: Sequence[Path], exit_code: int | None) -> Diagnosis:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
-from ..report.fit_view import show
+from ..report.fit_view import print_fit
 from ..report.results import Report
 from ..report.serialize import SO_FAR, to_dict
 
@@ -32,7 +32,7 @@ _MOST = 400  # characters of one line
 
 def show_result(report: Report, *, as_json: bool) -> None:
     """Print the report, as tables or as JSON, to standard output."""
-    printed(lambda: print(json.dumps(to_dict(report), indent=2)) if as_json else show(report, Console()))
+    printed(lambda: print(json.dumps(to_dict(report), indent=2)) if as_json else print_fit(report, Console()))
 
 
 def printed(say: Callable[[], None]) -> None:

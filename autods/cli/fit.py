@@ -128,10 +128,10 @@ class Unusual:
 def _question(settings: Settings) -> Event:
     """What is asked and where the answer goes, said before anything slow begins."""
     from ..events import Note
-    from ..report.text import of_ranks
+    from ..report.text import format_ranks
     from ..units import format_bytes
 
-    what = f"{of_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
+    what = f"{format_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
     if settings.nodes > 1:
         what += f" on {settings.nodes} nodes"
     return Note(text=f"{settings.source.name} on {what}, {settings.profile.name} config → {settings.out}")

@@ -101,9 +101,9 @@ def _show(forecast: Forecast, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from ..report.plan_view import show
+    from ..report.plan_view import print_plan
 
-    show(forecast, Console())
+    print_plan(forecast, Console())
 
 
 def _progress(quiet: bool) -> AbstractContextManager[ForecastListener]:

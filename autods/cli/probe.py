@@ -144,9 +144,9 @@ def _show(report: ProbeReport, *, as_json: bool, as_csv: bool) -> None:
     else:
         from rich.console import Console
 
-        from ..report.probe_view import show
+        from ..report.probe_view import print_probe
 
-        show(report, Console())
+        print_probe(report, Console())
 
 
 def _progress(question: Question, quiet: bool) -> AbstractContextManager[Listener]:

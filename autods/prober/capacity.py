@@ -147,7 +147,7 @@ def _said(boundary: Boundary, foreseen: Foreseen) -> str:
     fits, refused, said = boundary.fits, boundary.refused, foreseen.largest
     failed = [one.outcome for one in boundary.seen.values() if isinstance(one.outcome, Failed)]
     if failed:
-        return text.of_outcome(failed[-1])
+        return text.format_outcome(failed[-1])
     if fits is None:
         return f"not even micro batch {refused} fits: {_why(boundary.seen[refused])}" if refused else ""
     if refused is None:
@@ -169,7 +169,7 @@ def _why(record: Record) -> str:
         case Fit():
             return "the device's allocator runs full"
         case Failed() as outcome:
-            return text.of_outcome(outcome)
+            return text.format_outcome(outcome)
 
 
 def _peak(record: Record) -> int:

@@ -13,7 +13,7 @@ from ..config.deepspeed import compose, get_key, merge, nest_key, required_ops, 
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..journal import History, Journal, trial_key
-from ..report.probe_view import of_value
+from ..report.probe_view import format_value
 from ..requests import Settings, with_workloads_config
 from ..schema import read_as
 from ..tuner.candidates import check_ranks, refusal_of
@@ -211,7 +211,7 @@ def label_of(question: Question, trial: Trial) -> str:
     """'pin_memory off, env.NCCL_P2P_DISABLE 1'; what is the same in all cells is left out."""
     named = [axis.name for axis in question.axes if len(axis.values) > 1 and axis.name not in _SHOWN]
     said = [(name, _value_in(trial, name)) for name in named]
-    return ", ".join(f"{name.rpartition('.')[2]} {of_value(value)}" for name, value in said if value is not None)
+    return ", ".join(f"{name.rpartition('.')[2]} {format_value(value)}" for name, value in said if value is not None)
 
 
 def _value_in(trial: Trial, name: str) -> Value:

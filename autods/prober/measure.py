@@ -92,7 +92,7 @@ def result_of(cell: Cell, records: Sequence[Record]) -> CellResult:
         number=cell.number,
         values=cell.values,
         status=status,
-        reason=text.of_outcome(last) if last is not None else "",
+        reason=text.format_outcome(last) if last is not None else "",
         unheeded=cell.unheeded,
         samples_per_second=median(rates) if rates else None,
         tokens_per_second=median(tokens) if tokens else None,

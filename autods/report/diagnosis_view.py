@@ -24,7 +24,7 @@ _KINDS = {
 }
 
 
-def show(said: Diagnosis, console: Console) -> None:
+def print_diagnosis(said: Diagnosis, console: Console) -> None:
     """Print it; reads nothing but the diagnosis."""
     style = "green" if said.kind == "none" else "yellow" if said.kind == "memory_pressure" else "red"
     console.print(Text.assemble((headline(said), f"bold {style}"), (f"  ({sureness(said.confidence)})", "dim")))

@@ -15,7 +15,7 @@ from rich.text import Text
 from ..types import TIERS, Collective, Communication, Failed, Fit, OutOfMemory, Record, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
 from . import text
-from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, lines
+from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
 from .live import mark_of
 from .results import Report
 from .serialize import REPORT
@@ -176,9 +176,9 @@ def _steps(steps: int, retries: int | None) -> str:
 def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     size, save_s, load_s = checkpoint.get("bytes"), checkpoint.get("save_s"), checkpoint.get("load_s")
     saved = "saved" if size is None else f"{format_bytes(size)} saved"
-    yield saved if save_s is None else f"{saved} in {text.of_seconds(save_s)}"
+    yield saved if save_s is None else f"{saved} in {text.format_seconds(save_s)}"
     if load_s is not None:
-        yield f"loaded in {text.of_seconds(load_s)}"
+        yield f"loaded in {text.format_seconds(load_s)}"
     if (restored := checkpoint.get("restored")) is not None:
         yield "evaluates to the same loss" if restored else "evaluates to another loss"
     if (gathered := checkpoint.get("gathered")) is not None:
@@ -207,7 +207,7 @@ def _parity(parity: Mapping[str, Any]) -> str:
 
 def _share(value: float) -> str:
     """0.0041 → '0.41 %'."""
-    return f"{text.of_rate(100 * value)} %" if value else "0 %"
+    return f"{text.format_rate(100 * value)} %" if value else "0 %"
 
 
 def foretold(report: Report) -> dict[str, TierUse]:
@@ -306,21 +306,21 @@ def _memory(report: Report, row: Record | str, winner: bool) -> Text:
 
 def _use(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
     """sign: ≥ for a lower bound, ~ for a forecast."""
-    return Text.assemble((f"{tier:<7}", "dim"), sign, text.of_use(use))
+    return Text.assemble((f"{tier:<7}", "dim"), sign, text.format_use(use))
 
 
 def _rate(report: Report, row: Record | str, winner: bool) -> Text:
     if winner and report.throughput:
-        return Text(text.of_rate(report.throughput.samples_per_second), style="bold")
+        return Text(text.format_rate(report.throughput.samples_per_second), style="bold")
     if isinstance(row, str) or not isinstance(row.outcome, Fit):
         return Text()
-    return Text(text.of_rate(row.outcome.samples_per_second))
+    return Text(text.format_rate(row.outcome.samples_per_second))
 
 
 def reasons_of(report: Report) -> Iterator[tuple[str, str]]:
     """Each rung's reason: the search's own words, else what its trial said."""
     for rung, row in rows_of(report).items():
-        said = row if isinstance(row, str) else text.of_outcome(row.outcome)
+        said = row if isinstance(row, str) else text.format_outcome(row.outcome)
         yield rung, report.reasons.get(rung, said)
 
 
@@ -336,7 +336,7 @@ _MOST_SHARES = 3  # keys whose importance is shown
 _WIDE = 116  # columns from which the reasons stand in the table instead of under it
 
 
-def show(report: Report, console: Console) -> None:
+def print_fit(report: Report, console: Console) -> None:
     """Print the report. Reads nothing but the report, so a finished fit can be shown again."""
     wide = console.width >= _WIDE
     console.print(Text.assemble("\n", (_question(report), "bold")))
@@ -372,7 +372,7 @@ def _question(report: Report) -> str:
         size = f"{size} {asked['experts']} experts,"
     return (
         f"{asked.get('workload', 'workload')}{size} on "
-        f"{text.of_ranks(asked.get('gpus', 1), asked.get('device', ''))}{memory}"
+        f"{text.format_ranks(asked.get('gpus', 1), asked.get('device', ''))}{memory}"
     )
 
 
@@ -391,7 +391,7 @@ def _certified(report: Report) -> Iterator[RenderableType]:
 
 
 def _spent(report: Report) -> Text:
-    return Text(f"  ({len(report.trials)} trials, {text.of_seconds(report.seconds)})", style="dim")
+    return Text(f"  ({len(report.trials)} trials, {text.format_seconds(report.seconds)})", style="dim")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
@@ -399,12 +399,12 @@ def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
     assert report.knobs is not None
     yield (
         "batch",
-        Text(report.reasons.get("batch") or text.of_batch(report.knobs, int(report.question.get("gpus", 1)))),
+        Text(report.reasons.get("batch") or text.format_batch(report.knobs, int(report.question.get("gpus", 1)))),
     )
     if report.throughput:
         tokens = report.throughput.tokens_per_second
-        rate = f"{text.of_rate(report.throughput.samples_per_second)} samples/s"
-        yield "throughput", Text(rate + (f", {text.of_rate(tokens)} tokens/s" if tokens is not None else ""))
+        rate = f"{text.format_rate(report.throughput.samples_per_second)} samples/s"
+        yield "throughput", Text(rate + (f", {text.format_rate(tokens)} tokens/s" if tokens is not None else ""))
     if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
         yield "largest", Text(f"micro batch {report.largest_micro_batch} also fits")
     recomputes = report.knobs.checkpointing
@@ -422,7 +422,7 @@ def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
 
 def _next(report: Report) -> Iterator[Text]:
     """What to type now: whole lines, so that they can be copied."""
-    for name, said in lines(report):
+    for name, said in launch_lines(report):
         yield _line(name, said)
     yield _line("files", f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}")
 

@@ -30,7 +30,7 @@ _ON_CPU_RANKS = {
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
-def commands(report: Report) -> dict[str, str]:
+def launch_commands(report: Report) -> dict[str, str]:
     """Launcher → the whole command line. `train.py` stands for the user's script where the workload is none.
 
     A script's own command line comes with its placeholders filled. DS_ACCELERATOR=cpu says that CPU ranks are meant
@@ -73,7 +73,7 @@ def _cards(report: Report, ranks: int) -> tuple[str, str]:
     return "--include", f"localhost:{','.join(map(str, cards))}"
 
 
-def filled(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
+def fill_placeholders(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
     """'{micro_batch_size}' → '4'. Other braces, those of JSON say, stay as they are."""
 
     def value(found: re.Match[str]) -> str:
@@ -82,10 +82,10 @@ def filled(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str,
     return tuple(_PLACEHOLDER.sub(value, argument) for argument in arguments)
 
 
-def lines(report: Report) -> Iterator[tuple[str, str]]:
+def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
     """What to type now: a name and a whole line each, so that they can be copied."""
     assert report.knobs is not None
-    folder, said, script = Path(report.out), commands(report), _script(report)
+    folder, said, script = Path(report.out), launch_commands(report), _script(report)
     code = f"config={str(folder / DS_CONFIG)!r})"
     if not script:
         if report.knobs.checkpointing:
@@ -120,7 +120,7 @@ def _program(report: Report, launcher: str) -> tuple[str, ...]:
     if script:
         module = ("--module" if launcher == "deepspeed" else "-m", str(script.get("module")))
         program = module if "module" in script else (str(script["path"]),)
-        return (*program, *filled(script["argv"], _values(report)))
+        return (*program, *fill_placeholders(script["argv"], _values(report)))
     said = ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
     return ("train.py", *(said if launcher != "accelerate" else ()))
 

@@ -20,7 +20,7 @@ from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from ..forecast.values import Forecasted, ForecastEvent, RungForecast, Simulating
 from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Skipped, Trial
 from . import text
-from .plan_view import MARKS, of_predicted, rung_table
+from .plan_view import MARKS, format_predicted, rung_table
 
 
 class LiveView:
@@ -112,7 +112,7 @@ class Progress(LiveView):
                 self._running.pop(event.record.id, None)
                 self._doing = Note(text="")
                 label = self._label(event.record.trial)
-                plain = text.of_record(event.record, replayed=event.replayed, label=label)
+                plain = text.format_record(event.record, replayed=event.replayed, label=label)
                 self._print(_finished(event, label, wide=self._wide), plain)
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
@@ -129,14 +129,14 @@ class Progress(LiveView):
         """What is redrawn: a line for each running trial, or the last note while nothing runs."""
         running = list(self._running.values())  # others may begin and end meanwhile
         if not running:
-            elapsed = text.of_seconds(self._clock() - self._since)
+            elapsed = text.format_seconds(self._clock() - self._since)
             self._spinner.update(text=Text(f"{self._doing.text or 'deciding'}  {elapsed}", style="dim"))
         else:
             self._spinner.update(text=Text("\n").join(map(self._line, running)))
         return self._spinner
 
     def _line(self, now: _Running) -> Text:
-        place, elapsed = text.of_phase(now.phase, now.step), text.of_seconds(self._clock() - now.since)
+        place, elapsed = text.format_phase(now.phase, now.step), text.format_seconds(self._clock() - now.since)
         return Text.assemble(
             (now.trial.rung, "bold"),
             f"  {_asked(now.trial)}  ",
@@ -150,8 +150,8 @@ class Progress(LiveView):
 def _finished(event: TrialFinished, label: str, *, wide: bool) -> RenderableType:
     record = event.record
     mark, style = mark_of(record.outcome)
-    end = "journal" if event.replayed else text.of_seconds(record.seconds)
-    said = f"{label}{': ' * bool(label)}{text.of_outcome(record.outcome)}"
+    end = "journal" if event.replayed else text.format_seconds(record.seconds)
+    said = f"{label}{': ' * bool(label)}{text.format_outcome(record.outcome)}"
     return _row(
         mark, style, record.trial.rung, _asked(record.trial), said, end, "dim" if event.replayed else "", wide=wide
     )
@@ -214,7 +214,7 @@ class PlanProgress(LiveView):
         with self._lock:
             doing = ", ".join(list(self._doing.values())[-2:]) or self._note
             share, rows = self._share, dict(self._rows)
-        elapsed = text.of_seconds(self._clock() - self._since)
+        elapsed = text.format_seconds(self._clock() - self._since)
         self._spinner.update(text=Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim")))
         machines = {machine for machine, _ in rows}
         if len(machines) != 1:
@@ -231,5 +231,5 @@ def line_of(said: RungForecast) -> str:
     """A rung as one plain line; its reason says what it needs of what decides."""
     mark, word, _ = MARKS[said.verdict]
     device = said.memory.get("device")
-    peak = f"{of_predicted(device)}, " if device is not None and not said.reason.startswith("needs ") else ""
+    peak = f"{format_predicted(device)}, " if device is not None and not said.reason.startswith("needs ") else ""
     return f"{mark} {said.rung}: {word}: {peak}{said.reason}"

@@ -15,7 +15,7 @@ from ..forecast.values import Predicted, RungForecast, Verdict
 from ..types import TIERS, Tier
 from ..units import choose_unit, format_bytes, format_count
 from .results import Forecast, SiteForecast
-from .text import of_ranks, of_seconds, pairs_grid
+from .text import format_ranks, format_seconds, pairs_grid
 
 _KINDS: Mapping[str, tuple[str, str]] = {
     "parameters": ("█", "blue"),
@@ -165,7 +165,7 @@ MARKS: dict[Verdict, tuple[str, str, str]] = {
 _WITH_BARS, _WITH_PHASES, _WITH_REASONS = 110, 122, 150
 
 
-def show(forecast: Forecast, console: Console) -> None:
+def print_plan(forecast: Forecast, console: Console) -> None:
     """Print the forecast; reads nothing but the value."""
     if len(forecast.sites) == 1:
         _show_one(forecast, forecast.sites[0], console)
@@ -188,7 +188,7 @@ def _show_one(forecast: Forecast, said: SiteForecast, console: Console) -> None:
         console.print()
     styles = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
     style = f"bold {styles[said.status]}"
-    spent = f"  ({of_seconds(forecast.seconds)})"
+    spent = f"  ({format_seconds(forecast.seconds)})"
     console.print(Text.assemble((headline(said), style), (spent, "dim")))
     console.print(_list(sentences(forecast, said)))
 
@@ -212,7 +212,7 @@ def _show_several(forecast: Forecast, console: Console) -> None:
         table.add_row(*_machine_row(said, wide=wide))
     console.print(table)
     enough = next((said for said in forecast.sites if said.status == "fits"), None)
-    spent = Text(f"({of_seconds(forecast.seconds)})", style="dim")
+    spent = Text(f"({format_seconds(forecast.seconds)})", style="dim")
     if enough is None:
         console.print(Text("no machine of the list is surely enough", style="bold red"), spent)
         return
@@ -255,7 +255,7 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
     return table
 
 
-def of_predicted(said: Predicted) -> str:
+def format_predicted(said: Predicted) -> str:
     """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
     name, factor = choose_unit(said.peak_bytes)
     low, peak, high = (f"{size / factor:.1f}" for size in (said.low_bytes, said.peak_bytes, said.high_bytes))
@@ -271,7 +271,7 @@ def _tiers(rung: RungForecast) -> Iterator[Text]:
     """One line a tier; host and NVMe are a node's."""
     for tier in TIERS:
         if tier in rung.memory:
-            yield Text.assemble((f"{tier:<7}", "dim"), of_predicted(rung.memory[tier]))
+            yield Text.assemble((f"{tier:<7}", "dim"), format_predicted(rung.memory[tier]))
 
 
 def _scale(rungs: Iterable[RungForecast]) -> int:
@@ -288,7 +288,7 @@ def _machine_row(said: SiteForecast, *, wide: bool) -> list[RenderableType]:
     fitting = said.best is not None
     mark, word, style = MARKS[best.verdict if fitting or best.verdict == "not_applicable" else "cannot_fit"]
     device = best.memory.get("device")
-    memory = of_predicted(device) if device is not None else format_bytes(said.site.machine.device_bytes)
+    memory = format_predicted(device) if device is not None else format_bytes(said.site.machine.device_bytes)
     row: list[RenderableType] = [machine, Text(_ranks(said)), Text(best.rung if fitting else "none", style="bold")]
     row += [Text(f"{mark} {word}", style=style), Text(memory), Text(str(best.largest_micro_batch or ""))]
     return [*row, *([Text(best.reason)] if wide else [])]
@@ -307,7 +307,7 @@ def _question(forecast: Forecast, said: SiteForecast) -> str:
     card = f" ({site.machine.name})" if site.machine.links else ""
     return (
         f"{_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: "
-        f"{of_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
+        f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
     )
 
 

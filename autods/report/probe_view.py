@@ -13,7 +13,7 @@ from rich.text import Text
 from ..types import TIERS, Scalar, Tier
 from ..units import format_bytes
 from .results import PROBE_CSV, CellResult, ProbeReport, Ratio
-from .text import of_ranks, of_rate, of_seconds, pairs_grid
+from .text import format_ranks, format_rate, format_seconds, pairs_grid
 
 _MARKS = {"fit": ("✓", "green"), "out_of_memory": ("✗", "yellow"), "failed": ("!", "red"), "refused": ("–", "dim")}
 
@@ -49,11 +49,11 @@ def _heading(name: str) -> str:
 
 
 def _value(cell: CellResult, name: str) -> Text:
-    said = of_value(cell.values.get(name))
+    said = format_value(cell.values.get(name))
     return Text(f"({said})" if name in cell.unheeded else said)
 
 
-def of_value(value: Scalar | None) -> str:
+def format_value(value: Scalar | None) -> str:
     """As it was given: 'on', '1,000,000', 'not set'."""
     if value is None:
         return "not set"
@@ -100,7 +100,7 @@ def _number(value: int | None) -> str:
 def _rate(rate: float | None, spread: float | None) -> str:
     if rate is None:
         return ""
-    return of_rate(rate) + (f" ±{spread:.{0 if spread > 0.1 else 1}%}" if spread is not None else "")
+    return format_rate(rate) + (f" ±{spread:.{0 if spread > 0.1 else 1}%}" if spread is not None else "")
 
 
 def _times(report: ProbeReport) -> Callable[[CellResult], Text]:
@@ -109,12 +109,12 @@ def _times(report: ProbeReport) -> Callable[[CellResult], Text]:
     def cell_text(cell: CellResult) -> Text:
         if cell.number == reference:
             return Text("1", style="dim")
-        return of_ratio(cell.ratio) if cell.ratio is not None else Text()
+        return format_ratio(cell.ratio) if cell.ratio is not None else Text()
 
     return cell_text
 
 
-def of_ratio(ratio: Ratio) -> Text:
+def format_ratio(ratio: Ratio) -> Text:
     """'1.32', or '≈ 1.01' where that is within the noise."""
     if ratio.differs:
         return Text(f"{ratio.times:.2f}", style="green" if ratio.times > 1 else "yellow")
@@ -139,7 +139,7 @@ def _reference(report: ProbeReport) -> int | None:
 _LESS = ("sent\na step", "host", "pinned", "nvme", "tokens/s", "forecast", "device")
 
 
-def show(report: ProbeReport, console: Console) -> None:
+def print_probe(report: ProbeReport, console: Console) -> None:
     """Print the probe; reads nothing but the value."""
     console.print(Text.assemble("\n", (_question(report), "bold")))
     table, left_out = _table(report, console.width)
@@ -207,7 +207,7 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 
 def _sentences(report: ProbeReport) -> Iterator[Text]:
-    spent = f"  ({len(report.trials)} trials, {of_seconds(report.seconds)})"
+    spent = f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})"
     if report.status == "nothing_fits":
         yield Text.assemble(("no cell fits", "bold red"), (spent, "dim"))
         return
@@ -222,7 +222,7 @@ def _sentences(report: ProbeReport) -> Iterator[Text]:
     by = report.compared[1]
     best = max(fitting, key=lambda cell: (cell.tokens_per_second if by == "tokens" else cell.samples_per_second) or 0)
     rate = best.tokens_per_second if by == "tokens" else best.samples_per_second
-    head = f"fastest: cell {best.number}, {_named(report, best)}: {of_rate(rate or 0)} {by}/s"
+    head = f"fastest: cell {best.number}, {_named(report, best)}: {format_rate(rate or 0)} {by}/s"
     within = best.ratio is not None and not best.ratio.differs
     unsure = f", within the noise of cell {report.compared[0]}" if within else ""
     yield Text.assemble((head, "bold green"), unsure, (spent, "dim"))
@@ -234,7 +234,7 @@ def _named(report: ProbeReport, cell: CellResult) -> str:
     """'zero1, micro_batch 4': what distinguishes the cell."""
     varied = [name for name, values in report.axes.items() if len(values) > 1 or name == "rung"]
     return ", ".join(
-        str(cell.values[name]) if name == "rung" else f"{name} {of_value(cell.values[name])}"
+        str(cell.values[name]) if name == "rung" else f"{name} {format_value(cell.values[name])}"
         for name in varied
         if name not in cell.unheeded
     )
@@ -243,11 +243,13 @@ def _named(report: ProbeReport, cell: CellResult) -> str:
 def _question(report: ProbeReport) -> str:
     """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
     asked: Mapping[str, object] = report.question
-    ranks = of_ranks(int(str(asked["gpus"])), str(asked["device"])) if len(report.axes.get("gpus", ())) < 2 else "ranks"
+    ranks = (
+        format_ranks(int(str(asked["gpus"])), str(asked["device"])) if len(report.axes.get("gpus", ())) < 2 else "ranks"
+    )
     if int(str(asked.get("nodes") or 1)) > 1:
         ranks += f" of {asked.get('nodes')} nodes"
     fixed = [
-        f"{name} {of_value(values[0])}" if name != "rung" else str(values[0])
+        f"{name} {format_value(values[0])}" if name != "rung" else str(values[0])
         for name, values in report.axes.items()
         if len(values) == 1
     ]

@@ -24,7 +24,7 @@ from .launch import (
     DS_CONFIG_HF,
     DS_CONFIG_LIGHTNING,
     accelerate_yaml,
-    commands,
+    launch_commands,
     trainer_arguments,
 )
 from .results import PROBE, PROBE_CSV, CellResult, Forecast, ProbeReport, Report, SiteForecast, Throughput
@@ -110,7 +110,10 @@ def _launch(report: Report) -> dict[str, Any] | None:
     """Command lines, and the Trainer's arguments; None where nothing fits."""
     if report.ds_config is None or report.knobs is None:
         return None
-    return {**commands(report), "trainer_arguments": trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))}
+    return {
+        **launch_commands(report),
+        "trainer_arguments": trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF)),
+    }
 
 
 def _trial_row(record: Record) -> dict[str, Any]:

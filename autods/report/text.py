@@ -12,23 +12,23 @@ from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, Tie
 from ..units import choose_unit, format_bytes
 
 
-def of_outcome(outcome: Outcome) -> str:
+def format_outcome(outcome: Outcome) -> str:
     """'out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB'."""
     match outcome:
         case Fit():
             device = outcome.memory.get("device")
-            peak = f"{of_use(device)}, " if device else ""
+            peak = f"{format_use(device)}, " if device else ""
             pressed = f", its allocator ran full {outcome.alloc_retries} times" if outcome.alloc_retries else ""
             examined = ", examined" if outcome.examined is not None else ""
-            return f"fits: {peak}{of_rate(outcome.samples_per_second)} samples/s{pressed}{examined}"
+            return f"fits: {peak}{format_rate(outcome.samples_per_second)} samples/s{pressed}{examined}"
         case OutOfMemory():
-            return f"out of memory on {outcome.tier}, {_place(outcome)}: {of_shortage(outcome)}"
+            return f"out of memory on {outcome.tier}, {_place(outcome)}: {format_shortage(outcome)}"
         case Failed():
             kind = outcome.failure.replace("_", " ")
             return f"failed ({kind}), {_place(outcome)}: {first_line(outcome.evidence)}"
 
 
-def of_shortage(outcome: OutOfMemory) -> str:
+def format_shortage(outcome: OutOfMemory) -> str:
     """'wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB', or the evidence when the numbers are not known."""
     limit = f" of {format_bytes(outcome.limit_bytes)}" if outcome.limit_bytes is not None else ""
     free = f"{format_bytes(outcome.free_bytes)} free{limit}" if outcome.free_bytes is not None else ""
@@ -37,7 +37,7 @@ def of_shortage(outcome: OutOfMemory) -> str:
     return f"wanted {format_bytes(outcome.wanted_bytes)}{', ' + free if free else limit}"
 
 
-def of_use(use: TierUse) -> str:
+def format_use(use: TierUse) -> str:
     """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it."""
     if use.limit_bytes is None:
         return format_bytes(use.peak_bytes)
@@ -48,14 +48,14 @@ def of_use(use: TierUse) -> str:
     return f"{use.peak_bytes / factor:.{digits}f} / {use.limit_bytes / factor:.{digits}f} {name}"
 
 
-def of_rate(per_second: float) -> str:
+def format_rate(per_second: float) -> str:
     """Three significant digits, no exponent: '0.0412', '12.3', '1,234'."""
     if per_second >= 100:
         return f"{per_second:,.0f}"
     return f"{per_second:.3g}" if per_second >= 1e-3 else f"{per_second:.1e}"
 
 
-def of_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """'4.2 s', '3 min 20 s', '2 h 5 min'."""
     if seconds < 99.95:
         return f"{seconds:.1f} s"
@@ -64,29 +64,29 @@ def of_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def of_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
+def format_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
     """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'; name: of what holds the model once, with others."""
     parts = f"{knobs.micro_batch} micro batch × {knobs.accumulation} accumulation × {ranks} {name}"
     return f"{parts} = {knobs.train_batch(ranks)} train batch"
 
 
-def of_ranks(count: int, device: str) -> str:
+def format_ranks(count: int, device: str) -> str:
     """'2 cpu ranks', '1 cuda rank'."""
     return f"{count} {device} rank{'' if count == 1 else 's'}"
 
 
-def of_phase(phase: Phase, step: int) -> str:
+def format_phase(phase: Phase, step: int) -> str:
     """'backward, step 2'; the step only where there are steps."""
     return f"{phase}, step {step}" if phase in ("forward", "backward", "step") and step else phase
 
 
-def of_record(record: Record, *, replayed: bool = False, label: str = "") -> str:
+def format_record(record: Record, *, replayed: bool = False, label: str = "") -> str:
     """A finished trial as one plain line; label: what else is to be said of it."""
     trial = record.trial
-    end = "from the journal" if replayed else of_seconds(record.seconds)
+    end = "from the journal" if replayed else format_seconds(record.seconds)
     unlimited = "" if trial.limited else " without limit"
     asked = f"micro batch {_batch(trial.knobs)} ({trial.purpose}{unlimited})" + (f", {label}" if label else "")
-    return f"trial {record.id}: {trial.rung}, {asked}: {of_outcome(record.outcome)} [{end}]"
+    return f"trial {record.id}: {trial.rung}, {asked}: {format_outcome(record.outcome)} [{end}]"
 
 
 def _batch(knobs: Knobs) -> str:
@@ -96,7 +96,7 @@ def _batch(knobs: Knobs) -> str:
 
 def _place(outcome: OutOfMemory | Failed) -> str:
     rank = f"rank {outcome.rank}" if outcome.rank >= 0 else "node"
-    return f"{rank}, {of_phase(outcome.phase, outcome.step)}"
+    return f"{rank}, {format_phase(outcome.phase, outcome.step)}"
 
 
 def pairs_grid(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:

@@ -115,7 +115,7 @@ def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
     """What an optimizer step trains on: who changes it changes the training."""
     replicas = facts.replicas(settings.gpus)
     holders = "ranks" if not facts.pipeline_stages else "replica" if replicas == 1 else "replicas"
-    said = text.of_batch(knobs, replicas, holders)
+    said = text.format_batch(knobs, replicas, holders)
     if settings.global_batch is not None:
         return f"{said}, as asked"
     return f"{said}, chosen for throughput: give --global-batch to keep yours"
@@ -123,7 +123,7 @@ def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
 
 def _why_left(walked: Walked) -> dict[str, str]:
     """Each rung's last word."""
-    tried = {record.trial.rung: text.of_outcome(record.outcome) for record in walked.records}
+    tried = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
     return {**tried, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
 
 

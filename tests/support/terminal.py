@@ -7,11 +7,11 @@ import io
 from rich.console import Console
 
 from autods.report import Report
-from autods.report.fit_view import show
+from autods.report.fit_view import print_fit
 
 
 def shown(report: Report, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(report, console)
+    print_fit(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

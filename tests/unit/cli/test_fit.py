@@ -289,7 +289,9 @@ def test_help_names_every_option_with_examples(
 def test_a_reader_that_leaves_early_does_not_fail_a_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with open(tmp_path / "stdout", "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr("autods.cli.ending.show", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None))
+        monkeypatch.setattr(
+            "autods.cli.ending.print_fit", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None)
+        )
         assert Fake(lambda: replace(fitting_report(), seconds=1.0))(*CPU) == 0
 
 
@@ -299,7 +301,7 @@ def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
     with pytest.MonkeyPatch.context() as patch, open(full, "w") as stdout:
         patch.setattr("sys.stdout", stdout)
         patch.setattr(
-            "autods.cli.ending.show",
+            "autods.cli.ending.print_fit",
             lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")).send(None),
         )
         assert Fake(fitting_report)(*CPU) == 2

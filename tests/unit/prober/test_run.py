@@ -14,7 +14,7 @@ from rich.console import Console
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.prober.grid import label_of
-from autods.report.probe_view import show
+from autods.report.probe_view import print_probe
 from autods.report.results import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.report.serialize import to_csv
@@ -27,7 +27,7 @@ SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * M
 
 def shown(report: ProbeReport, width: int = 150) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show(report, console)
+    print_probe(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

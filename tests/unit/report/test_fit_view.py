@@ -38,24 +38,24 @@ def heard(*, terminal: bool) -> str:
 
 
 def test_an_out_of_memory_says_tier_rank_phase_wanted_and_free() -> None:
-    assert text.of_outcome(oom()) == (
+    assert text.format_outcome(oom()) == (
         "out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB"
     )
 
 
 def test_a_trial_that_was_examined_says_so() -> None:
     did = Examined(batch_shape=(4, 128), draws=16, evaluated=True)
-    assert text.of_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
-    assert text.of_outcome(fit()).endswith("samples/s")
+    assert text.format_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
+    assert text.format_outcome(fit()).endswith("samples/s")
 
 
 def test_an_out_of_memory_without_numbers_shows_its_evidence() -> None:
     bare = replace(oom(wanted=None), free_bytes=None, limit_bytes=None, step=3, phase="step")
-    assert text.of_outcome(bare).startswith("out of memory on device, rank 1, step, step 3: DefaultCPUAllocator")
+    assert text.format_outcome(bare).startswith("out of memory on device, rank 1, step, step 3: DefaultCPUAllocator")
 
 
 def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
-    said = text.of_outcome(failure())
+    said = text.format_outcome(failure())
     assert said == "failed (toolchain), node, init: Unable to JIT load the async_io op: libaio headers are missing"
 
 
@@ -69,14 +69,14 @@ def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
     ],
 )
 def test_peak_and_limit_share_a_unit_where_that_can_be_read(peak: int, limit: int | None, said: str) -> None:
-    assert text.of_use(TierUse(peak_bytes=peak, limit_bytes=limit)) == said
+    assert text.format_use(TierUse(peak_bytes=peak, limit_bytes=limit)) == said
 
 
 @pytest.mark.parametrize(
     ("rate", "said"), [(0.000012, "1.2e-05"), (0.0412, "0.0412"), (12.34, "12.3"), (1234.5, "1,234")]
 )
 def test_a_rate_has_three_digits_that_mean_something(rate: float, said: str) -> None:
-    assert text.of_rate(rate) == said
+    assert text.format_rate(rate) == said
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from autods.report import from_dict, to_dict
 from autods.report.fit_view import certificate_lines as lines_of
-from autods.report.fit_view import headline, show
+from autods.report.fit_view import headline, print_fit
 from tests.support.reports import fitting_report
 
 GIB = 2**30
@@ -51,7 +51,7 @@ def parity(**changes: object) -> str:
 
 def shown(certificate: dict[str, Any], width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(replace(fitting_report(), certificate=certificate), console)
+    print_fit(replace(fitting_report(), certificate=certificate), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

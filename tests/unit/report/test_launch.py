@@ -8,7 +8,7 @@ import pytest
 
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
 from autods.report import Report, to_dict, write
-from autods.report.launch import accelerate_yaml, commands, filled, lines, trainer_arguments
+from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
 from autods.workload import make_source
 from autods.workload.script_source import describe_launch
 from tests.support.reports import fitting_report, hopeless_report
@@ -32,7 +32,7 @@ def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_lo
 
 
 def test_a_scripts_own_command_comes_back_with_its_placeholders_filled():
-    said = commands(scripted("--epochs", "3", "--deepspeed_config", "{ds_config}", "--batch={micro_batch_size}"))
+    said = launch_commands(scripted("--epochs", "3", "--deepspeed_config", "{ds_config}", "--batch={micro_batch_size}"))
     assert said["torchrun"] == (
         "torchrun --standalone --nproc_per_node 2 train.py --epochs 3 --deepspeed_config out/ds_config.json --batch=4"
     )
@@ -43,11 +43,11 @@ def test_a_scripts_own_command_comes_back_with_its_placeholders_filled():
 def test_each_rank_gets_the_threads_that_it_had_in_trials():
     report = scripted(device="cpu")
     report = replace(report, question={**report.question, "threads": 4})
-    assert commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
+    assert launch_commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
 
 
 def test_braces_that_are_no_placeholder_stay():
-    assert filled(('{"a": 1}', "{seed}", "{micro_batch_size}x"), {"micro_batch_size": 4}) == (
+    assert fill_placeholders(('{"a": 1}', "{seed}", "{micro_batch_size}x"), {"micro_batch_size": 4}) == (
         '{"a": 1}',
         "{seed}",
         "4x",
@@ -55,18 +55,18 @@ def test_braces_that_are_no_placeholder_stay():
 
 
 def test_what_a_shell_would_split_is_quoted():
-    said = commands(scripted("--prompt", "two words"))["torchrun"]
+    said = launch_commands(scripted("--prompt", "two words"))["torchrun"]
     assert shlex.split(said)[-1] == "two words"
 
 
 def test_cpu_ranks_are_asked_for_by_name_also_where_there_are_gpus():
-    said = commands(scripted(device="cpu"))
+    said = launch_commands(scripted(device="cpu"))
     assert said["deepspeed"] == "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train.py"
 
 
 def test_on_several_nodes_each_launcher_is_told_how_many_ranks_a_node_has():
     report = scripted()
-    said = commands(replace(report, question={**report.question, "gpus": 8, "nodes": 2}))
+    said = launch_commands(replace(report, question={**report.question, "gpus": 8, "nodes": 2}))
     assert said["deepspeed"] == "deepspeed --hostfile HOSTFILE --num_nodes 2 --num_gpus 4 train.py"
     assert said["torchrun"].startswith(
         "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --nproc"
@@ -75,17 +75,19 @@ def test_on_several_nodes_each_launcher_is_told_how_many_ranks_a_node_has():
 
 
 def test_a_script_that_knows_no_local_rank_is_not_given_one():
-    assert "--no_local_rank train.py" in commands(scripted(takes_local_rank=False))["deepspeed"]
+    assert "--no_local_rank train.py" in launch_commands(scripted(takes_local_rank=False))["deepspeed"]
 
 
 def test_a_trainer_script_gets_the_config_that_it_may_fill_in():
-    said = commands(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"))["torchrun"]
+    said = launch_commands(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"))["torchrun"]
     assert said.endswith("--deepspeed out/ds_config_hf.json")
 
 
 def test_a_script_without_a_place_for_the_config_is_told_where_it_goes():
-    assert dict(lines(scripted("--epochs", "3")))["code"] == "deepspeed.initialize(…, config='out/ds_config.json')"
-    assert "code" not in dict(lines(scripted("--deepspeed_config", "{ds_config}")))
+    assert (
+        dict(launch_lines(scripted("--epochs", "3")))["code"] == "deepspeed.initialize(…, config='out/ds_config.json')"
+    )
+    assert "code" not in dict(launch_lines(scripted("--deepspeed_config", "{ds_config}")))
 
 
 def test_auto_stands_exactly_where_the_trainer_fills_in():
@@ -147,16 +149,16 @@ def test_a_lightning_script_gets_a_config_without_accumulation_steps(tmp_path: P
     config = json.loads((tmp_path / "ds_config_lightning.json").read_text())
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert not {"gradient_accumulation_steps", "train_batch_size"} & config.keys()
-    assert commands(report)["torchrun"].endswith("ds_config_lightning.json")
+    assert launch_commands(report)["torchrun"].endswith("ds_config_lightning.json")
 
 
 def test_an_accelerate_script_that_takes_no_config_is_launched_by_accelerate():
-    assert [name for name, _ in lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
-    assert dict(lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
+    assert [name for name, _ in launch_lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
+    assert dict(launch_lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
 
 
 def test_what_accelerate_makes_of_cpu_ranks_is_said():
-    said = dict(lines(scripted("--epochs", "3", kind="accelerate", device="cpu")))
+    said = dict(launch_lines(scripted("--epochs", "3", kind="accelerate", device="cpu")))
     assert "does not share out the data" in said["note"]
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from autods.events import Note
 from autods.forecast.values import Forecasted, Simulating
 from autods.report.live import PlanProgress
-from autods.report.plan_view import bar, of_predicted, shares, show
+from autods.report.plan_view import bar, format_predicted, print_plan, shares
 from autods.report.results import Forecast
 from autods.report.serialize import plan_to_dict as to_dict
 from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung
@@ -18,7 +18,7 @@ from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeles
 
 def printed(said: Forecast, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(said, console)
+    print_plan(said, console)
     out: str = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in out.splitlines())
     return out
@@ -153,8 +153,8 @@ def test_what_the_tensors_do_not_explain_is_other() -> None:
 
 
 def test_a_limit_far_larger_than_the_peak_has_its_own_unit() -> None:
-    assert of_predicted(predicted(0.25, 1024 * GIB)) == "256.0 (230.4–281.6) MiB / 1.0 TiB"
-    assert of_predicted(predicted(2, None)) == "2.0 (1.8–2.2) GiB"
+    assert format_predicted(predicted(0.25, 1024 * GIB)) == "256.0 (230.4–281.6) MiB / 1.0 TiB"
+    assert format_predicted(predicted(2, None)) == "2.0 (1.8–2.2) GiB"
 
 
 def test_progress_without_a_terminal_is_a_line_for_each_rung() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from autods.cli import fit, plan, probe
 from autods.errors import InputError
-from autods.report.launch import commands
+from autods.report.launch import launch_commands
 from autods.trial.script.run import _as_main
 from autods.workload import make_source
 from autods.workload.script_source import describe_launch
@@ -128,7 +128,7 @@ def test_each_launcher_starts_it_as_a_module(package):
     package("train.py", PLAIN)
     source = make_source(Path("module:shop.train"), argv=["--batch", "{micro_batch_size}"])
     report = fitting_report("out")
-    said = commands(replace(report, question={**report.question, "script": describe_launch(source)}))
+    said = launch_commands(replace(report, question={**report.question, "script": describe_launch(source)}))
     assert said["torchrun"].endswith("--nproc_per_node 2 -m shop.train --batch 4")
     assert " --module shop.train --batch 4" in said["deepspeed"]
     assert said["accelerate"].endswith(" -m shop.train --batch 4")
