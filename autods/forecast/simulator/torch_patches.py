@@ -9,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
-from ...trial import lean
 from ...trial.patching import declare, declare_all
 from .ledger import Ledger
 
@@ -119,7 +118,7 @@ def _apply_in_place(module: Any, function: Any, recurse: bool = True) -> Any:
 
 
 def _run_compiled_code_as_written(ledger: Ledger) -> None:
-    lean.with_the_compiler(lambda: torch.compiler.set_stance("force_eager"))  # it would load the compiler
+    torch.compiler.set_stance("force_eager")
     real = _COMPILE.original()
 
     def compile_and_note(*args: Any, **kwargs: Any) -> Any:

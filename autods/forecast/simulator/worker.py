@@ -28,9 +28,6 @@ from ...types import WorkloadSource
 from ..values import Ask
 from .protocol import answer, say, told
 
-# What DeepSpeed asks of the processor; the ops that would be compiled for it are no-ops here, see `kernels`.
-_PROCESSOR = {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "brand_raw": "", "flags": []}
-
 
 def main(argv: list[str]) -> None:
     """Serve until the client is gone."""
@@ -159,13 +156,11 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
         import torch  # noqa: F401  # a CUDA build puts in its own guard
 
         library.autods_register_guard()
-    from ...trial import lean, preload
-
-    lean.install()
+    from ...trial import preload
     from .fake_gpu import no_gpu_visible
 
     with no_gpu_visible() if device == "cuda" else contextlib.nullcontext():
-        preload.preload(processor=_PROCESSOR)
+        preload.preload()
     from ...workload.load import load
     from .engine import Stage
 
