@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -11,15 +11,15 @@ from ..types import Failed, Fit, Record, Run, Steps, Trial, failed_after_the_ste
 from .candidates import Candidate
 from .certificate import Certificate, read_off, settled
 from .context import Means
-from .exams import Backoff, Exams, grows_with_the_batch, is_short, usual_peaks, what_happened
+from .exams import Exams, grows_with_the_batch, is_short, next_micro_batch, usual_line, what_happened
 from .ladder_walk import tried
 from .loss_parity import Compared, compare, is_same_maths
 from .optuna_search import Tuned
 from .race import Raced
 from .trials import accumulation_for, fits_well, fits_within, micro_batches, paced, step_s_of
 
-_LEAST_STEPS = 2  # after the first: states that the optimizer makes lie there from the second on
 _WAYS_UP = 2  # exams of larger micro batches than one that holds
+_LEAST_STEPS = 2  # after the first: states that the optimizer makes lie there from the second on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Held:
 class Holding:
     """A search under way. known: trials that were run before, the winner first. short: answers that did not hold.
 
-    reserve: how many of the exams' trials what follows will need. longest_ratio: see `Backoff`. backed_off: from what
-    to what, and why, as sentences.
+    reserve: how many of the exams' trials what follows will need. longest_ratio: see `next_micro_batch`. backed_off:
+    from what to what, and why, as sentences.
     """
 
     known: tuple[Record, ...]
@@ -59,24 +59,27 @@ class Holding:
 
         An exam that fails of something else than memory holds: backing off would not hint it.
         """
-        shorts: list[Record] = []
+        shorts: list[int] = []
         while (exam := self._examined(config)) is not None:
+            size = exam.trial.knobs.micro_batch
             answer: Record | None = exam
             if not (short := is_short(exam.outcome, self.limit_bytes)):
-                exam = self._roomier(exam, shorts)
+                exam = self._larger(exam, shorts)
+                size = exam.trial.knobs.micro_batch
                 answer = self._timed(self.timing(exam.trial))
             if answer is None:
                 return None
             if not short and (answer is self.known[0] or fits_well(answer)):
                 return Held(best=answer, exam=exam)
             self.short.append(answer)
-            # An exam that held before it was timed puts an end to the search from above.
-            shorts = [*shorts, answer] if short else [answer]
-            before = answer.trial.knobs.micro_batch
-            following = self._backoff(config).down(shorts, self._below(before))
+            # An exam that held before its timing ran short puts an end to the search from above.
+            shorts = [*shorts, size] if short else [size]
+            following = None
+            if grows_with_the_batch(answer.outcome):
+                following = self._next(config, shorts, {}, self._below(size))
             if following is None:
                 return None
-            self.backed_off.append(f"{config.rung} from micro batch {before} to {following}: {self.last_said()}")
+            self.backed_off.append(f"{config.rung} from micro batch {size} to {following}: {self.last_said()}")
             config = self.timing(config, following)
         return None
 
@@ -123,36 +126,31 @@ class Holding:
                 return record
         return self.exams.ask(config)
 
-    def _backoff(self, config: Trial) -> Backoff:
-        return Backoff(
-            peaks=usual_peaks(config, self.known),
-            usable_bytes=self.usable_bytes,
-            limit_bytes=self.limit_bytes,
-            longest_ratio=self.longest_ratio,
-        )
-
-    def _roomier(self, exam: Record, shorts: Sequence[Record]) -> Record:
-        """The same at a larger micro batch, where backing off went further down than memory asks for."""
+    def _larger(self, exam: Record, shorts: Sequence[int]) -> Record:
+        """The exam of a larger micro batch that holds, below the last that ran short; else this one."""
         if not shorts or not isinstance(exam.outcome, Fit):
             return exam
-        backoff, above = self._backoff(exam.trial), shorts[-1].trial.knobs.micro_batch
-        held = [exam]
+        best, above = exam, list(shorts)
+        held = {exam.trial.knobs.micro_batch: exam.outcome.device_peak_bytes}
         for _ in range(_WAYS_UP):
-            size = held[-1].trial.knobs.micro_batch
-            larger = self._below(above)
-            hopeful = above == shorts[-1].trial.knobs.micro_batch
-            following = backoff.up(held, above, larger) if hopeful else backoff.halfway(size, above, larger)
+            size = max(held)
+            following = self._next(exam.trial, above, held, self._below(min(above)))
             if following is None or self.exams.left < self.reserve + 2:  # one is kept for the timing
                 break
             answer = self._examined(self.timing(exam.trial, following))
             if answer is None or not isinstance(answer.outcome, Fit) or is_short(answer.outcome, self.limit_bytes):
-                above = following
+                above.insert(0, following)
                 continue
-            self.backed_off.append(
-                f"{exam.trial.rung} from micro batch {size} up to {following}: {size} left room for it"
-            )
-            held.append(answer)
-        return held[-1]
+            self.backed_off.append(f"{exam.trial.rung} from micro batch {size} up to {following}: it holds, too")
+            held[following] = answer.outcome.device_peak_bytes
+            best = answer
+        return best
+
+    def _next(self, config: Trial, short: Sequence[int], held: Mapping[int, int], sizes: Sequence[int]) -> int | None:
+        return next_micro_batch(
+            short, held, sizes,
+            line=usual_line(config, self.known), usable_bytes=self.usable_bytes, longest_ratio=self.longest_ratio,
+        )  # fmt: skip
 
     def _below(self, size: int) -> Sequence[int]:
         """Smaller micro batches, without those that the model was seen not to train with."""

@@ -9,7 +9,7 @@ import pytest
 
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.certify import Certified
-from autods.tuner.exams import Backoff, usual_peaks
+from autods.tuner.exams import MemoryLine, next_micro_batch, usual_line
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
 
@@ -78,7 +78,7 @@ def test_attention_that_is_written_out_needs_a_further_step() -> None:
     model = Model(state=50 * MIB, linear=10 * MIB, square=5 * MIB)  # the square of eight times the length
     assert model.holds(longest=True) == 2
     found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
-    assert exams == [59, 7, 2]
+    assert exams == [59, 7, 1, 2]
     assert found.certificate.passed
     assert found.certificate.parity is not None
 
@@ -143,18 +143,26 @@ def test_the_way_up_does_not_stop_at_one_disappointment() -> None:
     assert found.certificate.passed
 
 
-def test_peaks_of_other_rungs_and_of_exams_say_nothing_of_the_usual_batch() -> None:
-    ours = Record(id=1, trial=trial("zero1", 4), outcome=fit(peak_bytes=400), seconds=1.0)
-    others = [
-        replace(ours, trial=trial("zero3", 8)),
-        replace(ours, trial=replace(trial("zero1", 8), exam="worst_case")),
-        replace(ours, trial=replace(trial("zero1", 8), knobs=Knobs(micro_batch=8, checkpointing=True))),
-        replace(ours, trial=trial("zero1", 16), outcome=out_of_memory()),
+def test_only_the_usual_batch_of_the_same_config_makes_its_memory_line() -> None:
+    records = [
+        Record(id=size, trial=trial("zero1", size), outcome=fit(peak_bytes=100 * (1 + size)), seconds=1.0)
+        for size in (1, 4)
     ]
-    assert usual_peaks(trial("zero1", 2), [ours, *others]) == {4: 400}
+    first = records[0]
+    others = [
+        replace(first, trial=trial("zero3", 8)),
+        replace(first, trial=replace(trial("zero1", 8), exam="worst_case")),
+        replace(first, trial=replace(trial("zero1", 8), knobs=Knobs(micro_batch=8, checkpointing=True))),
+        replace(first, trial=trial("zero1", 16), outcome=out_of_memory()),
+    ]
+    assert usual_line(trial("zero1", 2), [*records, *others]) == MemoryLine(fixed_bytes=100, bytes_each=100)
+    assert usual_line(trial("zero1", 2), [first, *others]) is None
 
 
-def test_a_peak_that_has_not_begun_to_grow_promises_nothing() -> None:
-    flat = Backoff(peaks={1: 600 * MIB, 14: 600 * MIB}, usable_bytes=USABLE, limit_bytes=LIMIT, longest_ratio=8.0)
-    short = Record(id=1, trial=trial("zero1", 14), outcome=out_of_memory(), seconds=1.0)
-    assert flat.down([short], range(1, 14)) == 1  # 14 / 8: as many elements as were seen to fit
+def test_a_peak_that_has_not_begun_to_grow_makes_no_line() -> None:
+    flat = [
+        Record(id=size, trial=trial("zero1", size), outcome=fit(peak_bytes=600 * MIB), seconds=1.0) for size in (1, 14)
+    ]
+    assert usual_line(trial("zero1", 14), flat) is None
+    sizes = range(1, 14)
+    assert next_micro_batch([14], {}, sizes, line=None, usable_bytes=USABLE, longest_ratio=8.0) == 1
