@@ -310,8 +310,6 @@ class ModelFacts:
     checkpointing: bool  # the model can recompute activations
     tokens_per_sample: int | None
     has_optimizer: bool  # the workload brings `build_optimizer`
-    layers: int = 0  # that repeat; 0: unknown, or none do
-    layer_parameters: int = 0  # of one of them
     config: Mapping[str, Any] | None = None
     config_place: str | None = None
     stood_in: tuple[str, ...] = ()

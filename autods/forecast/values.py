@@ -79,8 +79,7 @@ class Ask:
     """One engine to simulate: the rung with its whole DeepSpeed config, as one rank of `world_size` runs it.
 
     device_bytes: the card's memory; DeepSpeed asks for what is free and branches on it. zero_init: build the model
-    under `deepspeed.zero.Init` (stage 3 only). layers: keep only so many of the model's repeated layers, for an
-    estimate; None: all.
+    under `deepspeed.zero.Init` (stage 3 only).
     """
 
     rung: str
@@ -91,7 +90,6 @@ class Ask:
     device: Device = "cuda"
     checkpointing: bool = True
     zero_init: bool = False
-    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -233,37 +232,6 @@ def alive_in(group: int) -> list[int]:
             state, _, its, *_ = stat.read_text().rpartition(")")[2].split()
             found += [int(stat.parent.name)] if int(its) == group and state not in "ZX" else []
     return found
-
-
-_DEEP: dict[str, tuple[str, dict[str, object]]] = {
-    "llama": ("num_hidden_layers", {
-        "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 1000,
-        "max_position_embeddings": 64,
-    }),
-    "t5": ("num_layers", {
-        "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "vocab_size": 1000, "is_encoder_decoder": True,
-    }),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("architecture", _DEEP)
-def test_a_shortened_model_allocates_as_one_with_fewer_layers(architecture: str, tmp_path: Path) -> None:
-    key, sizes = _DEEP[architecture]
-    live = {}
-    for layers in (4, 6):
-        path = tmp_path / str(layers) / "config.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps({"model_type": architecture, key: layers, **sizes}))
-        with Simulator(make_source(path, seq_len=32)) as simulator:
-            facts = simulator.facts()
-            assert facts.layers == layers
-            for rung in ("zero1", "zero3"):
-                cut = 4 if layers == 6 else None
-                asked = ask(rung, layers=cut, checkpointing=True)
-                live[rung, layers] = simulator.simulate(asked, (2,))[0].live_bytes
-    for rung in ("zero1", "zero3"):
-        for phase in PHASES:
-            assert live[rung, 6][phase]["device"] == pytest.approx(live[rung, 4][phase]["device"], rel=0.005), phase
 
 
 def with_optimizer(name: str, rung: str = "zero1", **params: object) -> Ask:

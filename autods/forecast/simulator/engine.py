@@ -18,7 +18,7 @@ from ...trial.training import build, initialize, optimizer_step
 from ...types import Phase
 from ...workload.protocol import Workload
 from ..values import Ask, ForecastPhase
-from . import attribution, deepspeed_patches, dispatch, layered, padding, protocol
+from . import attribution, deepspeed_patches, dispatch, padding, protocol
 from .ledger import DEVICE, PINNED, Ledger
 
 if TYPE_CHECKING:
@@ -117,10 +117,6 @@ class Engine:
             rank = Rank(self._stage, workload, self._ask)
         if rank.error is not None:
             raise rank.error
-        if self._ask.layers is not None:
-            layered.shorten(rank.model, self._ask.layers)
-            gc.collect()
-            self._stage.ledger.restart()  # as if no more had been built
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         attribution.watch_gradients(self._stage.ledger, rank.model)
         with protocol.of_the_optimizer(self._config):
@@ -183,13 +179,9 @@ def report_of(ledger: Ledger, micro_batch: int, elements: int, seconds: float) -
 
 def look(stage: Stage, workload: Workload) -> dict[str, Any]:
     """`ModelFacts` as a dict, from a model of fake tensors."""
-    import torch
-
     with stage.on():
         batch = check_batch(workload.build_batch(1), 1)
-        model = whole(workload.build_model)
-        layers, size = layered.layers_of(model) if isinstance(model, torch.nn.Module) else (0, 0)
-        return facts_of(workload, model, batch) | {"layers": layers, "layer_parameters": size}
+        return facts_of(workload, whole(workload.build_model), batch)
 
 
 def in_scratch(config: Mapping[str, Any], scratch: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ...trial.script.session import Session
 from ...types import Phase, Steps, WorkloadSource
 from ...workload.protocol import WorkloadError
 from ..values import Ask, ForecastPhase
-from . import attribution, layered, protocol, script_patches
+from . import attribution, protocol, script_patches
 from .engine import Stage, in_scratch, report_of, stand
 from .protocol import say, told
 
@@ -101,7 +101,6 @@ class _Run:
         self.micro_batch, self.began = micro_batch, time.perf_counter()
         self.only_looks, self.ask = only_looks, ask
         self.listening = contextlib.ExitStack()
-        self.layers = (0, 0)
         self.report: dict[str, Any] | None = None
         # What a session asks of an observer; nobody measures here.
         self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None)
@@ -151,9 +150,7 @@ class _Run:
 
     def takes(self, model: Any) -> None:
         """The script hands its model over."""
-        if self.only_looks:
-            self.layers = layered.layers_of(model)
-        else:
+        if not self.only_looks:
             attribution.watch_gradients(self.stage.ledger, model)
 
     def close_books(self, engine: Any) -> None:
@@ -171,7 +168,7 @@ class _Run:
             traceback.print_exception(end)
             say(self.own, {"failed": _told(end, self.source)})
         elif self.only_looks:
-            say(self.own, {"facts": {**end, "layers": self.layers[0], "layer_parameters": self.layers[1]}})
+            say(self.own, {"facts": dict(end)})
         else:
             self.tell()
             say(self.own, {"simulated": self.report})
