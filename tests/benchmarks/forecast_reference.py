@@ -63,12 +63,11 @@ def simulated(model: str, *, gpus: int, rungs: tuple[str, ...]) -> dict[str, tup
     with Simulator(question.source) as simulator:
         facts = simulator.facts()
         asks = [ask_for(rung, question.sites[0], question, facts, sizing) for rung in question.ladder]
-        jobs = [(ask, [1]) for ask in asks if isinstance(ask, Ask)]
-        for ask, answer in simulator.simulate_each(jobs):
-            if not isinstance(answer, tuple):
-                sys.exit(f"{ask.rung}: {answer}")
-            peak = max(tiers.get("device", 0) for tiers in answer[0].live_bytes.values())
-            found[ask.rung] = (peak, answer[0].optimizer_elements)
+        for ask in asks:
+            if isinstance(ask, Ask):
+                (answer,) = simulator.simulate(ask, [1])
+                peak = max(tiers.get("device", 0) for tiers in answer.live_bytes.values())
+                found[ask.rung] = (peak, answer.optimizer_elements)
     return {rung: found[rung] for rung in rungs}
 
 

@@ -15,8 +15,7 @@ import sys
 import tempfile
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import IO, Any
@@ -98,26 +97,6 @@ class Simulator:
         """Each micro batch in turn on one engine. Raises SimulationFailed."""
         with self.engine(ask) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
-
-    def simulate_each(
-        self, asks: Iterable[tuple[Ask, Sequence[int]]]
-    ) -> Iterator[tuple[Ask, tuple[Simulated, ...] | SimulationFailed]]:
-        """Several engines, `processes` at a time, in the order in which they finish."""
-
-        def one(ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...] | SimulationFailed:
-            try:
-                return self.simulate(ask, micro_batches)
-            except SimulationFailed as failed:
-                return failed
-
-        with ThreadPoolExecutor(self._processes) as pool:
-            waiting = {pool.submit(one, ask, micro_batches): ask for ask, micro_batches in asks}
-            try:
-                for done in as_completed(waiting):
-                    yield waiting[done], done.result()
-            finally:
-                for future in waiting:
-                    future.cancel()
 
     @contextlib.contextmanager
     def engine(self, ask: Ask) -> Iterator[SimulatedEngine]:

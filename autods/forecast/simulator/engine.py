@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...trial.batch import check_batch, place
 from ...trial.model_facts import facts_of
@@ -20,9 +20,6 @@ from ...workload.protocol import Workload
 from ..values import Ask, ForecastPhase
 from . import attribution, deepspeed_patches, dispatch, padding, protocol
 from .ledger import DEVICE, PINNED, Ledger
-
-if TYPE_CHECKING:
-    from .shape_cache import Recipes
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
 
@@ -45,11 +42,6 @@ class Stage:
         padding.install()
         deepspeed_patches.install(self.ledger)
         self._recorder = Recorder(self.ledger, self._fake)
-
-    @property
-    def recipes(self) -> Recipes:
-        """What operators return, as far as this process knows."""
-        return self._recorder.recipes
 
     def look_at_masks(self, workload: Workload, batch: Any) -> None:
         """What the model is told when it asks whether there is padding."""

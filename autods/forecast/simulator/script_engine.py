@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
@@ -45,11 +45,8 @@ _PHASES: Mapping[Phase, ForecastPhase] = {
 DRAWN = "the batches of the script's first two optimizer steps were simulated: longer samples need more"
 
 
-def live(
-    own: socket.socket, job: Mapping[str, Any], stage: Stage, source: WorkloadSource, scratch: str,
-    tell: Callable[[], None],
-) -> None:  # fmt: skip
-    """Answer each line with a run of the script. tell: what was learned of operators, before the answer."""
+def live(own: socket.socket, job: Mapping[str, Any], stage: Stage, source: WorkloadSource, scratch: str) -> None:
+    """Answer each line with a run of the script."""
     asked = Ask(**job["engine"]) if "engine" in job else None
     questions = (int(json.loads(line)["measure"]) for line in own.makefile()) if asked else iter([1])
     for micro_batch in questions:
@@ -58,7 +55,7 @@ def live(
         if pid == 0:
             processes.die_with_parent(parent)
             ask = asked or _looked_at(stage, source, job["ranks"])
-            _Run(own, stage, source, tempfile.mkdtemp(dir=scratch), tell, ask, micro_batch, only_looks=not asked).live()
+            _Run(own, stage, source, tempfile.mkdtemp(dir=scratch), ask, micro_batch, only_looks=not asked).live()
         code = _code_of(pid)
         if code is None:
             what = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
@@ -94,10 +91,10 @@ class _Run:
     """
 
     def __init__(
-        self, own: socket.socket, stage: Stage, source: WorkloadSource, scratch: str, tell: Callable[[], None],
-        ask: Ask, micro_batch: int, *, only_looks: bool,
+        self, own: socket.socket, stage: Stage, source: WorkloadSource, scratch: str, ask: Ask,
+         micro_batch: int, *, only_looks: bool,
     ) -> None:  # fmt: skip
-        self.own, self.stage, self.source, self.scratch, self.tell = own, stage, source, scratch, tell
+        self.own, self.stage, self.source, self.scratch = own, stage, source, scratch
         self.micro_batch, self.began = micro_batch, time.perf_counter()
         self.only_looks, self.ask = only_looks, ask
         self.listening = contextlib.ExitStack()
@@ -170,7 +167,6 @@ class _Run:
         elif self.only_looks:
             say(self.own, {"facts": dict(end)})
         else:
-            self.tell()
             say(self.own, {"simulated": self.report})
         sys.stderr.flush()
         os._exit(_ANSWERED)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import operator
-import pickle
-import socket
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,38 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .ledger import Ledger
 from .torch_patches import FAKE_DEVICE
-
-
-class Lessons:
-    """Made before the engines are forked. Neither side ever waits: what does not get through is learned again."""
-
-    def __init__(self, recipes: Recipes) -> None:
-        self._recipes = recipes
-        self._there, self._here = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        for end in (self._there, self._here):
-            end.setblocking(False)
-        recipes.told()  # what this process learned itself, its children know
-
-    def tell(self) -> None:
-        """In an engine's process: what it learned since the last time."""
-        told = self._recipes.told()
-        if not told:
-            return
-        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-            file.write(told)
-            file.flush()
-            socket.send_fds(self._there, [b"."], [file.fileno()])
-
-    def hear(self) -> None:
-        """In the process that forks: what engines told so far."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                _, descriptors, _, _ = socket.recv_fds(self._here, 1, 1)
-                for descriptor in descriptors:
-                    with open(descriptor, "rb") as file:
-                        file.seek(0)
-                        self._recipes.hear(file.read())
-
 
 _device_of = operator.attrgetter(FAKE_DEVICE)  # the property of the same name is Python code
 _aten = torch.ops.aten
@@ -71,7 +34,6 @@ class Recipes:
     def __init__(self, mode: Any, ledger: Ledger) -> None:
         self._mode, self._ledger = mode, ledger
         self._known: dict[Any, Recipe | None] = {}
-        self._own: dict[Any, Recipe | None] = {}  # of what is known: learned here, and not told yet
 
     @staticmethod
     def fits(func: Any) -> bool:
@@ -103,23 +65,8 @@ class Recipes:
                 return self._make(steps[0], args, kwargs)
             return container([self._make(step, args, kwargs) for step in steps])
         out = run(func, args, kwargs)
-        self._known[key] = self._own[key] = self._learn(out, args, kwargs, key)
+        self._known[key] = self._learn(out, args, kwargs, key)
         return out
-
-    def told(self) -> bytes:
-        """What was learned here since the last time, for `hear` in a process forked from the same one; b"": nothing."""
-        own, self._own = self._own, {}
-        if not own:
-            return b""
-        try:
-            return _dumped(own)
-        except Exception:  # an argument that cannot be pickled: one by one
-            return _dumped({key: known for key, known in own.items() if _can_be_told(key, known)})
-
-    def hear(self, told: bytes) -> None:
-        """Know what another process learned."""
-        for key, known in pickle.loads(told).items():
-            self._known.setdefault(key, known)
 
     def view(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         """A view by torch's own kernel for meta tensors: slices come at many offsets, and are not worth remembering."""
@@ -174,31 +121,6 @@ class Recipes:
         if kind == _ARGUMENT:
             return _pick(step[1], args, kwargs)
         return step[1]
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, one: Any) -> Any:
-        """Operators by their names."""
-        if isinstance(one, torch._ops.OpOverload):
-            return _operator, (one.namespace, one._opname, one._overloadname)
-        return NotImplemented
-
-
-def _operator(namespace: str, name: str, overload: str) -> Any:
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def _dumped(one: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(one)
-    return buffer.getvalue()
-
-
-def _can_be_told(key: Any, known: Recipe | None) -> bool:
-    try:
-        return bool(_dumped((key, known)))
-    except Exception:
-        return False
 
 
 def _describe(args: Any, parts: list[Any]) -> None:

@@ -54,7 +54,6 @@ class _Stand:
     source: WorkloadSource
     scratch: str
     rank: Any = None
-    lessons: Any = None  # `lessons.Lessons`, of the process that forks the engines
 
 
 def _serve(client: socket.socket, stand: _Stand) -> None:
@@ -62,10 +61,7 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
 
     Engines that start alike come from a child that has built their model, which this one starts and passes the line on.
     """
-    from .shape_cache import Lessons
-
     parent = os.getpid()
-    lessons = stand.lessons = Lessons(stand.stage.recipes)
     children: set[int] = set()
     passed: dict[str, socket.socket] = {}
     poll = select.poll()
@@ -86,7 +82,6 @@ def _serve(client: socket.socket, stand: _Stand) -> None:
                 continue
             passed.pop(alike).close()  # it died; another one is tried
         ours, theirs = socket.socketpair()
-        lessons.hear()
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)
@@ -186,25 +181,19 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
             if stand.source.kind == "script":
                 from . import script_engine
 
-                script_engine.live(own, job, stand.stage, stand.source, scratch, stand.lessons.tell)
+                script_engine.live(own, job, stand.stage, stand.source, scratch)
             elif "facts" in job:
                 answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
             else:
                 engine = Engine(stand.stage, stand.workload, Ask(**job["engine"]), scratch, stand.rank)
                 for line in own.makefile():
                     micro_batch = int(json.loads(line)["measure"])
-                    if not answer(own, stand.source, lambda: _measured(engine, micro_batch, stand)):  # noqa: B023
+                    if not answer(own, stand.source, lambda: {"simulated": engine.measure(micro_batch)}):  # noqa: B023
                         break
         except BaseException:
             traceback.print_exc()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _measured(engine: Any, micro_batch: int, stand: _Stand) -> dict[str, Any]:
-    found = {"simulated": engine.measure(micro_batch)}
-    stand.lessons.tell()  # before the answer: the client asks for the next engine then
-    return found
 
 
 def _reap(children: set[int]) -> None:
