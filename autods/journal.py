@@ -28,8 +28,6 @@ def trial_key(trial: Trial) -> str:
     said = asdict(trial)
     if not trial.conditions:
         del said["conditions"]  # only a probe has them: keys of fits stay what they were
-    if trial.examined_from_s is None:
-        del said["examined_from_s"]
     return json.dumps(said, sort_keys=True)
 
 

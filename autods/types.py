@@ -41,17 +41,13 @@ class CardUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s.
-
-    update_share: of a timed step, what the optimizer took; None where that is not to be seen from the host.
-    """
+    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s."""
 
     wall_s: float
     build_s: float = 0.0
     init_s: float = 0.0
     steps_s: float = 0.0
     overhead_s: float = 0.0
-    update_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,9 +250,7 @@ class Steps:
 class Trial:
     """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.trial_key`.
 
-    conditions: what a probe varies beside rung and knobs, see `workload.arguments`. examined_from_s: where a step
-    takes so long, or longer, nothing larger will be tried: it goes on with the worst_case exam, if it times the longest
-    batch; None: it does not.
+    conditions: what a probe varies beside rung and knobs, see `workload.arguments`.
     """
 
     rung: str
@@ -267,7 +261,6 @@ class Trial:
     repeat: int = 0  # the same knobs measured again
     exam: Exam | None = None
     conditions: Mapping[str, Scalar] = field(default_factory=dict)
-    examined_from_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

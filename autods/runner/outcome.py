@@ -67,7 +67,6 @@ def outcome_from(
             init_s=max(result["init_s"] for result in results),
             steps_s=steps_s,
             overhead_s=wall_s - build_s - steps_s,
-            update_share=max((said for result in results if (said := result.get("update_share"))), default=None),
         ),
     )
 

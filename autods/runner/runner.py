@@ -77,7 +77,6 @@ class Jobs:
             checkpointing=trial.knobs.checkpointing,
             steps=trial.steps,
             exam=trial.exam,
-            examined_from_s=trial.examined_from_s,
             limit_bytes=settings.device_bytes if trial.limited and settings.device_bytes_asked else None,
             seed=settings.seed,
             swap=str(self._swap()) if "async_io" in required_ops(config) else None,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..workload.protocol import Workload, WorkloadError
-from .distributed import Ranks
 
 
 def seed_all(seed: int) -> None:
@@ -105,18 +104,6 @@ def longest_batch(workload: Workload, micro_batch: int) -> Longest:
             longest = batch
         del batch  # no third one beside the next draw
     return Longest(batch=longest, shape=_shape(longest), draws=DRAWS)
-
-
-def same_as_longest(workload: Workload, micro_batch: int, batch: Any, ranks: Ranks) -> Longest | None:
-    """The longest batch, if this one is as long on every rank; None: it is not. All ranks have to call."""
-    longest = longest_batch(workload, micro_batch)
-    same = ranks.mean(float(_shapes_of(longest.batch) == _shapes_of(batch))) == 1.0
-    return replace(longest, batch=()) if same else None
-
-
-def _shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
-    """Of its tensors, by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors_of(batch).items()}
 
 
 def elements_of(batch: Any) -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..types import Examined, Phase
 from ..units import format_bytes
 from .batch import Longest
 from .distributed import Ranks
-from .steps import Acted, seconds_of
 
 _TAG = "certificate"
 _WEIGHTS = "weights.bin"
@@ -182,43 +181,3 @@ def _dtype(engine: Any) -> Any:
 def folder_bytes(folder: Path) -> int:
     """Of all files below it."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-Observe = Callable[[Phase, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
-    """What an act can do with its engine.
-
-    step: one optimizer step of that index → the losses of its batches. evaluate: the loss without a gradient.
-    """
-
-    engine: Any
-    step: Callable[[int], list[Any]]
-    evaluate: Callable[[], float | None]
-    observe: Observe
-    synchronize: Callable[[], None]
-
-
-def examined(
-    acted: Acted,
-    moves: Moves,
-    ranks: Ranks,
-    *,
-    longest: Longest,
-    folder: Path,
-    times: bool,
-) -> tuple[Acted, int]:
-    """The act with its exam, and the index of the step that would follow. times: its steps count as timed ones."""
-    first = len(acted.losses)
-    seconds: dict[int, float] = {}
-
-    def step(index: int) -> None:
-        seconds[index] = seconds_of(moves.step, index, moves.synchronize)
-
-    hands = Hands(step=step, evaluate=moves.evaluate, observe=moves.observe, synchronize=moves.synchronize)
-    found = examine(moves.engine, hands, ranks, longest=longest, folder=folder, index=first)
-    timed = tuple(seconds.values()) if times else ()
-    done = replace(acted, examined=found, step_s=(*acted.step_s, *timed), steps_s=acted.steps_s + sum(timed))
-    return done, first + len(seconds)

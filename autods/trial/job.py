@@ -41,7 +41,6 @@ class RankJob:
     checkpointing: bool = False
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None
-    examined_from_s: float | None = None  # see `Trial`
     only_build: bool = False  # end before the engine is initialised
     limit_bytes: int | None = None  # of the device; None: not limited
     ops: tuple[str, ...] = ()

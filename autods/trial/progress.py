@@ -6,9 +6,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from ..types import PHASES, Phase
 from .memory_cpu import Meter
@@ -73,8 +71,6 @@ class Observer:
     build_s: float = 0.0
     init_began_s: float = 0.0
     init_s: float = 0.0
-    update_s: dict[int, float] = field(default_factory=dict)  # step → seconds of the engine's steps in it
-    _phase_began_s: float = 0.0
     in_steps: dict[str, int] = field(default_factory=dict)  # what holds of training alone, whatever comes after
 
     def touch(self, phase: Phase, step: int) -> None:
@@ -85,9 +81,6 @@ class Observer:
 
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
-        if self.phase == "step":
-            self.update_s[self.step] = self.update_s.get(self.step, 0.0) + now - self._phase_began_s
-        self._phase_began_s = now
         if phase == "build":
             self.build_began_s = now
         elif phase == "init":
@@ -100,8 +93,3 @@ class Observer:
         elif phase == "save":
             self.in_steps |= self.meter.leave_device()
         self.touch(phase, step)
-
-    def update_share(self, step_s: Sequence[float]) -> float | None:
-        """Of the last steps, which took so long: the share of the engine's step, where its work is done on return."""
-        last = [self.update_s[index] for index in sorted(self.update_s)[-len(step_s) :]]
-        return median(last) / median(step_s) if step_s and last else None

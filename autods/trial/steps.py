@@ -34,14 +34,8 @@ def repeat(
     steps: Steps,
     synchronize: Callable[[], None],
     ranks: Ranks,
-    *,
-    last_from_s: float | None = None,
 ) -> Acted:
-    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step.
-
-    last_from_s: a timed step that takes so long is enough, 0: none is needed, since others follow that will be timed;
-    None: there are no more to come.
-    """
+    """Optimizer steps until there are enough of them. join: the losses of a step's batches → that of the step."""
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
@@ -55,27 +49,12 @@ def repeat(
         if index >= steps.warmup:
             times.append(took_s)
         losses.append(join([finite(loss, index) for loss in found]))
-        if last_from_s == 0 and len(losses) >= steps.warmup:
-            break
         # Ranks must stop together; where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.timed and (
             len(times) >= steps.most_timed or ranks.agree(enough(times, steps, time.perf_counter() - began))
         ):
             break
-        if times and last_from_s is not None and ranks.agree(times[-1] >= last_from_s):
-            break
     return Acted(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
-
-
-def seconds_of(step: Callable[[int], Sequence[Any]], index: int, synchronize: Callable[[], None]) -> float:
-    """Of one more step, whose losses have to be finite."""
-    start = time.perf_counter()
-    found = step(index)
-    synchronize()
-    seconds = time.perf_counter() - start
-    for loss in found:
-        finite(loss, index)
-    return seconds
 
 
 def spread_of(times: Sequence[float]) -> float:

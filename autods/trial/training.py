@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..types import Exam, Steps
+from ..types import Exam, Phase, Steps
 from ..workload.protocol import Workload, WorkloadError
 from . import loss_parity, pipeline
-from .batch import check_batch, longest_batch, place, same_as_longest, seed_all
+from .batch import check_batch, longest_batch, place, seed_all
 from .collectives import Traffic, backend
 from .distributed import Ranks
-from .exam import Moves, Observe, examined, gathering
+from .exam import Hands, examine, gathering
 from .model_facts import checkpoint
 from .steps import Acted, has_time_for_one_more, repeat
+
+Observe = Callable[[Phase, int], None]
 
 
 def act(
@@ -31,15 +33,12 @@ def act(
     synchronize: Callable[[], None],
     ranks: Ranks,
     exam: Exam | None = None,
-    examined_from_s: float | None = None,
     scratch: Path = Path(),
     seed: int = 0,
 ) -> Acted:
     """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
 
-    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives. Where
-    its batch is the longest, and a timed step took `examined_from_s` or longer, the rest of its timed steps are those
-    of the worst_case exam.
+    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives.
 
     What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
     """
@@ -61,9 +60,6 @@ def act(
         batches = [longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)]
     if only_build:
         return Acted(step_s=(), steps_s=0.0, losses=())
-    last_from_s = None
-    if examined_from_s is not None and (longest := same_as_longest(workload, micro_batch, batches[0], ranks)):
-        last_from_s = examined_from_s
     observe("init", 0)
     engine = initialize(workload, model, gathering(ds_config) if longest else ds_config)
     del model
@@ -81,26 +77,19 @@ def act(
         acted = repeat(step, lambda losses: loss_parity.mean_of(losses, ranks), steps, synchronize, ranks)
         loss_parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
     else:
-        acted = repeat(step, _last, steps, synchronize, ranks, last_from_s=last_from_s)
-    following = len(acted.losses)
-    if longest and (last_from_s is None or not acted.step_s or ranks.agree(max(acted.step_s) >= last_from_s)):
-        moves = Moves(
-            engine=engine,
+        acted = repeat(step, _last, steps, synchronize, ranks)
+    if longest:
+        hands = Hands(
             step=step,
             evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
             observe=observe,
             synchronize=synchronize,
         )
-        acted, following = examined(
-            acted,
-            moves,
-            ranks,
-            longest=longest,
-            folder=scratch / "checkpoint",
-            times=last_from_s is not None,
-        )
+        index = len(acted.losses)
+        examined = examine(engine, hands, ranks, longest=longest, folder=scratch / "checkpoint", index=index)
+        acted = replace(acted, examined=examined)
     if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
-        step(following, alone=True)
+        step(len(acted.losses), alone=True)
     said = traffic.said()
     acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
     observe("done", len(acted.losses))

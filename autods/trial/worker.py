@@ -103,14 +103,11 @@ def _train(duty: Duty) -> Result:
         synchronize=observer.meter.synchronize,
         ranks=ranks_of(job, duty.slot),
         exam=job.exam,
-        examined_from_s=job.examined_from_s,
         scratch=Path(job.checkpoints or job.scratch),
         seed=job.seed,
     )
-    tells = job.device == "cpu" and job.replica_ranks == 1
     return {
         "step_s": acted.step_s,
-        "update_share": observer.update_share(acted.step_s) if tells else None,
         "steps_s": acted.steps_s,
         "losses": acted.losses,
         "examined": acted.examined,

@@ -49,30 +49,6 @@ def test_only_training_steps_are_timed_and_have_a_loss(runners):
     assert len(outcome.losses) == 3
 
 
-@pytest.mark.parametrize(
-    ("from_s", "workload", "examined"),
-    [(0.0, None, True), (1e-9, None, True), (99.0, None, False), (0.0, "lengths.py", False)],
-)
-def test_a_timed_trial_goes_on_with_the_exam_where_it_is_the_last_and_timed_the_longest_batch(
-    runners, from_s, workload, examined
-):
-    runner = runners() if workload is None else runners(workload)
-    trial = Trial(
-        rung="zero3", knobs=Knobs(checkpointing=False), purpose="grow", examined_from_s=from_s,
-        steps=Steps(warmup=1, timed=2, most_timed=2),
-    )  # fmt: skip
-    outcome = runner.run(trial, id=1).outcome
-    assert isinstance(outcome, Fit), outcome
-    assert (outcome.examined is not None) is examined
-    before = 2 if not examined else 1 if from_s else 0
-    assert len(outcome.losses) == 1 + before
-    assert len(outcome.step_s) == before + (2 if examined else 0)  # of an exam both steps are timed
-    if outcome.examined is not None:
-        assert outcome.examined.restored
-        assert outcome.examined.gathered
-        assert outcome.examined.left_out == ()
-
-
 def test_the_longest_batch_is_the_workloads_own(runners):
     examined = worst_case(runners("lengths.py"), "ddp")
     assert examined.draws == 0

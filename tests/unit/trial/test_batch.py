@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autods.trial.batch import DRAWS, longest_batch, same_as_longest
-from autods.trial.distributed import Ranks
+from autods.trial.batch import DRAWS, longest_batch
 from autods.trial.model_facts import survey
 from autods.workload import Workload, WorkloadError
 
@@ -66,26 +65,3 @@ def test_a_longest_batch_that_cannot_be_made_is_the_exams_to_tell() -> None:
         raise IndexError(micro_batch_size)
 
     assert survey(replace(of_lengths(8, None), build_longest_batch=cannot))["longest_ratio"] == 1.0
-
-
-def alone(mean: float | None = None) -> Ranks:
-    """One rank; mean: what the ranks together come to."""
-    return Ranks(
-        rank=0, world_size=1, agree=lambda word: word, mean=lambda one: one if mean is None else mean, wait=lambda: None
-    )
-
-
-def test_a_batch_that_no_draw_is_longer_than_is_the_longest() -> None:
-    workload = of_lengths(8, None)
-    batch = workload.build_batch(2)
-    found = same_as_longest(workload, 2, batch, alone())
-    assert found is not None
-    assert (found.shape, found.draws, found.batch) == ((2, 8), DRAWS, ())
-    assert same_as_longest(workload, 2, batch, alone(mean=0.5)) is None  # another rank drew a longer one
-
-
-def test_a_batch_that_the_workload_can_make_longer_is_not() -> None:
-    workload = of_lengths(8, 64)
-    assert same_as_longest(workload, 2, workload.build_batch(2), alone()) is None
-    lengths = itertools.chain([9], itertools.repeat(5))
-    assert same_as_longest(padded_to(lengths), 2, {"x": torch.zeros(2, 5), "y": torch.zeros(2)}, alone()) is None

@@ -91,7 +91,7 @@ def job(device: Device, ranks: int = 2) -> RankJob:
 
 
 def test_a_rank_takes_its_share_of_the_cores_unless_the_user_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.trial.worker.share", lambda ranks: max(1, 16 // ranks))
+    monkeypatch.setattr("autods.trial.worker.threads_per_rank", lambda ranks: max(1, 16 // ranks))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
     assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
     assert environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
