@@ -9,6 +9,7 @@ import pytest
 
 from autods.runner.runner import RayRunner
 from autods.types import Exam, Examined, Fit, Knobs, Outcome, OutOfMemory, Scalar, Steps, Trial
+from tests.support.fits import TORCH_ADAM
 
 TOLERANCE = 1e-5  # relative, fp32: measured up to 3e-7 between configs that cut and shard the same training
 # A loss in bf16 has 8 bits: what is honest could not be told from what is not. Small buckets: 1 GiB is the budget.
@@ -122,7 +123,7 @@ def test_losses_do_not_depend_on_sharding_or_accumulation(runners, plain, rung, 
 @pytest.mark.parametrize(
     "broken",
     [
-        {"optimizer.type": "AdamW", "optimizer.params.lr": 1.1e-4},
+        {"optimizer.params.lr": 1.1e-4, **TORCH_ADAM},
         {"scheduler.type": "WarmupLR", "scheduler.params.warmup_num_steps": 10},
     ],
     ids=["another learning rate", "a warm-up"],
