@@ -1,4 +1,4 @@
-"""Somebody's folder of scripts, and trials of them."""
+"""Trials of training scripts, and a user's folder that they must not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autods.types import Knobs, Scalar, Steps, Trial
+from autods.trial.job import RankJob
+from autods.types import Knobs, Scalar, Steps, Trial, WorkloadSource
 from tests.support.fits import TORCH_ADAM
 
 STEPS = Steps(warmup=1, timed=3, most_timed=3)
@@ -17,7 +18,7 @@ STEPS = Steps(warmup=1, timed=3, most_timed=3)
 
 @contextlib.contextmanager
 def untouched(scripts: Path, folder: Path) -> Iterator[Path]:
-    """A copy of the scripts in this folder; it has to be the same at the end."""
+    """A copy of the scripts in this folder, which must be unchanged at the end."""
     shutil.copytree(scripts, folder, ignore=shutil.ignore_patterns("__pycache__"))
     before = digest(folder)
     yield folder
@@ -25,11 +26,11 @@ def untouched(scripts: Path, folder: Path) -> Iterator[Path]:
 
 
 def digest(folder: Path) -> str:
-    """Of all names and contents below."""
-    said = hashlib.sha256()
+    """A digest of all names and contents below the folder."""
+    names_and_contents = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
-        said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
-    return said.hexdigest()
+        names_and_contents.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+    return names_and_contents.hexdigest()
 
 
 def a_trial(rung: str, *, micro_batch: int = 4, accumulation: int = 2, **said: Any) -> Trial:
@@ -40,3 +41,9 @@ def a_trial(rung: str, *, micro_batch: int = 4, accumulation: int = 2, **said: A
     settings |= TORCH_ADAM
     knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
     return Trial(rung=rung, knobs=knobs, purpose="walk", **{"steps": STEPS, **said})
+
+
+def script_job(**job: Any) -> RankJob:
+    """The job of one rank for a script with these arguments, `argv` among them."""
+    source = WorkloadSource(kind="script", path="/train.py", name="train", digest="", argv=tuple(job.pop("argv", ())))
+    return RankJob(job="train", source=source, device="cpu", folder="/f", scratch="/s", **job)

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
 from ...system import processes
 from ...trial.job import RankJob
-from ...trial.script.callsite import of_traceback
 from ...trial.script.run import run
 from ...trial.script.session import Session
+from ...trial.script.user_errors import find_raiser
 from ...types import Phase, Steps, WorkloadSource
 from ...workload.protocol import WorkloadError
 from ..values import Ask, ForecastPhase
@@ -189,20 +189,21 @@ class _Rehearsal(Session):
         super().__init__(**known)
         self.run = run
 
-    def takes(self, model: Any) -> None:
+    def take_model(self, model: Any) -> None:
         """See `_Run`."""
         self.run.takes(model)
 
-    def lost(self, loss: Any) -> None:
+    def note_loss(self, loss: Any) -> None:
         """A loss has no value here."""
 
     def finish(self) -> NoReturn:
         """The books end before the script does."""
-        if not self.looks_only:
+        if not self.stops_at_engine:
             self.run.close_books(self.engine)
         super().finish()
 
-    def _has_enough(self) -> bool:
+    def has_enough(self) -> bool:
+        """After the second step."""
         return self.steps >= _STEPS.warmup + _STEPS.timed
 
 
@@ -212,7 +213,7 @@ def _told(error: BaseException, source: WorkloadSource) -> dict[str, Any]:
         return {"kind": "user_code", "what": error.what, "where": error.where, "hint": error.hint}
     if isinstance(error, protocol.Refused):
         return told(error, source.path)
-    said, place = told(error, source.path), of_traceback(error)
+    said, place = told(error, source.path), find_raiser(error)
     frames = traceback.extract_tb(error.__traceback__)
     kind = "engine" if frames and "/deepspeed/" in frames[-1].filename else said["kind"]
     where = str(place or said["where"] or source.path)

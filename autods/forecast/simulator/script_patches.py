@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...trial.script.callsite import everywhere
+from ...trial.patching import declare, declare_all
 from .dispatch import outside_frame
 from .ledger import Ledger
 
@@ -23,20 +23,25 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_SAFE_OPEN = declare("safetensors.safe_open", "weights are opened without their values")
+_SYNCHRONIZED_STATES = declare_all(
+    "accelerate.utils.random",
+    ("synchronize_rng_state", "synchronize_rng_states"),
+    "a generator's state has no values",
+    optional=True,
+)
 
 
 def install_weights() -> None:
     """For the rest of this process."""
-    import safetensors
-
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the modes that make tensors fake are those of this thread
-    real = safetensors.safe_open
+    real = _SAFE_OPEN.original()
 
     def opened(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
         file = real(filename, framework=framework, device="cpu", **kwargs)
         return _File(file, torch.device(device)) if framework in ("pt", "torch", "pytorch") else file
 
-    everywhere(real, "safe_open", opened)
+    _SAFE_OPEN.install(opened, everywhere=True)
 
 
 class _File:
@@ -179,10 +184,9 @@ def _keep_random_states() -> None:
     """A generator takes no state without values."""
     for module in (torch, torch.random):
         setattr(module, "set_rng_state", lambda state: None)  # noqa: B010
-    accelerate = sys.modules.get("accelerate.utils.random")
-    for name in ("synchronize_rng_state", "synchronize_rng_states"):
-        if (real := getattr(accelerate, name, None)) is not None:
-            everywhere(real, name, lambda *args, **kwargs: None)
+    if "accelerate.utils.random" in sys.modules:
+        for patch in _SYNCHRONIZED_STATES.values():
+            patch.install(lambda *args, **kwargs: None, everywhere=True)
 
 
 def _stay_joined(distributed: Any) -> None:

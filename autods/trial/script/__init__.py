@@ -1,5 +1,5 @@
-"""A training script that nobody changed, as a trial: run as `__main__` in the rank, its engine watched.
+"""An unmodified training script as a trial: a rank runs it as `__main__` and watches its engine.
 
-`run` is the way in; `session` holds what the trial wants and what it saw; `hooks` stands between the script and
-DeepSpeed, with a module for each kind of script; `guard` keeps what the script would write out of the user's folders.
+`run` starts the script and `session` measures it. `engine_hooks` stands between the script and DeepSpeed, with a module
+in `integrations` for each library that calls the engine. `sandbox` keeps the script's writes out of the user's folders.
 """

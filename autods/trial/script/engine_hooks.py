@@ -2,274 +2,290 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import importlib
 import inspect
-import json
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config.deepspeed import without_monitors
-from ...types import ScriptKind
+from ...config.deepspeed import get_key, without_monitors
+from ...types import Phase, ScriptKind
 from .. import pipeline
 from ..model_facts import parameters_of
-from .callsite import Place, caller, everywhere, refusal
-from .data import loss_of
+from ..patching import Patch, declare
+from .data import find_loss
+from .engine_config import read_config
 from .session import Enough, Session
+from .user_errors import Place, find_caller, script_error
 
-
-def watch(engine: Any, session: Session) -> None:
-    """Tell the session of each call from here on. Optimizer steps are counted at the accumulation's boundary: a plain
-    script calls `step` once a micro batch, a trainer once an optimizer step."""
-    _wrap(engine, "forward", session, functools.partial(_forward, session, engine))
-    _wrap(engine, "backward", session, functools.partial(_backward, session))
-    _wrap(engine, "step", session, functools.partial(_step, session, engine))
-    _wrap(engine, "train", session, functools.partial(_train, session))
-    if hasattr(engine.optimizer, "step"):
-        _wrap(engine.optimizer, "step", session, functools.partial(_step_of_optimizer, session))
-    if hasattr(engine, "train_batch"):
-        _wrap(engine, "train_batch", session, functools.partial(_train_batch, session))
-
-
-def _wrap(engine: Any, name: str, session: Session, watched: Callable[..., Any]) -> None:
-    real = getattr(engine, name)
-
-    @functools.wraps(real)
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        if session.busy:
-            return real(*args, **kwargs)
-        session.insist()
-        try:
-            return watched(real, *args, **kwargs)
-        except Enough:
-            raise
-        except BaseException as error:
-            session.failure = error
-            raise
-
-    setattr(engine, name, types.MethodType(call, engine))  # schedulers of torch want an optimizer's step to be one
-
-
-def _forward(session: Session, engine: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
-    import torch
-
-    training = torch.is_grad_enabled() and engine.training
-    session.forward(args, kwargs, training=training)
-    out = real(*args, **kwargs)
-    if training:
-        session.forwarded(loss_of(out))
-    return out
-
-
-def _backward(session: Session, real: Any, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
-    session.backward()
-    session.lost(loss_of(loss))
-    return real(loss, *args, **kwargs)
-
-
-def _step(session: Session, engine: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
-    boundary = bool(engine.is_gradient_accumulation_boundary())
-    session.phase("step")
-    session.in_step = True
-    try:
-        done = real(*args, **kwargs)
-    finally:
-        session.in_step = False
-    session.stepped(boundary=boundary)
-    return done
-
-
-def _step_of_optimizer(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
-    """A script, or Lightning's Fabric, may step the optimizer that the engine made, and never the engine."""
-    if session.in_step:
-        return real(*args, **kwargs)
-    session.phase("step")
-    done = real(*args, **kwargs)
-    session.stepped(boundary=True)
-    return done
-
-
-def _train(session: Session, real: Any, mode: bool = True) -> Any:
-    if not mode:
-        session.other("evaluate")
-    return real(mode)
-
-
-def _train_batch(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pipeline runs the whole optimizer step in one call, and its own parts inside it."""
-    session.forward((), {}, training=True)
-    session.busy = True
-    try:
-        loss = real(*args, **kwargs)
-    finally:
-        session.busy = False
-    session.lost(loss_of(loss))
-    session.stepped(boundary=True)
-    return loss
-
-
-# Modules of this package that know a library. One that calls `deepspeed.initialize` itself needs none.
-KINDS: Mapping[ScriptKind, str] = {"hf_trainer": "hf_trainer", "accelerate": "accelerate", "lightning": "lightning"}
+# Libraries that call `deepspeed.initialize` for a script, with their module in `integrations`.
+INTEGRATIONS: Mapping[ScriptKind, str] = {
+    "hf_trainer": "hf_trainer",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+}
+_INITIALIZE = declare("deepspeed.initialize", "the engine gets the trial's config and is watched")
+_ZERO_INIT = declare("deepspeed.zero.Init", "parameters are partitioned by the trial's stage, not the script's")
+_DESTROY = declare("torch.distributed.destroy_process_group", "an exam ends while the ranks can still communicate")
 
 
 def install(session: Session) -> None:
-    """For the rest of this process."""
-    import deepspeed
-    import torch
+    """Install the hooks for the rest of this process, and those of the library that the script uses."""
+    import deepspeed  # noqa: F401  the modules that import its symbols are patched too
 
     if session.job.job == "survey":
         pipeline.lay_out()
-    real = deepspeed.initialize
-    everywhere(real, "initialize", functools.wraps(real)(functools.partial(_initialize, session, real)))
-    everywhere(deepspeed.zero.Init, "Init", _partitioning(session, deepspeed.zero.Init))
-    ends = torch.distributed.destroy_process_group
-    everywhere(ends, "destroy_process_group", functools.wraps(ends)(functools.partial(_ended, session, ends)))
+    _install_wrapper(_INITIALIZE, functools.partial(_initialize, session))
+    _ZERO_INIT.install(_with_trials_stage(session, _ZERO_INIT.original()), everywhere=True)
+    _install_wrapper(_DESTROY, functools.partial(destroy_process_group, session))
     kind = session.job.source.script_kind
-    if kind is not None and kind in KINDS:
-        importlib.import_module(f".integrations.{KINDS[kind]}", __package__).install(session)
+    if kind is not None and kind in INTEGRATIONS:
+        importlib.import_module(f".integrations.{INTEGRATIONS[kind]}", __package__).install(session)
 
 
-def _initialize(session: Session, real: Any, *args: Any, **kwargs: Any) -> Any:
-    session.insist()
-    given = inspect.signature(real).bind(*args, **kwargs)
-    given.apply_defaults()
-    asked = given.arguments
-    users, from_file = _config_of(asked)
-    own_optimizer = asked["optimizer"] is not None
-    if users is not None and _only_serves(asked, users):
-        asked["config"], asked["config_params"] = without_monitors(users), None
-        asked["args"] = _without_config(asked["args"])
-        return _serving(real(*given.args, **given.kwargs), session, caller())
-    if session.engine is not None:
-        raise refusal(
-            "it calls deepspeed.initialize a second time, to train another model",
-            hint="one engine can be tuned, beside models that are only evaluated: give a script that trains one",
-        )
-    session.takes(asked["model"])
-    if session.looks_only:
-        session.looked(_facts(session, asked, users, from_file=from_file, own_optimizer=own_optimizer))
-    if users is not None:
-        asked["config"], asked["config_params"] = session.final(users, own_optimizer=own_optimizer), None
-        asked["args"] = _without_config(asked["args"])
-    session.phase("init")
-    try:
-        made = real(*given.args, **given.kwargs)
-    except BaseException as error:
-        session.failure = error
-        raise
-    session.began(made[0])
-    watch(made[0], session)
-    return made
+def watch_engine(engine: Any, session: Session) -> None:
+    """Report each call of the engine to the session from now on.
+
+    Optimizer steps are counted at the boundary of accumulation: a plain script calls `step` once a micro batch, a
+    trainer once an optimizer step.
+    """
+    _watch(engine, "forward", session, functools.partial(_forward, session, engine))
+    _watch(engine, "backward", session, functools.partial(_backward, session))
+    _watch(engine, "step", session, functools.partial(_step, session, engine))
+    _watch(engine, "train", session, functools.partial(_train, session))
+    if hasattr(engine.optimizer, "step"):
+        _watch(engine.optimizer, "step", session, functools.partial(_optimizer_step, session))
+    if hasattr(engine, "train_batch"):
+        _watch(engine, "train_batch", session, functools.partial(_train_batch, session))
 
 
-def _ended(session: Session, real: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """The last moment at which the ranks can talk is the end of what a trial may do."""
+def skip_methods(
+    session: Session, owner: str, *names: str, phase: Phase = "save", returns: Callable[[], Any] = lambda: None
+) -> None:
+    """Let methods of a library's class do nothing: they are not a part of training.
+
+    `owner` is the dotted name of the class. Some supported releases lack some of the methods.
+    """
+    for name in names:
+        patch = declare(f"{owner}.{name}", f"a trial does not {phase}", optional=True)
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            session.check_goes_on()
+            session.begin_other(phase)
+            return returns()
+
+        if (original := patch.original()) is not None:
+            patch.install(functools.wraps(original)(skip))
+
+
+def destroy_process_group(session: Session, original: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Finish the exam before the ranks lose their means of communication."""
     if group is None or group is importlib.import_module("torch.distributed").group.WORLD:
-        session.parts()
-    return real(group, *args, **kwargs)
+        session.end_process_group()
+    return original(group, *args, **kwargs)
 
 
-def _only_serves(asked: Mapping[str, Any], users: Mapping[str, Any]) -> bool:
-    """Whether nothing is there that an engine could train with: it is a frozen model's, a reference or a teacher."""
-    return asked["optimizer"] is None and not asked["model_parameters"] and "optimizer" not in users
+def _install_wrapper(patch: Patch, wrapper: Callable[..., Any]) -> None:
+    original = patch.original()
+    patch.install(functools.wraps(original)(functools.partial(wrapper, original)), everywhere=True)
 
 
-def _serving(made: Any, session: Session, place: Place | None) -> Any:
-    """What the script gets for such a model: an engine as the script asked for it, whose steps are nobody's."""
+# Calls of the engine.
 
-    def train(*args: Any, **kwargs: Any) -> Any:
-        session.failure = refusal(
+
+def _watch(owner: Any, name: str, session: Session, watched: Callable[..., Any]) -> None:
+    """Replace a method of one object. `watched` gets the original method first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        if session.exam_runs:
+            return original(*args, **kwargs)
+        session.check_goes_on()
+        try:
+            return watched(original, *args, **kwargs)
+        except Enough:
+            raise
+        except BaseException as error:
+            session.end.failure = error
+            raise
+
+    setattr(owner, name, types.MethodType(call, owner))  # torch's schedulers need an optimizer's step to be a method
+
+
+def _forward(session: Session, engine: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    training = torch.is_grad_enabled() and engine.training
+    session.begin_forward(args, kwargs, training=training)
+    output = original(*args, **kwargs)
+    if training:
+        session.end_forward(find_loss(output))
+    return output
+
+
+def _backward(session: Session, original: Any, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
+    session.begin_backward()
+    session.note_loss(find_loss(loss))
+    return original(loss, *args, **kwargs)
+
+
+def _step(session: Session, engine: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    boundary = bool(engine.is_gradient_accumulation_boundary())
+    session.begin_phase("step")
+    session.in_engine_step = True
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        session.in_engine_step = False
+    session.end_step(boundary=boundary)
+    return result
+
+
+def _optimizer_step(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A script, or Lightning's Fabric, may step the engine's optimizer and never the engine."""
+    if session.in_engine_step:
+        return original(*args, **kwargs)
+    session.begin_phase("step")
+    result = original(*args, **kwargs)
+    session.end_step(boundary=True)
+    return result
+
+
+def _train(session: Session, original: Any, mode: bool = True) -> Any:
+    if not mode:
+        session.begin_other("evaluate")
+    return original(mode)
+
+
+def _train_batch(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pipeline runs the whole optimizer step in one call, and calls its own methods inside it."""
+    session.begin_forward((), {}, training=True)
+    session.exam_runs = True
+    try:
+        loss = original(*args, **kwargs)
+    finally:
+        session.exam_runs = False
+    session.note_loss(find_loss(loss))
+    session.end_step(boundary=True)
+    return loss
+
+
+# deepspeed.initialize.
+
+
+def _initialize(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
+    session.check_goes_on()
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    config, from_file = _find_config(arguments)
+    has_optimizer = arguments["optimizer"] is not None
+    if config is not None and _only_evaluates(arguments, config):
+        _set_config(arguments, without_monitors(config))
+        return _refuse_training(original(*bound.args, **bound.kwargs), session, find_caller())
+    if session.engine is not None:
+        raise script_error(
+            "it calls deepspeed.initialize a second time, to train another model",
+            hint="give a script that trains one engine; further engines may only evaluate",
+        )
+    session.take_model(arguments["model"])
+    if session.stops_at_engine:
+        session.stop_with_facts(_describe_model(session, arguments, config, from_file=from_file))
+    if config is not None:
+        _set_config(arguments, session.config.for_engine(config, has_optimizer=has_optimizer))
+    session.begin_phase("init")
+    try:
+        returned = original(*bound.args, **bound.kwargs)
+    except BaseException as error:
+        session.end.failure = error
+        raise
+    session.start_training(returned[0])
+    watch_engine(returned[0], session)
+    return returned
+
+
+def _find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """The config that the script gives, and whether it is a file's. None where DeepSpeed itself reports the problem."""
+    args = arguments["args"]
+    in_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    in_call = arguments["config"] if arguments["config"] is not None else arguments["config_params"]
+    if (in_call is None) == (in_args is None):  # no config, or two of them
+        return None, False
+    given: Any = in_args if in_call is None else in_call
+    config = read_config(given)
+    return config, config is not None and not isinstance(given, Mapping) and Path(given).is_file()
+
+
+def _set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Replace the config, whichever way the script gives it."""
+    arguments["config"], arguments["config_params"] = config, None
+    if arguments["args"] is not None:
+        args = arguments["args"] = copy.copy(arguments["args"])
+        for name in ("deepspeed_config", "deepscale_config"):
+            if getattr(args, name, None) is not None:
+                setattr(args, name, None)
+
+
+def _only_evaluates(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether the engine has nothing to train with: it serves a frozen model, such as a reference or a teacher."""
+    return arguments["optimizer"] is None and not arguments["model_parameters"] and "optimizer" not in config
+
+
+def _refuse_training(returned: Any, session: Session, place: Place | None) -> Any:
+    """What the script gets for a model that is only evaluated: training it is an error at the given line."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        session.end.failure = script_error(
             "it trains an engine that has no optimizer",
             hint='give deepspeed.initialize an optimizer, model_parameters, or a config with "optimizer"',
             at=place,
         )
-        raise session.failure
+        raise session.end.failure
 
-    made[0].backward = made[0].step = train
-    return made
-
-
-def _config_of(asked: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
-    """The config that the script gives, whichever way, and whether a file holds it. None: what DeepSpeed refuses."""
-    args = asked["args"]
-    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    given = asked["config"] if asked["config"] is not None else asked["config_params"]
-    if given is not None and of_args is not None:
-        return None, False  # two of them: DeepSpeed says so
-    given = of_args if given is None else given
-    if given is None:
-        return None, False
-    config = config_given(given)
-    return config, config is not None and not isinstance(given, Mapping) and Path(given).is_file()
+    returned[0].backward = returned[0].step = refuse
+    return returned
 
 
-def config_given(given: Any) -> dict[str, Any] | None:
-    """Of a dict, a path or base64. None: it is none, and whoever takes it says what is wrong."""
-    if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
-    try:
-        if Path(given).is_file():
-            return dict(json.loads(Path(given).read_text()))
-        return dict(json.loads(base64.urlsafe_b64decode(given).decode()))
-    except (ValueError, TypeError, OSError):
-        return None
-
-
-def _without_config(args: Any) -> Any:
-    if args is None:
-        return None
-    bare = copy.copy(args)
-    for name in ("deepspeed_config", "deepscale_config"):
-        if getattr(bare, name, None) is not None:
-            setattr(bare, name, None)
-    return bare
-
-
-def _facts(
-    session: Session,
-    asked: Mapping[str, Any],
-    users: Mapping[str, Any] | None,
-    *,
-    from_file: bool,
-    own_optimizer: bool,
+def _describe_model(
+    session: Session, arguments: Mapping[str, Any], config: Mapping[str, Any] | None, *, from_file: bool
 ) -> dict[str, Any]:
-    """`ModelFacts` as a dict. Recomputing activations is the script's own affair."""
-    if users is None:
-        given = "a config that cannot be read" if asked["config"] or asked["args"] else "no config"
-        raise refusal(
-            f"it gives deepspeed.initialize {given}",
+    """`types.ModelFacts` as a dict. Raises WorkloadError when the script gives no readable config."""
+    if config is None:
+        problem = "a config that cannot be read" if arguments["config"] or arguments["args"] else "no config"
+        raise script_error(
+            f"it gives deepspeed.initialize {problem}",
             hint="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
         )
+    in_script = not from_file and session.config.given is None
     return {
-        **parameters_of(asked["model"], by="the script gave deepspeed.initialize"),
-        "checkpointing": False,
+        **parameters_of(arguments["model"], by="the script gave deepspeed.initialize"),
+        "checkpointing": False,  # the script itself decides about recomputing activations
         "tokens_per_sample": None,
-        "has_optimizer": own_optimizer,
-        "config": session.own_config(users, from_file=from_file),
-        "config_place": None if from_file or session.given is not None else str(caller() or ""),
-        "stood_in": tuple(session.stood_in),
+        "has_optimizer": arguments["optimizer"] is not None,
+        "config": session.config.own_part(config, from_file=from_file),
+        "config_place": str(find_caller() or "") if in_script else None,
+        "stood_in": tuple(session.stand_ins),
     }
 
 
-def _partitioning(session: Session, real: Any) -> Any:
-    """`deepspeed.zero.Init`, which cuts parameters where the trial's stage does, whatever the script's config says."""
-    stage = (session.job.ds_config.get("zero_optimization") or {}).get("stage")
+def _with_trials_stage(session: Session, original: Any) -> Any:
+    """A subclass of `deepspeed.zero.Init` that partitions parameters if the trial's stage is 3."""
+    partitions = get_key(session.job.ds_config, "zero_optimization.stage") == 3 and not session.stops_at_engine
 
-    class Init(real):  # type: ignore[misc]
+    class Init(original):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(real.__init__).bind(self, *args, **kwargs)
-            given.apply_defaults()
-            asked = dict(given.arguments)
-            asked.pop("self")
-            asked["enabled"] = asked["enabled"] and stage == 3 and not session.looks_only
+            bound = inspect.signature(original.__init__).bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            arguments.pop("self")
+            arguments["enabled"] = arguments["enabled"] and partitions
             for name in ("config_dict_or_path", "config"):
-                if asked.get(name) is not None:
-                    users, _ = _config_of({"args": None, "config": asked[name], "config_params": None})
-                    asked[name] = session.final(users or {}, own_optimizer=False)
-            super().__init__(**asked)
+                if (given := arguments.get(name)) is not None:
+                    arguments[name] = session.config.for_engine(read_config(given) or {}, has_optimizer=False)
+            super().__init__(**arguments)
 
-    return functools.wraps(real, updated=())(Init)
+    return functools.wraps(original, updated=())(Init)

@@ -12,7 +12,7 @@ import pytest
 from autods.cli import fit, plan, probe
 from autods.errors import InputError
 from autods.report.launch import launch_commands
-from autods.trial.script.run import _as_main
+from autods.trial.script.run import run_as_main
 from autods.workload import make_source
 from autods.workload.script_source import describe_launch
 from tests.support.reports import fitting_report
@@ -120,7 +120,7 @@ def test_it_runs_as_python_would_run_it(package, capsys, monkeypatch):
     monkeypatch.syspath_prepend(".")
     for name in [one for one in sys.modules if one.partition(".")[0] == "shop"]:
         monkeypatch.delitem(sys.modules, name)
-    _as_main(make_source(Path("module:shop.train"), kind="deepspeed"))
+    run_as_main(make_source(Path("module:shop.train"), kind="deepspeed"))
     assert capsys.readouterr().out == "__main__ shop tools\n"
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps are seen whichever way a script takes them."""
+"""Optimizer steps are seen however a script takes them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.trial.job import RankJob
-from autods.trial.script.engine_hooks import watch
+from autods.trial.script.engine_hooks import destroy_process_group, watch_engine
 from autods.trial.script.session import Session
-from autods.types import WorkloadSource
 from autods.workload import WorkloadError
+from tests.support.script_trials import script_job
 
 
 class Optimizer:
@@ -21,7 +20,7 @@ class Optimizer:
 
 
 class Engine:
-    """Of DeepSpeed, as far as it is watched; it steps its optimizer at each boundary."""
+    """Has what is watched of DeepSpeed's engine; it steps its optimizer at each boundary."""
 
     training = True
 
@@ -46,47 +45,49 @@ class Engine:
         self.done += 1
 
 
-class Seen(Session):
-    """A session that only notes the boundaries."""
+class BoundarySession(Session):
+    """Notes the boundaries only."""
 
-    def stepped(self, *, boundary):
+    def __init__(self, job):
+        super().__init__(job, slot=0, observer=lambda phase, step: None, leave=pytest.fail)
+        self.boundaries = []
+
+    def end_step(self, *, boundary):
         self._backwards = 0
-        self.stood_in.append(str(boundary))
+        self.boundaries.append(boundary)
 
 
-def watched(engine, **said):
-    source = WorkloadSource(kind="script", path="/train.py", name="train", digest="")
-    job = RankJob(job="train", source=source, device="cpu", folder="/f", scratch="/s", ds_config={}, **said)
-    session = Seen(job=job, slot=0, observer=lambda phase, step: None, leave=pytest.fail)
-    watch(engine, session)
+def watched(engine, **job):
+    session = BoundarySession(script_job(**job))
+    watch_engine(engine, session)
     return session
 
 
-def test_a_step_of_the_engine_is_seen_once_though_it_steps_its_optimizer():
+def test_an_engine_step_counts_once_though_it_steps_its_optimizer():
     engine = Engine(accumulation=2)
     session = watched(engine)
     for _ in range(4):
         engine.step()
-    assert session.stood_in == ["False", "True", "False", "True"]
+    assert session.boundaries == [False, True, False, True]
     assert engine.optimizer.steps == 2
 
 
-def test_a_step_of_the_optimizer_alone_is_one_too():
+def test_a_step_of_the_optimizer_alone_counts():
     engine = Engine()
     session = watched(engine)
     engine.optimizer.step()
-    assert session.stood_in == ["True"]
+    assert session.boundaries == [True]
     assert engine.optimizer.steps == 1
 
 
-def test_an_optimizers_step_stays_a_method_which_schedulers_wrap():
+def test_the_watched_optimizer_step_is_a_method():
     engine = Engine()
     watched(engine)
     assert engine.optimizer.step.__func__ is not Optimizer.step
     assert engine.optimizer.step.__self__ is engine.optimizer
 
 
-def test_a_script_that_never_steps_is_told_so():
+def test_a_script_that_never_steps_is_an_error():
     engine = Engine()
     watched(engine, accumulation=2)
     for _ in range(512):
@@ -95,11 +96,38 @@ def test_a_script_that_never_steps_is_told_so():
         engine.backward(SimpleNamespace())
 
 
-def test_a_script_that_accumulates_by_itself_is_let_through():
+def test_a_script_may_accumulate_by_itself():
     engine = Engine()
     session = watched(engine)
     for _ in range(3):
         for _ in range(200):
             engine.backward(SimpleNamespace())
         engine.step()
-    assert session.stood_in == ["True"] * 3
+    assert session.boundaries == [True] * 3
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens, in order, when a script of so many steps ends its process group, or a group of some ranks."""
+    happened: list[object] = []
+
+    def end_group(steps: int, *group: object) -> list[object]:
+        session = BoundarySession(script_job(exam="worst_case"))
+        session.engine, session.clock.times = object(), [0.1] * steps
+        destroy_process_group(session, happened.append, *group)
+        return happened
+
+    monkeypatch.setattr(Session, "finish_exam", lambda self: happened.append("exam"))
+    return end_group
+
+
+def test_an_exam_is_finished_before_the_process_group_ends(events):
+    assert events(3) == ["exam", None]
+
+
+def test_a_script_that_ended_too_early_has_no_exam(events):
+    assert events(0) == [None]
+
+
+def test_a_group_of_some_ranks_may_end_at_any_time(events):
+    assert events(3, "some ranks") == ["some ranks"]

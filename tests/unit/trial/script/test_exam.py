@@ -1,4 +1,4 @@
-"""What a parity trial of a script notes: the samples, the weights it begins with, and losses of whole steps."""
+"""A parity trial records its samples, its first weights and the losses of whole steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import Incomparable
-from autods.trial.script.exam import Parity
+from autods.trial.script.exam import LossRecorder
 
 ALONE = Ranks(rank=0, world_size=1, agree=bool, mean=float, wait=lambda: None)
 
@@ -18,47 +18,52 @@ def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
     return SimpleNamespace(module=torch.nn.Sequential(*layers), basic_optimizer=None)
 
 
-def marks(*batches: object, draws: bool = False) -> str | None:
-    parity = Parity(ALONE)
+def sample_mark(*batches: object, draws: bool = False) -> str | None:
+    recorder = LossRecorder(ALONE)
     for batch in batches:
-        parity.forward((), {"batch": batch})
+        recorder.begin_forward((), {"batch": batch})
         if draws:
             torch.rand(1)
-        parity.forwarded()
-    samples: str | None = parity.said()["samples"]
+        recorder.end_forward()
+    samples: str | None = recorder.describe()["samples"]
     return samples
 
 
-def test_the_mark_of_the_samples_tells_values_shapes_and_order_apart():
+def test_samples_differ_by_values_shapes_and_order():
     ones, twos = torch.ones(4, 8), torch.full((4, 8), 2.0)
-    assert marks(ones, twos) == marks(ones.clone(), twos.clone())
-    others = (marks(twos, ones), marks(ones), marks(ones.reshape(8, 4), twos), marks(ones.to(torch.bfloat16), twos))
-    assert len({marks(ones, twos), *others}) == 5
+    assert sample_mark(ones, twos) == sample_mark(ones.clone(), twos.clone())
+    others = (
+        sample_mark(twos, ones),
+        sample_mark(ones),
+        sample_mark(ones.reshape(8, 4), twos),
+        sample_mark(ones.to(torch.bfloat16), twos),
+    )
+    assert len({sample_mark(ones, twos), *others}) == 5
 
 
-def test_samples_of_any_kind_of_number_have_a_mark():
+def test_samples_may_have_any_dtype():
     for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float64):
-        assert marks(torch.ones(3, dtype=dtype)) is not None
-    assert marks({"ids": [torch.ones(2)], "name": "x"}, torch.tensor(1.0), torch.empty(0)) is not None
+        assert sample_mark(torch.ones(3, dtype=dtype)) is not None
+    assert sample_mark({"ids": [torch.ones(2)], "name": "x"}, torch.tensor(1.0), torch.empty(0)) is not None
 
 
-def test_where_the_engine_was_given_no_tensor_there_is_no_mark():
-    assert marks("text") is None
+def test_without_tensors_the_samples_are_unknown():
+    assert sample_mark("text") is None
 
 
-def test_random_numbers_count_where_the_forward_draws_them():
+def test_random_numbers_that_a_forward_draws_are_samples():
     torch.manual_seed(1)
-    first = marks(torch.ones(1), draws=True)
-    other = marks(torch.ones(1), draws=True)
+    first = sample_mark(torch.ones(1), draws=True)
+    other = sample_mark(torch.ones(1), draws=True)
     torch.manual_seed(1)
-    assert marks(torch.ones(1), draws=True) == first != other
-    assert marks(torch.ones(1)) == marks(torch.ones(1))  # the state alone says nothing
+    assert sample_mark(torch.ones(1), draws=True) == first != other
+    assert sample_mark(torch.ones(1)) == sample_mark(torch.ones(1))  # the state alone says nothing
 
 
-def test_weights_in_parts_add_up_to_the_whole_and_padding_is_left_out():
+def test_partitioned_weights_add_up_without_padding():
     whole = torch.nn.Linear(5, 3, bias=False)
-    parity = Parity(ALONE)
-    parity.began(engine_of(whole))
+    recorder = LossRecorder(ALONE)
+    recorder.start(engine_of(whole))
     parts = []
     for rank in range(2):
         part = torch.full((8,), 1e9)
@@ -67,38 +72,40 @@ def test_weights_in_parts_add_up_to_the_whole_and_padding_is_left_out():
         part.ds_numel = 8
         held = torch.nn.Linear(5, 3, bias=False)
         held.weight.ds_tensor, held.weight.ds_numel = part, 15
-        shared = Parity(Ranks(rank=rank, world_size=2, agree=bool, mean=lambda value: value / 2, wait=lambda: None))
-        shared.began(engine_of(held))
+        shared = LossRecorder(
+            Ranks(rank=rank, world_size=2, agree=bool, mean=lambda value: value / 2, wait=lambda: None)
+        )
+        shared.start(engine_of(held))
         parts.append(shared.weights)
-    assert sum(parts) == pytest.approx(parity.weights, rel=1e-12)
+    assert sum(parts) == pytest.approx(recorder.weights, rel=1e-12)
 
 
-def test_weights_on_nvme_are_not_seen():
+def test_weights_on_nvme_are_unknown():
     model = torch.nn.Linear(2, 2)
     model.weight.ds_tensor = SimpleNamespace(final_location="OffloadDeviceEnum.nvme")
-    parity = Parity(ALONE)
-    parity.began(engine_of(model))
-    assert parity.weights is None
+    recorder = LossRecorder(ALONE)
+    recorder.start(engine_of(model))
+    assert recorder.weights is None
 
 
-def test_dropout_is_off():
+def test_dropout_is_turned_off():
     dropout = torch.nn.Dropout(0.5)
-    Parity(ALONE).began(engine_of(torch.nn.Linear(2, 2), dropout))
+    LossRecorder(ALONE).start(engine_of(torch.nn.Linear(2, 2), dropout))
     assert dropout.p == 0
 
 
-def test_layers_of_experts_are_not_compared():
+def test_mixtures_of_experts_are_not_compared():
     class MoE(torch.nn.Module):
         num_experts = 4
 
     with pytest.raises(Incomparable, match="an expert drops tokens"):
-        Parity(ALONE).began(engine_of(MoE()))
+        LossRecorder(ALONE).start(engine_of(MoE()))
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches():
-    parity = Parity(ALONE)
+    recorder = LossRecorder(ALONE)
     for losses in ((4.0, 2.0), (1.0, None, 2.0), (None,)):
         for loss in losses:
-            parity.lost(loss)
-        parity.stepped()
-    assert parity.losses == [3.0, 1.5]
+            recorder.add_loss(loss)
+        recorder.end_step()
+    assert recorder.losses == [3.0, 1.5]
