@@ -118,11 +118,11 @@ class Unusual:
         self._recomputes: bool | None = None
 
     def __call__(self, trial: Trial) -> str:
-        from ..tuner.candidates import unusual
+        from ..tuner.candidates import unusual_knobs
 
         if self._recomputes is None:
             self._recomputes = trial.knobs.checkpointing
-        return unusual(trial.knobs, recomputes=self._recomputes)
+        return unusual_knobs(trial.knobs, recomputes=self._recomputes)
 
 
 def _question(settings: Settings) -> Event:

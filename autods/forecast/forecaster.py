@@ -1,4 +1,4 @@
-"""Forecasts of a fit's trials, corrected by what its trials measured; `tuner.forecasts.Foresight` for real."""
+"""Forecasts of a fit's trials, corrected by what its trials measured; `tuner.forecasts.Forecaster` for real."""
 
 from __future__ import annotations
 

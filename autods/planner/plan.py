@@ -18,7 +18,7 @@ from ..forecast.values import ForecastListener, Simulator, Start
 from ..report.results import Forecast, SiteForecast
 from ..requests import Question, Site, plan_with_workloads_config
 from ..system.host import installed_versions
-from ..tuner.candidates import unforeseeable
+from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
 from .simulate import Sizing, Work, checkpointing_of, forecast_rung, groups_of
 
@@ -132,7 +132,7 @@ def _of_allocator(conf: AllocConf) -> tuple[str, ...]:
 def _of_site(work: Work, site: Site) -> SiteForecast:
     said = (work.found.get((site.machine.name, rung.name)) for rung in work.question.ladder)
     rungs = tuple(forecast for forecast in said if forecast is not None)
-    reason = unforeseeable(work.facts)
+    reason = why_not_forecast(work.facts)
     to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
     return SiteForecast(site=site, rungs=rungs, to_try=to_try)
 

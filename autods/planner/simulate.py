@@ -18,7 +18,7 @@ from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import Ask, Engine, Forecasted, ForecastListener, RungForecast, Simulated, Simulating, Simulator
 from ..forecast.verdict import judged
 from ..requests import Question, Site
-from ..tuner.candidates import refusal_of, unforeseeable
+from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Tier
 
@@ -74,9 +74,9 @@ def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizin
     """The engine of a rung there, or why it does not apply."""
     reason = (
         site.problem
-        or refusal_of(rung, facts, site.world_size)
+        or refusal_reason(rung, facts, site.world_size)
         or _why_not(rung, site, question)
-        or unforeseeable(facts)
+        or why_not_forecast(facts)
     )
     if reason is not None:
         return RungForecast(rung=rung.name, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)

@@ -11,7 +11,7 @@ from ..journal import History, Journal, trial_key
 from ..report import text
 from ..report.results import Capacity, CellResult, CellStatus
 from ..schema import read_as
-from ..tuner.trials import accumulation_for, asked, fits_well
+from ..tuner.trials import accumulation_for, fits_well, run_with_retry
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Trial
 from ..units import format_bytes
 from .forecasts import NOT_SIMULATED, Facts, Forecasts, Foreseen, Simulators, sizes_of
@@ -51,7 +51,7 @@ class Boundary:
         knobs = replace(self.trial.knobs, micro_batch=size)
         if self.global_batch is not None:
             knobs = replace(knobs, accumulation=accumulation_for(self.global_batch, size, self.ranks))
-        record = asked(replace(self.trial, knobs=knobs), self.run)[-1]
+        record = run_with_retry(replace(self.trial, knobs=knobs), self.run)[-1]
         self.seen[size] = record
         return record
 

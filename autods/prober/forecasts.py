@@ -16,7 +16,7 @@ from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import Ask, RungForecast, Simulator, Start
 from ..forecast.verdict import judged
 from ..requests import NVME_PLACE
-from ..tuner.candidates import unforeseeable
+from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
 from ..types import Device, Knobs, ModelFacts, Scalar, Tier, Trial, WorkloadSource
 from ..workload.conditions import apply_conditions, apply_to_source
@@ -117,7 +117,7 @@ class Forecasts:
     def _one(self, simulator: Simulator, cell: Cell) -> Foreseen:
         assert cell.trial is not None
         trial = cell.trial
-        if (reason := unforeseeable(self.facts(trial.conditions))) is not None:
+        if (reason := why_not_forecast(self.facts(trial.conditions))) is not None:
             return Foreseen(largest=None, reason=f"{NOT_SIMULATED}: {reason}")
         ask = self._ask(trial)
         sizes = sizes_of(self.question, trial, self.facts(trial.conditions))

@@ -16,7 +16,7 @@ from ..journal import History, Journal, trial_key
 from ..report.probe_view import format_value
 from ..requests import Settings, with_workloads_config
 from ..schema import read_as
-from ..tuner.candidates import check_ranks, refusal_of
+from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import ENV, apply_conditions, apply_to_source, is_condition
@@ -178,7 +178,7 @@ def _why_not(
 ) -> str | None:
     """Why it cannot be run; None: it can."""
     settings = question.settings
-    if (reason := refusal_of(rung, facts, settings.gpus)) is not None:
+    if (reason := refusal_reason(rung, facts, settings.gpus)) is not None:
         return reason
     if rung.needs_nvme_path and settings.nvme_path is None:
         return "no --nvme-path was given"

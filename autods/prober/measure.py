@@ -15,8 +15,8 @@ from ..events import Listener, Note
 from ..journal import trial_key
 from ..report import text
 from ..report.results import CellResult, CellStatus
-from ..tuner.comparison import ratios, spread_of
-from ..tuner.trials import LASTING
+from ..tuner.comparison import estimate_ratios, relative_spread
+from ..tuner.trials import PERMANENT_ACTIONS
 from ..types import Failed, Fit, ModelFacts, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
 from .grid import Cell
 
@@ -49,7 +49,7 @@ def compared(
         return dict(results), None
     rates = {number: _rates(records[number], by_tokens=by_tokens) for number in fitting}
     within = {number: _within(records[number]) for number in fitting}
-    found = ratios(rates, fitting[0], within=within)
+    found = estimate_ratios(rates, fitting[0], within=within)
     return {number: replace(result, ratio=found.get(number)) for number, result in results.items()}, fitting[0]
 
 
@@ -72,7 +72,7 @@ def _may_change(record: Record) -> bool:
         case OutOfMemory():
             return False
         case Failed(failure=failure, action=action):
-            return failure != "toolchain" and action not in LASTING
+            return failure != "toolchain" and action not in PERMANENT_ACTIONS
 
 
 def result_of(cell: Cell, records: Sequence[Record]) -> CellResult:
@@ -96,7 +96,7 @@ def result_of(cell: Cell, records: Sequence[Record]) -> CellResult:
         unheeded=cell.unheeded,
         samples_per_second=median(rates) if rates else None,
         tokens_per_second=median(tokens) if tokens else None,
-        spread=spread_of(rates),
+        spread=relative_spread(rates),
         repeats=len(fits),
         step_s=median([median(fit.step_s) for fit in fits]) if fits else None,
         sent_bytes=max((fit.communication.sent_bytes for fit in fits if fit.communication is not None), default=None),

@@ -11,8 +11,15 @@ from statistics import median
 from ..config.profiles import GrowLimits
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps, Trial, first_line
 from ..units import format_bytes
-from .forecasts import BLIND, Foresight
-from .trials import accumulation_for, asked, fits_within, micro_batches, paced, samples_per_second
+from .forecasts import NO_FORECASTER, Forecaster
+from .trials import (
+    accumulation_for,
+    fit_steps_to_budget,
+    fits_within,
+    micro_batches,
+    run_with_retry,
+    samples_per_second,
+)
 
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
 _BEFORE_THE_BEND = 4  # the same while the peak has not begun to grow
@@ -322,7 +329,7 @@ _AS_SURELY = 1.15  # times; where other trials hardly time more steps than that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class GrowthRules:
     """What holds for every climb of a fit. grows: False leaves the micro batch at the smallest."""
 
     run: Run
@@ -331,7 +338,7 @@ class Rules:
     usable_bytes: float
     world_size: int
     global_batch: int | None
-    foresight: Foresight = BLIND
+    forecaster: Forecaster = NO_FORECASTER
     score: Callable[[Record], float] = samples_per_second
     grows: bool = True
 
@@ -343,7 +350,7 @@ class Rules:
 
 
 @dataclass(slots=True, kw_only=True)
-class Climb:
+class Growth:
     """One config's climb.
 
     first: its trial at micro batch 1, or the smallest that can be trained. walked: that trial's record where it
@@ -351,7 +358,7 @@ class Climb:
     of another config of the same model, by which the length of steps is guessed until they are measured.
     """
 
-    rules: Rules
+    rules: GrowthRules
     first: Trial
     walked: Record | None = None
     records: list[Record] = field(default_factory=list)
@@ -369,7 +376,7 @@ class Climb:
         """What is known of its memory; something must have fitted."""
         return survey(self.seen, self.rules.usable_bytes)
 
-    def goes_on(self) -> bool:
+    def try_next(self) -> bool:
         """Run one more trial; False when there is nothing more to try, and `stop` says why."""
         choice = self._choose()
         if isinstance(choice, Stop):
@@ -380,7 +387,7 @@ class Climb:
 
     def ends(self) -> None:
         """Climb to the end. The smallest is timed when nothing larger was, or when the smallest timed is fastest."""
-        while self.stop is None and self.goes_on():
+        while self.stop is None and self.try_next():
             pass
         if self._worth_timing_the_first():
             self.measure(self.first.knobs.micro_batch)
@@ -390,15 +397,15 @@ class Climb:
         most = replace(self.rules.limits, most_trials=len(self.records) + trials)
         self.rules = replace(self.rules, steps=steps, limits=most)
         self.stop = None
-        while self.stop is None and self.goes_on():
+        while self.stop is None and self.try_next():
             pass
 
     def measure(self, micro_batch: int) -> Record:
         """One micro batch, timed, with the global batch kept."""
         knobs = replace(self.first.knobs, micro_batch=micro_batch, accumulation=self.accumulation(micro_batch))
-        steps = paced(self.rules.steps, self.expected_s(micro_batch), least=2)
+        steps = fit_steps_to_budget(self.rules.steps, self.expected_s(micro_batch), least=2)
         trial = replace(self.first, knobs=knobs, purpose="grow", steps=steps, repeat=0)
-        self.records.extend(asked(trial, self.rules.run))
+        self.records.extend(run_with_retry(trial, self.rules.run))
         return self.records[-1]
 
     def accumulation(self, micro_batch: int) -> int:
@@ -424,12 +431,12 @@ class Climb:
         known = (*step_seconds(self.seen).values(), *step_seconds(self.like).values())
         return max(self.rules.steps.budget_s, _LONGER_STEPS * min(known, default=0.0))
 
-    def foreseen(self) -> int | None:
+    def forecast_limit(self) -> int | None:
         """The largest micro batch that the forecast lets in; None when it cannot say."""
         if not self._foreseen:
             knobs = replace(self.first.knobs, accumulation=self.accumulation(1))
             trial = replace(self.first, knobs=knobs, purpose="grow", steps=self.rules.steps, repeat=0)
-            self._foreseen.append(self.rules.foresight.largest(trial, self.rules.sizes, self.rules.usable_bytes))
+            self._foreseen.append(self.rules.forecaster.largest(trial, self.rules.sizes, self.rules.usable_bytes))
         return self._foreseen[0]
 
     def eligible(self) -> list[Record]:
@@ -478,7 +485,7 @@ class Climb:
         """The forecast's micro batch: to begin with, and as long as measured peaks say nothing of how they grow."""
         if self.records and (not self._foreseen or not math.isinf(ground.allowed() or 0.0)):
             return None
-        most = self.foreseen() or 0
+        most = self.forecast_limit() or 0
         if not self.records and self.rules.global_batch is None:
             most = min(most, _FIRST_LOOK)  # a thousand samples may fit, and speed have come to its end at twenty
         return max((size for size in ground.between(self.rules.sizes) if size <= most), default=None)
@@ -518,7 +525,7 @@ def _along(times: Mapping[int, float], micro_batch: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grown:
+class GrowthResult:
     """What growing found.
 
     best: the fastest timed trial. largest_micro_batch: the largest seen to fit with the headroom.
@@ -532,30 +539,30 @@ class Grown:
     reason: str
 
 
-def grow(winner: Record, rules: Rules) -> Grown:
+def grow(winner: Record, rules: GrowthRules) -> GrowthResult:
     """Grow from the walk's winner (micro batch 1, not timed) within the usable memory of the device.
 
     It begins at the micro batch that the forecast lets in, and goes on by what trials measure.
     """
-    return grown_by(climbed(winner, rules))
+    return growth_result(grow_fully(winner, rules))
 
 
-def climbed(winner: Record, rules: Rules) -> Climb:
+def grow_fully(winner: Record, rules: GrowthRules) -> Growth:
     """The climb of the walk's winner, ended."""
-    climb = Climb(rules=rules, first=winner.trial, walked=winner)
-    climb.ends()
-    return climb
+    growth = Growth(rules=rules, first=winner.trial, walked=winner)
+    growth.ends()
+    return growth
 
 
-def grown_by(climb: Climb) -> Grown:
+def growth_result(growth: Growth) -> GrowthResult:
     """What a climb that ended with something that fits has found."""
-    best = climb.best()
+    best = growth.best()
     assert best is not None
-    assert climb.stop is not None
-    return Grown(
+    assert growth.stop is not None
+    return GrowthResult(
         best=best,
-        records=tuple(climb.records),
-        largest_micro_batch=climb.ground.good,
-        largest_is_limit=climb.stop.is_limit,
-        reason=climb.stop.reason,
+        records=tuple(growth.records),
+        largest_micro_batch=growth.ground.good,
+        largest_is_limit=growth.stop.is_limit,
+        reason=growth.stop.reason,
     )

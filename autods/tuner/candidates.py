@@ -40,7 +40,7 @@ _REFUSALS = (
 _FIXED_BY_EXPERTS = ("zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter")
 
 
-def refusal_of(rung: Rung, facts: ModelFacts, world_size: int) -> str | None:
+def refusal_reason(rung: Rung, facts: ModelFacts, world_size: int) -> str | None:
     """Why this rung is not for this model on so many ranks, or None."""
     for refusal in _REFUSALS:
         if refusal.has(facts) and rung.stage in refusal.stages:
@@ -55,21 +55,21 @@ def refusal_of(rung: Rung, facts: ModelFacts, world_size: int) -> str | None:
     return None
 
 
-def tunable(rung: Rung, facts: ModelFacts) -> Rung:
+def without_fixed_keys(rung: Rung, facts: ModelFacts) -> Rung:
     """The rung without the keys that DeepSpeed lets nobody change for this model."""
     if not facts.experts:
         return rung
     return replace(rung, tune={key: dimension for key, dimension in rung.tune.items() if key not in _FIXED_BY_EXPERTS})
 
 
-def unforeseeable(facts: ModelFacts) -> str | None:
+def why_not_forecast(facts: ModelFacts) -> str | None:
     """Why nobody can forecast this model's memory, or None."""
     if facts.pipeline_stages:
         return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
     return None
 
 
-def idle(facts: ModelFacts, global_batch: int | None) -> str | None:
+def idle_stages_warning(facts: ModelFacts, global_batch: int | None) -> str | None:
     """What a pipeline loses without a global batch: a step then has one micro batch, which its stages wait for."""
     if facts.pipeline_stages < 2 or global_batch is not None:
         return None
@@ -108,7 +108,7 @@ class Candidate:
     pinned: tuple[str, ...] = ()
 
 
-def candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
+def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
     """One per rung of the ladder, fastest first. op_problems: op → why it cannot be built here."""
     return tuple(_candidate(rung, settings, facts, op_problems) for rung in settings.ladder)
 
@@ -136,7 +136,7 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
     return Candidate(
         rung=rung,
         knobs=knobs,
-        skip=refusal_of(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
+        skip=refusal_reason(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
         ops=ops,
         pinned=tuple(key for key in _PINS if get_key(config, key) is True),
     )
@@ -166,12 +166,12 @@ def in_precision(candidate: Candidate, precision: str) -> Candidate:
     return replace(candidate, knobs=replace(candidate.knobs, settings=settings))
 
 
-def name_of(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
+def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
     """What people read: the rung, and what is unusual. recomputes: the model can recompute its activations."""
-    return f"{rung} {unusual(knobs, recomputes=recomputes or knobs.checkpointing)}".rstrip()
+    return f"{rung} {unusual_knobs(knobs, recomputes=recomputes or knobs.checkpointing)}".rstrip()
 
 
-def unusual(knobs: Knobs, *, recomputes: bool) -> str:
+def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
     """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where the usual trials do not."""
     precision = _precision(knobs.settings)
     said = [f"in {precision}"] if precision else []

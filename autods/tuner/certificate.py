@@ -63,12 +63,12 @@ class Certificate:
     not_checked: tuple[str, ...] = ()
 
 
-def as_json(certificate: Certificate) -> dict[str, Any]:
+def certificate_to_json(certificate: Certificate) -> dict[str, Any]:
     """Plain values, for "certificate" of report.json."""
     return asdict(certificate)
 
 
-def read_off(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certificate:
+def certificate_of_exam(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certificate:
     """The certificate by the worst case alone, of an exam that did not run short of memory."""
     match exam.outcome:
         case Fit() as fit:
@@ -77,10 +77,10 @@ def read_off(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certific
             certificate = _of_failure(failure, exam.trial.steps)
         case short:
             certificate = Certificate(passed=False, failures=(f"the longest batch ran out of {short.tier} memory",))
-    return settled(certificate)
+    return with_verdict(certificate)
 
 
-def settled(certificate: Certificate) -> Certificate:
+def with_verdict(certificate: Certificate) -> Certificate:
     """With `passed` as its parts say."""
     return replace(certificate, passed=not (certificate.failures or certificate.not_checked))
 

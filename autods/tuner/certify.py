@@ -9,21 +9,21 @@ from itertools import chain
 from ..config.base_config import precision_name
 from ..types import Failed, Fit, Record, Run, Steps, Trial, failed_after_the_steps
 from .candidates import Candidate
-from .certificate import Certificate, read_off, settled
-from .context import Means
-from .exams import Exams, grows_with_the_batch, is_short, next_micro_batch, usual_line, what_happened
-from .ladder_walk import tried
-from .loss_parity import Compared, compare, is_same_maths
-from .optuna_search import Tuned
-from .race import Raced
-from .trials import accumulation_for, fits_well, fits_within, micro_batches, paced, step_s_of
+from .certificate import Certificate, certificate_of_exam, with_verdict
+from .context import FitContext
+from .exams import Exams, grows_with_the_batch, lacks_memory_on_device, next_micro_batch, usual_line, what_happened
+from .ladder_walk import try_rung
+from .loss_parity import ParityResult, compare_losses, is_same_maths
+from .optuna_search import TuneResult
+from .race import RaceResult
+from .trials import accumulation_for, fit_steps_to_budget, fits_well, fits_within, median_step_s, micro_batches
 
 _WAYS_UP = 2  # exams of larger micro batches than one that holds
 _LEAST_STEPS = 2  # after the first: states that the optimizer makes lie there from the second on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ProvenConfig:
     """A config that is not short of memory on the longest batch: its timed trial and its exam."""
 
     best: Record
@@ -31,7 +31,7 @@ class Held:
 
 
 @dataclass(slots=True, kw_only=True)
-class Holding:
+class ExamSearch:
     """A search under way. known: trials that were run before, the winner first. short: answers that did not hold.
 
     reserve: how many of the exams' trials what follows will need. longest_ratio: see `next_micro_batch`. backed_off:
@@ -54,7 +54,7 @@ class Holding:
     def usable_bytes(self) -> float:
         return self.limit_bytes * (1 - self.headroom)
 
-    def hold(self, config: Trial) -> Held | None:
+    def hold(self, config: Trial) -> ProvenConfig | None:
         """The config at the largest micro batch that holds, from its own down. None: none does, or trials are spent.
 
         An exam that fails of something else than memory holds: backing off would not hint it.
@@ -63,14 +63,14 @@ class Holding:
         while (exam := self._examined(config)) is not None:
             size = exam.trial.knobs.micro_batch
             answer: Record | None = exam
-            if not (short := is_short(exam.outcome, self.limit_bytes)):
+            if not (short := lacks_memory_on_device(exam.outcome, self.limit_bytes)):
                 exam = self._larger(exam, shorts)
                 size = exam.trial.knobs.micro_batch
                 answer = self._timed(self.timing(exam.trial))
             if answer is None:
                 return None
             if not short and (answer is self.known[0] or fits_well(answer)):
-                return Held(best=answer, exam=exam)
+                return ProvenConfig(best=answer, exam=exam)
             self.short.append(answer)
             # An exam that held before its timing ran short puts an end to the search from above.
             shorts = [*shorts, size] if short else [size]
@@ -113,7 +113,7 @@ class Holding:
         first, knobs = self.known[0], config.knobs
         samples = knobs.micro_batch * knobs.accumulation
         more = samples / (first.trial.knobs.micro_batch * first.trial.knobs.accumulation)
-        steps = paced(self.steps, step_s_of(first) * more * self.longest_ratio, least=_LEAST_STEPS)
+        steps = fit_steps_to_budget(self.steps, median_step_s(first) * more * self.longest_ratio, least=_LEAST_STEPS)
         return self.exams.ask(replace(config, purpose="certify", exam="worst_case", steps=steps, repeat=0))
 
     def _timed(self, config: Trial) -> Record | None:
@@ -138,7 +138,11 @@ class Holding:
             if following is None or self.exams.left < self.reserve + 2:  # one is kept for the timing
                 break
             answer = self._examined(self.timing(exam.trial, following))
-            if answer is None or not isinstance(answer.outcome, Fit) or is_short(answer.outcome, self.limit_bytes):
+            if (
+                answer is None
+                or not isinstance(answer.outcome, Fit)
+                or lacks_memory_on_device(answer.outcome, self.limit_bytes)
+            ):
                 above.insert(0, following)
                 continue
             self.backed_off.append(f"{exam.trial.rung} from micro batch {size} up to {following}: it holds, too")
@@ -166,7 +170,7 @@ _COMPARISON = 2  # trials: the config and the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certified:
+class CertifyResult:
     """What certifying found.
 
     best: a timed trial of the config to take. records: all trials that were run for it, in order. reason: a sentence.
@@ -196,7 +200,7 @@ def certify(
     alike: bool = False,
     longest_ratio: float = 1.0,
     seen: Sequence[Record] = (),
-) -> Certified:
+) -> CertifyResult:
     """Prove the winner, or what has to be taken instead, in at most `most_trials` trials.
 
     Where memory runs short on the longest batch, the micro batch shrinks; where none holds, the next of `alternates`
@@ -207,7 +211,7 @@ def certify(
     counted here. longest_ratio: elements of a sample of the longest batch by those of a usual one; 1: unknown.
     seen: all trials of the fit; they say how memory grows, and stand for timings.
     """
-    holding = Holding(
+    search = ExamSearch(
         known=(winner, *alternates, *(() if reference is None else (reference,)), *seen),
         exams=Exams(run=run, most_trials=most_trials),
         steps=steps,
@@ -218,53 +222,61 @@ def certify(
         reserve=0 if reference is None or is_same_maths(winner.trial, reference.trial) else _COMPARISON,
         longest_ratio=longest_ratio,
     )
-    parting: tuple[Held, Compared, tuple[str, ...]] | None = None  # holds, but its losses are not the reference's
-    for config in _configs(winner, chain(alternates, leaner), holding):
-        if (held := holding.hold(config)) is None:
+    parting: tuple[ProvenConfig, ParityResult, tuple[str, ...]] | None = (
+        None  # holds, but its losses are not the reference's
+    )
+    for config in _configs(winner, chain(alternates, leaner), search):
+        if (held := search.hold(config)) is None:
             continue
-        said = Compared() if reference is None else _compared(held, reference, holding, parity_steps, tolerance, alike)
-        backed_off = tuple(holding.backed_off)
+        said = (
+            ParityResult() if reference is None else _compared(held, reference, search, parity_steps, tolerance, alike)
+        )
+        backed_off = tuple(search.backed_off)
         if said.taken_back is None:
-            return _certified(held, said, holding, backed_off)
-        holding.backed_off.append(said.changed)
-        if (without := holding.hold(holding.timing(said.taken_back))) is not None:
-            return _certified(without, Compared(parity=said.without), holding, tuple(holding.backed_off))
+            return _certified(held, said, search, backed_off)
+        search.backed_off.append(said.changed)
+        if (without := search.hold(search.timing(said.taken_back))) is not None:
+            return _certified(without, ParityResult(parity=said.without), search, tuple(search.backed_off))
         unproven = replace(said, failure=f"{said.failure}; without it, the config was not seen to hold")
         parting = parting or (held, unproven, backed_off)
     if parting is not None:
         held, said, backed_off = parting
-        return _certified(held, said, holding, backed_off)
-    return _none_holds(winner, holding)
+        return _certified(held, said, search, backed_off)
+    return _none_holds(winner, search)
 
 
-def _configs(winner: Record, others: Iterator[Record], holding: Holding) -> Iterator[Trial]:
+def _configs(winner: Record, others: Iterator[Record], search: ExamSearch) -> Iterator[Trial]:
     """The winner, then what may hold although all before did not."""
     yield winner.trial
     before = winner.trial
-    while holding.exams.left > 0 and (record := next(others, None)) is not None:
-        config = holding.timing(record.trial)
+    while search.exams.left > 0 and (record := next(others, None)) is not None:
+        config = search.timing(record.trial)
         usual = record.trial.limited and record.trial.exam is None
-        if usual and fits_well(record) and not holding.rules_out(config):
-            holding.backed_off.append(f"from {_name(before)} to {_name(config)}: {holding.last_said()}")
+        if usual and fits_well(record) and not search.rules_out(config):
+            search.backed_off.append(f"from {_name(before)} to {_name(config)}: {search.last_said()}")
             yield config
             before = config
 
 
-def _compared(held: Held, reference: Record, holding: Holding, steps: Steps, tolerance: float, alike: bool) -> Compared:
-    return compare(
+def _compared(
+    held: ProvenConfig, reference: Record, search: ExamSearch, steps: Steps, tolerance: float, alike: bool
+) -> ParityResult:
+    return compare_losses(
         held.best.trial,
         reference,
-        holding.exams,
-        steps=paced(steps, step_s_of(held.best), least=_LEAST_COMPARED),
+        search.exams,
+        steps=fit_steps_to_budget(steps, median_step_s(held.best), least=_LEAST_COMPARED),
         tolerance=tolerance,
-        limit_bytes=holding.limit_bytes,
+        limit_bytes=search.limit_bytes,
         alike=alike,
     )
 
 
-def _certified(held: Held, said: Compared, holding: Holding, backed_off: tuple[str, ...]) -> Certified:
-    exam = read_off(held.exam, limit_bytes=holding.limit_bytes, usable_bytes=holding.usable_bytes)
-    certificate = settled(
+def _certified(
+    held: ProvenConfig, said: ParityResult, search: ExamSearch, backed_off: tuple[str, ...]
+) -> CertifyResult:
+    exam = certificate_of_exam(held.exam, limit_bytes=search.limit_bytes, usable_bytes=search.usable_bytes)
+    certificate = with_verdict(
         replace(
             exam,
             parity=said.parity,
@@ -273,33 +285,33 @@ def _certified(held: Held, said: Compared, holding: Holding, backed_off: tuple[s
             not_checked=exam.not_checked + _present(said.not_checked),
         )
     )
-    return _with_reason(held.best, certificate, holding)
+    return _with_reason(held.best, certificate, search)
 
 
-def _none_holds(winner: Record, holding: Holding) -> Certified:
+def _none_holds(winner: Record, search: ExamSearch) -> CertifyResult:
     """The winner as it was found, and why nothing is proven of it."""
-    rung = holding.short[-1].trial.rung if holding.short else ""
-    failure = f"no config was found that holds: {rung}, {holding.last_said()}" if rung else None
-    spent = f"no config was proven: {holding.exams.spent}" if holding.exams.left < 1 else None
+    rung = search.short[-1].trial.rung if search.short else ""
+    failure = f"no config was found that holds: {rung}, {search.last_said()}" if rung else None
+    spent = f"no config was proven: {search.exams.spent}" if search.exams.left < 1 else None
     certificate = Certificate(
         passed=False,
-        backed_off=tuple(holding.backed_off),
+        backed_off=tuple(search.backed_off),
         failures=_present(failure),
         not_checked=_present(spent),
     )
-    return _with_reason(winner, certificate, holding)
+    return _with_reason(winner, certificate, search)
 
 
-def _with_reason(best: Record, certificate: Certificate, holding: Holding) -> Certified:
-    first = holding.known[0].trial
+def _with_reason(best: Record, certificate: Certificate, search: ExamSearch) -> CertifyResult:
+    first = search.known[0].trial
     proven = f"{_name(best.trial)} holds on the longest batch, in evaluation, and when a checkpoint is saved and loaded"
     instead = ""
-    if certificate.backed_off and best is not holding.known[0]:
+    if certificate.backed_off and best is not search.known[0]:
         same = _name(best.trial) == _name(first)
         instead = f"; {certificate.backed_off[-1]}" if same else f"; taken instead of {_name(first)}"
     wrong = "; ".join((*certificate.failures, *certificate.not_checked))
     reason = (proven if certificate.passed else wrong) + instead
-    return Certified(best=best, certificate=certificate, records=tuple(holding.exams.records), reason=reason)
+    return CertifyResult(best=best, certificate=certificate, records=tuple(search.exams.records), reason=reason)
 
 
 def _name(config: Trial) -> str:
@@ -316,34 +328,34 @@ def _present(sentence: str | None) -> tuple[str, ...]:
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
 
-def certified_from(
-    tuned: Tuned, raced: Raced, reference: Record, untried: Sequence[Candidate], means: Means
-) -> Certified | None:
+def certify_winner(
+    tuned: TuneResult, raced: RaceResult, reference: Record, untried: Sequence[Candidate], context: FitContext
+) -> CertifyResult | None:
     """reference: the walk's winner. untried: rungs that may hold where nothing that is known does. None: not wanted."""
-    settings, limits = means.settings, means.settings.profile.certify
+    settings, limits = context.settings, context.settings.profile.certify
     if limits.most_trials < 1:
         return None
     return certify(
         tuned.best,
-        lambda trial: _examined(trial, means),
+        lambda trial: _examined(trial, context),
         alternates=(raced.best, *raced.others),
-        reference=_largest(reference, means) if limits.parity is not None else None,
+        reference=_largest(reference, context) if limits.parity is not None else None,
         steps=limits.steps,
         parity_steps=limits.parity or limits.steps,
         tolerance=max(TOLERANCE[one] for one in (precision_name(settings.base), *settings.precisions)),
         limit_bytes=settings.device_bytes,
         headroom=settings.profile.headroom,
-        world_size=means.world_size,
+        world_size=context.world_size,
         global_batch=settings.global_batch,
         most_trials=limits.most_trials,
-        longest_ratio=means.facts.longest_ratio,
-        seen=tuple(means.memory.records),
-        leaner=_leaner(untried if settings.profile.race.stop == "first-fit" else (), means),
+        longest_ratio=context.facts.longest_ratio,
+        seen=tuple(context.memory.records),
+        leaner=_leaner(untried if settings.profile.race.stop == "first-fit" else (), context),
         alike=settings.source.kind == "script",
     )
 
 
-def _largest(plain: Record, means: Means) -> Record:
+def _largest(plain: Record, context: FitContext) -> Record:
     """The same config at the largest micro batch that is known to fit: it trains on the winner's samples, and at micro
     batch 1 that would take many times as long."""
 
@@ -352,21 +364,21 @@ def _largest(plain: Record, means: Means) -> Record:
         usual = replace(record.trial, purpose="walk", steps=plain.trial.steps, repeat=0)
         return replace(usual, knobs=knobs)
 
-    alike = [one for one in means.memory.records if cut(one) == cut(plain) and fits_within(one, means.usable_bytes)]
+    alike = [one for one in context.memory.records if cut(one) == cut(plain) and fits_within(one, context.usable_bytes)]
     return max([plain, *alike], key=lambda one: one.trial.knobs.micro_batch)
 
 
-def _examined(trial: Trial, means: Means) -> Record:
+def _examined(trial: Trial, context: FitContext) -> Record:
     """A trial of the certificate: a disk too full for a checkpoint is said there, and ends no fit."""
-    record = means.memory.run(trial)
+    record = context.memory.run(trial)
     if failed_after_the_steps(record.outcome):
         return record
-    return means.check(record)
+    return context.check(record)
 
 
-def _leaner(untried: Sequence[Candidate], means: Means) -> Iterator[Record]:
+def _leaner(untried: Sequence[Candidate], context: FitContext) -> Iterator[Record]:
     """Rungs that nobody tried yet, one at a time, as far as they fit."""
     for candidate in untried:
-        last = tried(candidate, means.run, means.settings.profile.walk)[-1]
+        last = try_rung(candidate, context.run, context.settings.profile.walk)[-1]
         if isinstance(last.outcome, Fit):
             yield last

@@ -9,7 +9,7 @@ from statistics import mean, median, median_low, stdev
 
 from ..report.results import Ratio
 from ..types import Fit, Purpose, Record, Run, Trial
-from .trials import asked, fits_within, samples_per_second
+from .trials import fits_within, run_with_retry, samples_per_second
 
 Score = Callable[[Record], float]
 # What is believed of the noise of one trial before any was repeated: 3 %, worth two degrees of freedom. In-trial
@@ -21,7 +21,7 @@ _QUANTILES_99 = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finals:
+class FinalsResult:
     """Who won, the trials that decided it, and why in a sentence.
 
     best: of the new records the one with the winner's (lower) median score. scores: place among the contestants →
@@ -44,7 +44,7 @@ def finals(
     score: Score,
     purpose: Purpose = "verify",
     may_run: Callable[[int], bool] = lambda trials: True,
-) -> Finals:
+) -> FinalsResult:
     """Measure all again in turn (A B C A B C …), drop who is clearly slower, until one is left or the turns are spent.
 
     score: larger is better, above 0 for a fit. What drifts (clocks, heat, neighbours) falls on all of a turn alike. The
@@ -98,18 +98,20 @@ class _Final:
         def run(trial: Trial) -> Record:  # asked once more, it must not take the place of the next turn
             return self.run(trial if trial.repeat == repeat else replace(trial, repeat=repeat + self.turns))
 
-        return asked(replace(self.contestants[place].trial, purpose=self.purpose, repeat=repeat), run)
+        return run_with_retry(replace(self.contestants[place].trial, purpose=self.purpose, repeat=repeat), run)
 
     def holds(self, place: int, record: Record) -> bool:
         had_room = fits_within(self.contestants[place], self.usable_bytes)
         return fits_within(record, self.usable_bytes) if had_room else isinstance(record.outcome, Fit)
 
-    def ended(self, records: Sequence[Record], measured: Mapping[int, Sequence[Record]], left: Sequence[int]) -> Finals:
+    def ended(
+        self, records: Sequence[Record], measured: Mapping[int, Sequence[Record]], left: Sequence[int]
+    ) -> FinalsResult:
         """The best median of those that are left; when all of these fell over, of those that were only slower."""
         scores = {place: median(map(self.score, again)) if again else 0.0 for place, again in measured.items()}
         able = left or [place for place, again in measured.items() if again]
         if not able:
-            return Finals(
+            return FinalsResult(
                 best=self.contestants[0],
                 records=tuple(records),
                 scores=scores,
@@ -118,7 +120,7 @@ class _Final:
             )
         winner = max(able, key=lambda place: scores[place])  # the first of equals
         middle = median_low(map(self.score, measured[winner]))
-        return Finals(
+        return FinalsResult(
             best=next(record for record in measured[winner] if self.score(record) == middle),
             records=tuple(records),
             scores=scores,
@@ -173,7 +175,7 @@ def _spread(records: Sequence[Record]) -> float:
     return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
 
 
-def _unmeasured(contestants: Sequence[Record], score: Score) -> Finals:
+def _unmeasured(contestants: Sequence[Record], score: Score) -> FinalsResult:
     best = max(contestants, key=score)  # the first of equals
     scores = {place: score(one) for place, one in enumerate(contestants)}
     why = (
@@ -181,7 +183,7 @@ def _unmeasured(contestants: Sequence[Record], score: Score) -> Finals:
         if len(contestants) == 1
         else f"was the {comparison(score)[0]}, and none was measured again"
     )
-    return Finals(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
+    return FinalsResult(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
 
 
 def comparison(score: Score) -> tuple[str, str]:
@@ -194,7 +196,7 @@ def _named(record: Record) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmed:
+class ConfirmResult:
     """Which of them is to be taken, the trials that decided it, and why in a sentence."""
 
     best: Record
@@ -202,7 +204,7 @@ class Confirmed:
     reason: str
 
 
-def confirm(
+def confirm_gain(
     start: Record,
     leaders: Sequence[Record],
     run: Run,
@@ -211,7 +213,7 @@ def confirm(
     turns: int,
     usable_bytes: float,
     score: Score = samples_per_second,
-) -> Confirmed:
+) -> ConfirmResult:
     """Take the best of the leaders only when it beats the start by `gain`, side by side in up to `turns` turns.
 
     leaders: best first; one that did not even claim the gain is not measured again. See `finals` for how they are.
@@ -221,14 +223,16 @@ def confirm(
     promising = [one for one in leaders if claims[id(one)] >= gain]
     if not promising:
         said = f"the {best} of them was {max(claims.values()):.2f} {times} as the start"
-        return Confirmed(best=start, records=(), reason=f"{said}, less than the {gain:g} that counts")
+        return ConfirmResult(best=start, records=(), reason=f"{said}, less than the {gain:g} that counts")
     final = finals((start, *promising), run, turns=turns, usable_bytes=usable_bytes, score=score)
     again = {place: one for place, one in final.measured.items() if place > 0}
     if not again:
         said = f"the {best} of them did not fit when it was run again"
-        return Confirmed(best=start, records=final.records, reason=said)
+        return ConfirmResult(best=start, records=final.records, reason=said)
     if 0 not in final.measured:
-        return Confirmed(best=final.best, records=final.records, reason="the start did not fit when it was run again")
+        return ConfirmResult(
+            best=final.best, records=final.records, reason="the start did not fit when it was run again"
+        )
     winner = next(place for place, one in final.measured.items() if final.best in one)
     shown = winner or max(again, key=lambda place: final.scores[place])
     # Drift falls on both of a turn alike, so their ratio is taken turn by turn.
@@ -236,8 +240,8 @@ def confirm(
     said = f"{held:.2f} {times} as the start"
     if winner == 0 or held < gain:
         said = f"the {best} of them was {said} when measured again in turn"
-        return Confirmed(best=start, records=final.records, reason=f"{said}, less than the {gain:g} that counts")
-    return Confirmed(best=final.best, records=final.records, reason=f"measured again in turn, {said}")
+        return ConfirmResult(best=start, records=final.records, reason=f"{said}, less than the {gain:g} that counts")
+    return ConfirmResult(best=final.best, records=final.records, reason=f"measured again in turn, {said}")
 
 
 # What is believed of the noise of one trial before any was repeated: 3 %, worth two degrees of freedom.
@@ -263,12 +267,12 @@ _QUANTILES_95 = (
 _MANY = 2.0
 
 
-def spread_of(rates: Sequence[float]) -> float | None:
+def relative_spread(rates: Sequence[float]) -> float | None:
     """The relative standard deviation of a cell's repeats; None where it was measured once."""
     return stdev(rates) / mean(rates) if len(rates) > 1 else None
 
 
-def ratios(
+def estimate_ratios(
     rates: Mapping[int, Mapping[int, float]], reference: int, *, within: Mapping[int, float]
 ) -> dict[int, Ratio]:
     """Cell → ratio to the reference. rates: cell → turn → rate; within: cell → relative error inside its trials.

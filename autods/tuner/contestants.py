@@ -10,10 +10,10 @@ from ..config.profiles import RaceLimits
 from ..forecast.values import RungForecast
 from ..types import Fit, Record, Steps, Trial
 from ..units import format_bytes
-from .batch_size import SURE, Climb, Rules, least_sample_s, micro_step_seconds, promise, what_happened
-from .candidates import Candidate, name_of
+from .batch_size import SURE, Growth, GrowthRules, least_sample_s, micro_step_seconds, promise, what_happened
+from .candidates import Candidate, config_name
 from .forecasts import why_impossible
-from .ladder_walk import Lessons, first_trial, tried
+from .ladder_walk import Lessons, first_trial, try_rung
 from .trials import accumulation_for, fits_within
 
 _TRIES = 3
@@ -29,7 +29,7 @@ class Entrant:
 
     name: str
     candidate: Candidate
-    climb: Climb
+    growth: Growth
     size: int = 1
     out: str | None = None
     walked: tuple[Record, ...] = ()
@@ -37,108 +37,108 @@ class Entrant:
     @property
     def records(self) -> tuple[Record, ...]:
         """All trials of it."""
-        return (*self.walked, *self.climb.records)
+        return (*self.walked, *self.growth.records)
 
     def trial_at(self, micro_batch: int) -> Trial:
         """What the climb would measure."""
-        rules = self.climb.rules
+        rules = self.growth.rules
         accumulation = accumulation_for(rules.global_batch, micro_batch, rules.world_size)
         knobs = replace(self.candidate.knobs, micro_batch=micro_batch, accumulation=accumulation)
-        return replace(self.climb.first, knobs=knobs, purpose="grow", steps=rules.steps)
+        return replace(self.growth.first, knobs=knobs, purpose="grow", steps=rules.steps)
 
     def foresee(self) -> None:
         """Make the size smaller where its forecast says so; out, where nothing can fit."""
-        rules = self.climb.rules
-        forecast = rules.foresight.forecast(self.trial_at(self.size))
+        rules = self.growth.rules
+        forecast = rules.forecaster.forecast(self.trial_at(self.size))
         if forecast is None:
             self.size = 1
         elif not _has_room(forecast, rules.usable_bytes):
             smallest = rules.sizes[0]
-            self.out = why_impossible(rules.foresight.forecast(self.trial_at(smallest)))
+            self.out = why_impossible(rules.forecaster.forecast(self.trial_at(smallest)))
             if self.out is None:
-                self.size = min(self.size, self.climb.foreseen() or smallest)
+                self.size = min(self.size, self.growth.forecast_limit() or smallest)
 
     def enter(self, walk_steps: Steps) -> None:
         """The first trials: at its size, at a smaller one where that does not do, and else as the walk looks at it."""
-        rules, size = self.climb.rules, self.size
+        rules, size = self.growth.rules, self.size
         for _ in range(_TRIES):
             if size <= rules.sizes[0]:
                 break
-            record = self.climb.measure(size)
+            record = self.growth.measure(size)
             if fits_within(record, rules.usable_bytes):
                 return
             size = _smaller(record, rules)
-            more = replace(rules.limits, most_trials=rules.limits.most_trials + len(self.climb.records))
-            self.climb.rules = replace(rules, limits=more)  # a size that was too bold takes no trial from the climb
+            more = replace(rules.limits, most_trials=rules.limits.most_trials + len(self.growth.records))
+            self.growth.rules = replace(rules, limits=more)  # a size that was too bold takes no trial from the climb
         self._walk(walk_steps)
 
     def _walk(self, steps: Steps) -> None:
-        rules = self.climb.rules
-        self.walked = tried(self.candidate, rules.run, steps)
+        rules = self.growth.rules
+        self.walked = try_rung(self.candidate, rules.run, steps)
         last = self.walked[-1]
         if not isinstance(last.outcome, Fit):
             self.out = what_happened(last, format_bytes(rules.usable_bytes))
             return
         if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: no earlier trial speaks of it
-            self.walked, self.climb.records = (*self.climb.records, *self.walked), []
+            self.walked, self.growth.records = (*self.growth.records, *self.walked), []
             knobs = replace(self.candidate.knobs, settings=last.trial.knobs.settings)
             self.candidate = replace(self.candidate, knobs=knobs, pinned=())
-        self.climb.first = last.trial
-        self.climb.walked = last
-        if not self.climb.records:
-            self.climb.goes_on()
+        self.growth.first = last.trial
+        self.growth.walked = last
+        if not self.growth.records:
+            self.growth.try_next()
 
     def tries(self, size: int) -> bool:
         """Measure a micro batch near this one, or as far above what ran as is safe; False when there is none."""
-        known = {record.trial.knobs.micro_batch for record in self.climb.seen}
-        if size > self.climb.ground.good:
-            return self.climb.stop is None and self.climb.goes_on()
+        known = {record.trial.knobs.micro_batch for record in self.growth.seen}
+        if size > self.growth.ground.good:
+            return self.growth.stop is None and self.growth.try_next()
         below = max((one for one in known if one <= size), default=0)
         above = min((one for one in known if one > size), default=math.inf)
-        sizes = [one for one in self.climb.rules.sizes if below < one < above]
+        sizes = [one for one in self.growth.rules.sizes if below < one < above]
         if not sizes:
             return False
-        self.climb.measure(max((one for one in sizes if one <= size), default=sizes[0]))
+        self.growth.measure(max((one for one in sizes if one <= size), default=sizes[0]))
         return True
 
     def most(self) -> float:
         """The largest micro batch that it may reach: as its measured peaks say, else as its forecast does."""
-        rules = self.climb.rules
-        if not self.climb.seen:
+        rules = self.growth.rules
+        if not self.growth.seen:
             return math.inf
-        ground = self.climb.ground
+        ground = self.growth.ground
         allowed = ground.allowed()
         if allowed is None or math.isinf(allowed):
-            foreseen = self.climb.foreseen()
-            allowed = rules.sizes[-1] if foreseen is None else max(foreseen, ground.good)
+            forecast_limit = self.growth.forecast_limit()
+            allowed = rules.sizes[-1] if forecast_limit is None else max(forecast_limit, ground.good)
         return min(rules.sizes[-1], allowed, math.inf if ground.bad is None else ground.bad - 1)
 
     def longest(self, sample_s: float) -> float:
         """The largest micro batch whose step is short enough to be timed, where a sample costs so many seconds."""
-        times = micro_step_seconds(self.climb.seen)
-        if self.climb.rules.global_batch is not None or not times or sample_s <= 0:
+        times = micro_step_seconds(self.growth.seen)
+        if self.growth.rules.global_batch is not None or not times or sample_s <= 0:
             return math.inf
         size = max(times)
-        return max(size, size + (self.climb.longest_step_s - times[size]) / (SURE * sample_s))
+        return max(size, size + (self.growth.longest_step_s - times[size]) / (SURE * sample_s))
 
     def said(self) -> str:
         """How fast its best was; how lean, where that is what counts."""
-        best = self.climb.best()
+        best = self.growth.best()
         if best is None or not isinstance(best.outcome, Fit):
             return "never fitted"
-        if not self.climb.rules.grows:
+        if not self.growth.rules.grows:
             return f"needs {format_bytes(best.outcome.device_peak_bytes)}"
         return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
 
 
-def entrant_of(candidate: Candidate, rules: Rules, *, recomputes: bool) -> Entrant:
+def entrant_of(candidate: Candidate, rules: GrowthRules, *, recomputes: bool) -> Entrant:
     """A config that has not run yet. recomputes: the model can."""
     first = first_trial(candidate, rules.steps)
-    name = name_of(candidate.rung.name, candidate.knobs, recomputes=recomputes)
-    return Entrant(name=name, candidate=candidate, climb=Climb(rules=rules, first=first))
+    name = config_name(candidate.rung.name, candidate.knobs, recomputes=recomputes)
+    return Entrant(name=name, candidate=candidate, growth=Growth(rules=rules, first=first))
 
 
-def _smaller(record: Record, rules: Rules) -> int:
+def _smaller(record: Record, rules: GrowthRules) -> int:
     """The next size to enter with: half, or less than what is over where the peak was measured.
 
     Not all of a peak grows with the micro batch; about half of it is taken to.
@@ -166,7 +166,7 @@ WITHOUT_RECOMPUTING = 4 / 3
 class Field:
     """A race under way. entrants: in the order in which they were let in. recomputes: the model can."""
 
-    rules: Rules
+    rules: GrowthRules
     walk_steps: Steps
     limits: RaceLimits
     lessons: Lessons
@@ -184,13 +184,13 @@ class Field:
         size, leader = self._entry_size(), self.leader()
         for rival in rivals:
             rival.size = size
-            rival.climb.like = (*self.entrants[0].climb.seen, *leader.climb.seen)  # the first has short steps, too
+            rival.growth.like = (*self.entrants[0].growth.seen, *leader.growth.seen)  # the first has short steps, too
             self._learn(rival)
-        self.rules.foresight.prepare(rival.trial_at(size) for rival in rivals if rival.out is None)
+        self.rules.forecaster.prepare(rival.trial_at(size) for rival in rivals if rival.out is None)
         for rival in rivals:
             if rival.out is None:
                 rival.foresee()
-        self.rules.foresight.settle()
+        self.rules.forecaster.settle()
         for rival in rivals:
             self._enter(rival)
         for rival in (self.leader(), *rivals):
@@ -198,21 +198,21 @@ class Field:
 
     def leader(self) -> Entrant:
         """The best so far; of equals the first."""
-        return max(self.entrants, key=self.score_of)
+        return max(self.entrants, key=self.best_score)
 
-    def score_of(self, entrant: Entrant) -> float:
+    def best_score(self, entrant: Entrant) -> float:
         """Of its best trial; 0 where none fitted."""
-        best = entrant.climb.best()
+        best = entrant.growth.best()
         return 0.0 if best is None else self.rules.score(best)
 
     def to_beat(self) -> float:
         """What it takes to lead, give or take the noise."""
-        return (1 - self.limits.noise) * self.score_of(self.leader())
+        return (1 - self.limits.noise) * self.best_score(self.leader())
 
     def leading(self, by: float = 1.0) -> list[Candidate]:
         """The best of those that would lead, give or take the noise, if they were `by` times as fast."""
-        order = sorted(self.entrants, key=self.score_of, reverse=True)[: self.limits.finalists + 1]
-        return [one.candidate for one in order if by * self.score_of(one) >= self.to_beat()]
+        order = sorted(self.entrants, key=self.best_score, reverse=True)[: self.limits.finalists + 1]
+        return [one.candidate for one in order if by * self.best_score(one) >= self.to_beat()]
 
     def recomputing_leads(self) -> bool:
         """Whether the fastest so far recomputes its activations."""
@@ -220,14 +220,14 @@ class Field:
 
     def lacks_memory(self, candidate: Candidate) -> bool:
         """Whether this config never fitted, or could lead if it had the memory for any batch, recomputing included."""
-        name = name_of(candidate.rung.name, candidate.knobs, recomputes=self.recomputes)
+        name = config_name(candidate.rung.name, candidate.knobs, recomputes=self.recomputes)
         one = next(one for one in self.entrants if one.name == name)
-        if one.climb.best() is None:
+        if one.growth.best() is None:
             return True
         if one.most() >= self.rules.sizes[-1]:
             return False
         sample_s = self.sample_s_of(one)
-        best = promise(micro_step_seconds(one.climb.seen), most=one.longest(sample_s), sample_s=sample_s)
+        best = promise(micro_step_seconds(one.growth.seen), most=one.longest(sample_s), sample_s=sample_s)
         return best.rate * self.rules.world_size / WITHOUT_RECOMPUTING >= self.to_beat()
 
     def _may_go_on(self) -> bool:
@@ -235,7 +235,7 @@ class Field:
         return self.may_run(1 + self.limits.finalists * min(1, self.limits.turns))
 
     def _learn(self, rival: Entrant) -> None:
-        rival.out = rival.out or self.lessons.against(rival.candidate.rung, rival.candidate.ops)
+        rival.out = rival.out or self.lessons.reason_to_skip(rival.candidate.rung, rival.candidate.ops)
 
     def _enter(self, rival: Entrant) -> None:
         self._learn(rival)
@@ -244,7 +244,7 @@ class Field:
         if rival.out is None:
             rival.enter(self.walk_steps)
             decided = (rival.walked or rival.records)[-1]  # a large batch may fail of more than the rung does
-            self.lessons = self.lessons.after(rival.candidate.rung, decided.outcome)
+            self.lessons = self.lessons.add(rival.candidate.rung, decided.outcome)
         self.entrants.append(rival)
 
     def _climb(self, rival: Entrant) -> None:
@@ -255,14 +255,14 @@ class Field:
             if size is None or not rival.tries(size):
                 break
             tries += 1
-        self.rules.foresight.settle()
+        self.rules.forecaster.settle()
 
     def _promising(self, rival: Entrant) -> int | None:
         """The micro batch to measure next; out, when even its upper bound is below what the leader reached."""
         if not self.rules.grows:
             return None
         leader, world = self.leader(), self.rules.world_size
-        times = micro_step_seconds(rival.climb.seen)
+        times = micro_step_seconds(rival.growth.seen)
         sample_s = self.sample_s_of(rival)
         longest = rival.longest(sample_s)
         best = promise(times, most=longest, sample_s=sample_s)
@@ -271,23 +271,23 @@ class Field:
         if best.rate * world >= self.to_beat():
             return best.size
         if rival is not leader:
-            ratio = best.rate * world / self.score_of(leader)
+            ratio = best.rate * world / self.best_score(leader)
             rival.out = f"{rival.said()}; by its steps at most {ratio:.2f} times as fast as {leader.name}"
         return None
 
     def sample_s_of(self, rival: Entrant) -> float:
         """What one more sample costs: by those that recompute as the rival does, else by what recomputing saves."""
         recomputes = rival.candidate.knobs.checkpointing
-        alike = [one.climb.seen for one in self.entrants if one.candidate.knobs.checkpointing is recomputes]
+        alike = [one.growth.seen for one in self.entrants if one.candidate.knobs.checkpointing is recomputes]
         if found := least_sample_s(alike):
             return found
-        return least_sample_s(one.climb.seen for one in self.entrants) / (1 if recomputes else WITHOUT_RECOMPUTING)
+        return least_sample_s(one.growth.seen for one in self.entrants) / (1 if recomputes else WITHOUT_RECOMPUTING)
 
     def _entry_size(self) -> int:
         """The leader's micro batch, and twice as much where memory is what ended the leader's climb."""
         leader = self.leader()
-        best = leader.climb.best()
+        best = leader.growth.best()
         assert best is not None
-        ended = leader.climb.stop
+        ended = leader.growth.stop
         most = best.trial.knobs.micro_batch * (2 if ended is not None and ended.is_limit else 1)
         return max(size for size in self.rules.sizes if size <= most)

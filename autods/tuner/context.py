@@ -11,8 +11,8 @@ from ..journal import TrialStore
 from ..requests import Settings
 from ..types import ModelFacts, Record, Trial
 from .comparison import Score
-from .forecasts import Foresight
-from .trials import score_of
+from .forecasts import Forecaster
+from .trials import score_function
 
 
 class Runner(Protocol):
@@ -26,7 +26,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class FitContext:
     """settings: with the config that the workload brings. final_config: of a trial, as the user gets it.
 
     check: passes a record on, and raises when the machine has to be mended first.
@@ -35,7 +35,7 @@ class Means:
     settings: Settings
     facts: ModelFacts
     memory: TrialStore
-    foresight: Foresight
+    forecaster: Forecaster
     study: Path
     check: Callable[[Record], Record]
     final_config: Callable[[Trial], Mapping[str, Any]]
@@ -53,7 +53,7 @@ class Means:
     @property
     def score(self) -> Score:
         """What is wanted of a config: larger is better."""
-        return score_of(self.settings.objective)
+        return score_function(self.settings.objective)
 
     def run(self, trial: Trial) -> Record:
         """A trial after the walk: what a person has to mend ends the fit."""

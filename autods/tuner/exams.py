@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, Run, Trial, first_line, is_machines_fault
 from ..units import format_bytes
-from .trials import asked
+from .trials import run_with_retry
 
 # Where a rank's device memory grows with the micro batch. What building, saving and loading need does not.
 _WITH_THE_BATCH: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")
@@ -39,7 +39,7 @@ class Exams:
         known = next((answer for question, answer in self._answers if question == trial), None)
         if known is not None or self.left < 1:
             return known
-        answers = asked(trial, self._counted) if self.left > 1 else (self._counted(trial),)
+        answers = run_with_retry(trial, self._counted) if self.left > 1 else (self._counted(trial),)
         self._answers.append((trial, answers[-1]))
         return answers[-1]
 
@@ -48,7 +48,7 @@ class Exams:
         return self.records[-1]
 
 
-def is_short(outcome: Outcome, limit_bytes: int) -> bool:
+def lacks_memory_on_device(outcome: Outcome, limit_bytes: int) -> bool:
     """Whether memory is what failed: it ran out, was beyond the limit, or the allocator had to flush in the steps."""
     match outcome:
         case Fit() as fit:

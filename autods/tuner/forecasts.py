@@ -1,48 +1,57 @@
-"""What the search is told before it tries: forecasts. It asks, and goes on as well where there is no answer."""
+"""Forecasts for the search: what a search needs of a forecaster, and the one that a fit opens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..forecast.values import RungForecast
-from ..types import Trial
+from ..config.deepspeed import without_monitors
+from ..events import Listener, Note
+from ..forecast.allocator import AllocConf, read_alloc_conf
+from ..forecast.calibration import Pair
+from ..forecast.forecaster import Foreseer
+from ..forecast.values import Ask, RungForecast, Start
+from ..journal import TrialStore, trial_key
+from ..requests import Settings
+from ..schema import read_as
+from ..system.host import read_hardware
+from ..types import Fit, Record, Tier, Trial
 
 
-class Foresight(Protocol):
-    """Forecasts trials on this machine; `forecast.forecaster` is the real one, `Blind` has none."""
+class Forecaster(Protocol):
+    """Forecasts trials on this machine. `forecast.forecaster` has the real one; `NoForecaster` knows nothing."""
 
     @property
     def said(self) -> Mapping[str, RungForecast]:
-        """The first forecast of each rung that was asked for."""
+        """The first forecast of each rung, by rung name."""
 
     def prepare(self, trials: Iterable[Trial]) -> None:
-        """Forecasts of these will be asked for, in this order."""
+        """Start to simulate these trials in the background, in this order."""
 
     def settle(self) -> None:
-        """What was prepared and not asked for is not needed; from here on trials are timed."""
+        """Drop simulations that have not begun and wait for the others, so that the next trial runs on an idle host."""
 
     def forecast(self, trial: Trial) -> RungForecast | None:
-        """What the trial will need; None when that cannot be said."""
+        """The memory that the trial will need; None when it cannot be simulated."""
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        """The largest of these micro batches (ascending) that is expected to leave the headroom; None: cannot be said.
-
-        The accumulation may change with the micro batch, which costs no memory beyond the second.
-        """
+        """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown."""
 
 
-class Blind:
-    """Foresees nothing."""
+class NoForecaster:
+    """Every forecast is None."""
 
     said: Mapping[str, RungForecast] = MappingProxyType({})
 
     def prepare(self, trials: Iterable[Trial]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def settle(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """None."""
@@ -51,19 +60,98 @@ class Blind:
         """None."""
 
 
-BLIND: Foresight = Blind()
+NO_FORECASTER: Forecaster = NoForecaster()
 
 
 def why_impossible(forecast: RungForecast | None) -> str | None:
-    """Why a trial need not be run, if it is certain to run out: even the low end of its forecast does not fit."""
+    """The reason to skip a trial whose forecast exceeds a limit even at its low end; None when it may fit."""
     if forecast is None or forecast.verdict != "cannot_fit":
         return None
     return f"cannot fit by the forecast: {forecast.reason}"
 
 
 def lacking_bytes(forecast: RungForecast) -> int:
-    """How much more than the device has the forecast needs, at least; 0 where another tier decides."""
+    """Bytes that the device lacks at the low end of the forecast; 0 where another tier is the limit."""
     device = forecast.memory.get("device")
     if device is None or device.limit_bytes is None:
         return 0
     return max(0, device.low_bytes - device.limit_bytes)
+
+
+@contextmanager
+def open_forecaster(
+    settings: Settings,
+    config_of: Callable[[Trial], dict[str, Any]],
+    memory: TrialStore,
+    listen: Listener,
+    start: Start | None = None,
+) -> Iterator[Forecaster]:
+    """A forecaster of this fit's trials; one that knows nothing when the settings want no forecast.
+
+    The simulator starts with the first forecast. Each trial's measured peak is stored in the journal beside its
+    forecast, so that later forecasts are corrected by it, also after the fit is resumed.
+    """
+    if not settings.forecast:
+        yield NO_FORECASTER
+        return
+
+    allocator = read_alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+    if allocator.warning is not None:
+        listen(Note(text=allocator.warning))
+
+    with (start or _simulator)(settings.source) as simulator:
+        forecaster = Foreseer(
+            simulator=simulator,
+            ask_of=_request_of(settings, config_of),
+            key_of=trial_key,
+            limits=_memory_limits(settings),
+            emulated=settings.device == "cpu" or settings.device_bytes_asked,
+            tell=lambda text: listen(Note(text=text)),
+            pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
+            expandable=allocator.expandable,
+        )
+
+        def learn(record: Record) -> Mapping[str, Any] | None:
+            if settings.device == "cuda" and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
+                return None  # its peak includes saving a checkpoint, which is not forecast
+            pair = forecaster.learn(record.trial, record.outcome)
+            return None if pair is None else asdict(pair)
+
+        memory.learn = learn
+        try:
+            yield forecaster
+        finally:
+            forecaster.close()
+
+
+def _request_of(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]) -> Callable[[Trial], Ask]:
+    """A function from a trial to the engine that its forecast simulates."""
+    stages = {rung.name: rung.stage for rung in settings.ladder}
+
+    def request(trial: Trial) -> Ask:
+        return Ask(
+            rung=trial.rung,
+            ds_config=without_monitors(config_of(trial)),
+            world_size=settings.gpus,
+            ranks_per_node=settings.ranks_per_node,
+            device_bytes=settings.device_bytes,
+            device=settings.device,
+            checkpointing=trial.knobs.checkpointing,
+            zero_init=settings.source.zero_init and stages[trial.rung] == 3,
+        )
+
+    return request
+
+
+def _memory_limits(settings: Settings) -> Mapping[Tier, int]:
+    """Bytes by tier that a trial is held to. On CPU ranks only the device's budget is enforced."""
+    limits: dict[Tier, int] = {"device": settings.device_bytes}
+    if settings.device == "cuda":
+        limits["host"] = read_hardware().host_bytes
+    return limits
+
+
+def _simulator(source: Any) -> Any:
+    from ..forecast.simulator.client import Simulator
+
+    return Simulator(source)

@@ -1,4 +1,4 @@
-"""Walk the ladder from fastest to leanest until a rung fits."""
+"""Walk the ladder from the fastest rung to the leanest until one fits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,40 @@ from dataclasses import dataclass, field, replace
 from ..config.strategies import Rung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
 from .candidates import Candidate
-from .context import Means
-from .forecasts import BLIND, Foresight, lacking_bytes, why_impossible
-from .trials import asked, fits_well
+from .context import FitContext
+from .forecasts import NO_FORECASTER, Forecaster, lacking_bytes, why_impossible
+from .trials import fits_well, run_with_retry
+
+_MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many samples lacks something else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalkResult:
+    """The records of a walk, and how it ended.
+
+    `winner` is the first rung that fits well; where none does, the first one that fits although its allocator had to
+    flush its cache in the steps; else None. `stopped` is a failure that every rung would share.
+    """
+
+    winner: Record | None
+    records: tuple[Record, ...]
+    skipped: tuple[Skipped, ...]
+    stopped: Record | None
+    lessons: Lessons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """What the walk has learned so far.
+    """Reasons against rungs that have not run yet, from the outcomes of others.
 
-    host_full: rungs under which the host ran out of memory. broken_ops: DeepSpeed op → why it cannot be had.
+    `host_full` lists rungs under which the host ran out of memory. `broken_ops` maps a DeepSpeed op to the error.
     """
 
     host_full: tuple[Rung, ...] = ()
     broken_ops: Mapping[str, str] = field(default_factory=dict)
 
-    def after(self, rung: Rung, outcome: Outcome) -> Lessons:
-        """With what this rung's outcome adds. A full device adds nothing: a lower rung can need more of it, or less."""
+    def add(self, rung: Rung, outcome: Outcome) -> Lessons:
+        """These lessons and that of one outcome. A full device teaches nothing: a leaner rung can need more of it."""
         match outcome:
             case OutOfMemory(tier="host" | "pinned"):
                 return replace(self, host_full=(*self.host_full, rung))
@@ -33,31 +50,22 @@ class Lessons:
             case _:
                 return self
 
-    def against(self, rung: Rung, ops: tuple[str, ...]) -> str | None:
-        """Why this rung, which needs these ops, is not tried; None when nothing speaks against it."""
+    def reason_to_skip(self, rung: Rung, ops: tuple[str, ...]) -> str | None:
+        """The reason to skip a rung that needs these ops; None when there is none."""
         for full in self.host_full:
-            if (held := _on_host(full)) and held <= _on_host(rung):
+            if (states := _states_on_host(full)) and states <= _states_on_host(rung):
                 return f"it needs as much host memory as {full.name}, which ran out of it"
         return next((f"it needs {op}: {why}" for op, why in self.broken_ops.items() if op in ops), None)
 
 
-def _on_host(rung: Rung) -> set[str]:
+def _states_on_host(rung: Rung) -> set[str]:
     return {state for state, tier in rung.places.items() if tier == "host"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
-    """What the walk found: `winner` fits; `stopped` is a failure that every rung would share; `lessons` hold on.
-
-    The winner is the first rung that fits well; where none does, the first that fits although its allocator had to
-    flush and try again in the steps.
-    """
-
-    winner: Record | None
-    records: tuple[Record, ...]
-    skipped: tuple[Skipped, ...]
-    stopped: Record | None
-    lessons: Lessons = field(default_factory=Lessons)
+def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
+    """Walk this fit's ladder."""
+    memory = context.memory
+    return walk(rungs, memory.run, context.settings.profile.walk, memory.listen, context.forecaster)
 
 
 def walk(
@@ -65,75 +73,74 @@ def walk(
     run: Run,
     steps: Steps,
     on_skip: Callable[[Skipped], None] = lambda skipped: None,
-    foresight: Foresight = BLIND,
-) -> Walked:
-    """Try each rung until one fits. A rung is never passed over because another ran out: the ladder is a ranking by
-    speed, and a lower rung can need more device memory than a higher one (2 + CPU offload against ZeRO-1, say).
-    What is full on the host, or broken, is another matter: see `lessons`. Nor is a rung tried that cannot fit by its
-    own forecast; but where nothing fits, the one that lacks least is tried all the same: that is then seen, not said.
+    forecaster: Forecaster = NO_FORECASTER,
+) -> WalkResult:
+    """Try each rung at the smallest micro batch until one fits.
+
+    A full device is no reason to skip the rungs below: the ladder is ordered by speed, and a leaner rung can need more
+    device memory (ZeRO-2 with CPU offload more than ZeRO-1). A rung is skipped when its forecast cannot fit, or by
+    `Lessons`. Where no rung fits, the one whose forecast lacks least runs nevertheless: its verdict is then measured.
     """
     rungs = tuple(candidates)
-    _prepare(rungs, steps, foresight)
-    walked = _walked(rungs, _Walking(run=run, steps=steps, on_skip=on_skip), foresight)
-    foresight.settle()
-    return walked
-
-
-def _prepare(candidates: Sequence[Candidate], steps: Steps, foresight: Foresight) -> None:
-    foresight.prepare(first_trial(candidate, steps) for candidate in candidates if candidate.skip is None)
-
-
-def _walked(candidates: Sequence[Candidate], walking: _Walking, foresight: Foresight) -> Walked:
+    walking = _Walk(run=run, steps=steps, on_skip=on_skip, forecaster=forecaster)
+    walking.prepare_forecasts(rungs)
     impossible: list[tuple[int, Candidate]] = []
-    for place, candidate in enumerate(candidates, 1):
-        reason = candidate.skip or walking.lessons.against(candidate.rung, candidate.ops)
-        first = first_trial(_from(candidate, walking.least), walking.steps)
-        forecast = foresight.forecast(first) if reason is None else None
-        if forecast is not None and (why := why_impossible(forecast)) is not None:
+    for place, candidate in enumerate(rungs, 1):
+        reason = candidate.skip or walking.lessons.reason_to_skip(candidate.rung, candidate.ops)
+        forecast = forecaster.forecast(walking.first_trial(candidate)) if reason is None else None
+        if forecast is not None and (reason := why_impossible(forecast)) is not None:
             impossible.append((lacking_bytes(forecast), candidate))
-            reason = why
         if reason is not None:
             walking.skip(candidate, reason)
             continue
-        foresight.settle()  # how fast its steps are decides how growing begins
-        if walking.ends_with(candidate):
-            return walking.walked()
-        _prepare([_from(one, walking.least) for one in candidates[place:]], walking.steps, foresight)
-    if walking.pressed is None and impossible:
-        _, closest = min(impossible, key=lambda item: item[0])
-        walking.unskip(closest)
-        walking.ends_with(closest)
-    return walking.walked()
+        forecaster.settle()  # growth starts from the time of this trial's step
+        if walking.try_candidate(candidate):
+            break
+        walking.prepare_forecasts(rungs[place:])
+    else:
+        if walking.pressed is None and impossible:
+            _, closest = min(impossible, key=lambda item: item[0])
+            walking.unskip(closest)
+            walking.try_candidate(closest)
+    forecaster.settle()
+    return walking.result()
 
 
 @dataclass(slots=True)
-class _Walking:
-    """A walk under way."""
+class _Walk:
+    """A walk under way. `pressed` fits, but its allocator had to flush. `least` is the smallest micro batch that the
+    model can be trained with, as far as is known."""
 
     run: Run
     steps: Steps
     on_skip: Callable[[Skipped], None]
+    forecaster: Forecaster
     records: list[Record] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     lessons: Lessons = field(default_factory=Lessons)
     winner: Record | None = None
     pressed: Record | None = None
     stopped: Record | None = None
-    least: int = 1  # micro batch: smaller ones cannot be trained
+    least: int = 1
 
-    def ends_with(self, candidate: Candidate) -> bool:
-        """Try the rung; whether that ends the walk."""
-        candidate = _from(candidate, self.least)
-        self.records.extend(tried(candidate, self.run, self.steps))
+    def prepare_forecasts(self, candidates: Sequence[Candidate]) -> None:
+        self.forecaster.prepare(self.first_trial(candidate) for candidate in candidates if candidate.skip is None)
+
+    def first_trial(self, candidate: Candidate) -> Trial:
+        return first_trial(_with_micro_batch(candidate, self.least), self.steps)
+
+    def try_candidate(self, candidate: Candidate) -> bool:
+        """Run the rung's trials; True when that ends the walk."""
+        self.records.extend(try_rung(_with_micro_batch(candidate, self.least), self.run, self.steps))
         last = self.records[-1]
         self.least = max(self.least, last.trial.knobs.micro_batch)
         if fits_well(last):
             self.winner = last
-        elif _stops_all(last):
+        elif _stops_walk(last):
             self.stopped = last
         elif self.pressed is None and isinstance(last.outcome, Fit):
             self.pressed = last
-        self.lessons = self.lessons.after(candidate.rung, last.outcome)
+        self.lessons = self.lessons.add(candidate.rung, last.outcome)
         return self.winner is not None or self.stopped is not None
 
     def skip(self, candidate: Candidate, reason: str) -> None:
@@ -143,10 +150,9 @@ class _Walking:
     def unskip(self, candidate: Candidate) -> None:
         self.skipped = [skipped for skipped in self.skipped if skipped.rung != candidate.rung.name]
 
-    def walked(self) -> Walked:
-        winner = self.winner if self.stopped or self.winner else self.pressed
-        return Walked(
-            winner=winner,
+    def result(self) -> WalkResult:
+        return WalkResult(
+            winner=self.winner if self.stopped or self.winner else self.pressed,
             records=tuple(self.records),
             skipped=tuple(self.skipped),
             stopped=self.stopped,
@@ -154,79 +160,95 @@ class _Walking:
         )
 
 
-def _stops_all(record: Record) -> bool:
-    """Whether every rung would fail of the same: the code, the config or the machine has to be mended first."""
+def _stops_walk(record: Record) -> bool:
+    """Whether every rung would fail alike: the user has to repair the code, the config or the machine first."""
     match record.outcome:
         case Failed(op=str()):
-            return False  # only the rungs that need this op
+            return False  # only the rungs that need this op fail
         case Failed(action="fix_code" | "fix_config"):
             return True
         case outcome:
             return is_machines_fault(outcome)
 
 
-_LARGEST_BEGINNING = 8  # micro batch: what cannot be trained with so many samples lacks something else
-
-
-def _from(candidate: Candidate, micro_batch: int) -> Candidate:
+def _with_micro_batch(candidate: Candidate, micro_batch: int) -> Candidate:
     return replace(candidate, knobs=replace(candidate.knobs, micro_batch=micro_batch))
 
 
-def tried(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
-    """The records of one rung, the last one decides. Where pinned memory runs out, it is tried unpinned; where the
-    model cannot be trained with so small a micro batch, with twice as large a one."""
-    answers = asked(first_trial(candidate, steps), run)
-    match answers[-1].outcome:
+def try_rung(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
+    """Run a rung's first trial; the last record returned has the verdict.
+
+    Where pinned memory runs out, a second trial leaves it unpinned. Where the model cannot be trained with so small a
+    micro batch, the next trial doubles it.
+    """
+    records = run_with_retry(first_trial(candidate, steps), run)
+    match records[-1].outcome:
         case OutOfMemory(tier="pinned") if candidate.pinned:
             unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
-            again = replace(candidate, knobs=replace(candidate.knobs, settings=unpinned), pinned=())
-            return answers + asked(first_trial(again, steps), run)
-        case Failed(wants_larger_batch=True) if candidate.knobs.micro_batch < _LARGEST_BEGINNING:
-            return answers + tried(_from(candidate, 2 * candidate.knobs.micro_batch), run, steps)
+            pageable = replace(candidate, knobs=replace(candidate.knobs, settings=unpinned), pinned=())
+            return records + run_with_retry(first_trial(pageable, steps), run)
+        case Failed(wants_larger_batch=True) if candidate.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH:
+            return records + try_rung(_with_micro_batch(candidate, 2 * candidate.knobs.micro_batch), run, steps)
         case _:
-            return answers
+            return records
 
 
 def first_trial(candidate: Candidate, steps: Steps) -> Trial:
-    """The first look at a rung."""
+    """The trial that shows whether a rung fits."""
     return Trial(rung=candidate.rung.name, knobs=candidate.knobs, purpose="walk", steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closest:
-    """The rung that lacked least. exact: measured without the limit; otherwise a lower bound."""
+class ClosestRung:
+    """The rung that lacked least. `exact`: measured without the limit; otherwise missing_bytes is a lower bound."""
 
     rung: str
     missing_bytes: int
     exact: bool
 
 
-def shortfall(records: Iterable[Record], run: Run, steps: Steps, limit_bytes: int, can_unlimit: bool) -> Closest | None:
-    """The closest rung of a walk that found none, or None when no rung ran out of device memory by a known amount.
+def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | None:
+    """The rung that lacked least device memory; None when the walk was stopped or the amount is unknown.
 
-    can_unlimit: the limit is ours (a budget, an emulated smaller card), so that a trial can run without it.
+    Where the limit is a budget below the card's memory, a trial without it measures the amount.
     """
+    if walked.stopped:
+        return None
+    settings = context.settings
+    return closest_rung(
+        walked.records,
+        context.memory.run,
+        settings.profile.walk,
+        settings.device_bytes,
+        can_unlimit=settings.device_bytes_asked,
+    )
+
+
+def closest_rung(
+    records: Iterable[Record], run: Run, steps: Steps, limit_bytes: int, can_unlimit: bool
+) -> ClosestRung | None:
+    """The rung of these records that lacked least device memory; `can_unlimit` allows trials without the limit."""
     last = {record.trial.rung: record for record in records}
-    found: list[tuple[bool, Closest]] = []
+    lacking: list[tuple[bool, ClosestRung]] = []
     for record in last.values():
         match record.outcome:
             case OutOfMemory(tier="device") as outcome:
-                known, closest = _missing(record, outcome, run, steps, limit_bytes, can_unlimit)
+                runs, closest = _missing_memory(record, outcome, run, steps, limit_bytes, can_unlimit)
                 if closest is not None:
-                    found.append((known, closest))
+                    lacking.append((runs, closest))
             case _:
                 pass
-    # What a lower bound leaves out is unknown: the last allocation may lack 4 KiB and the next ones gigabytes. So a
-    # rung that was seen running without the limit goes before one that was not.
-    return min(found, key=lambda item: (not item[0], item[1].missing_bytes))[1] if found else None
+    # A lower bound counts the allocation that failed, not those after it. So a rung that ran without the limit goes
+    # before one that did not.
+    return min(lacking, key=lambda item: (not item[0], item[1].missing_bytes))[1] if lacking else None
 
 
-def _missing(
+def _missing_memory(
     record: Record, outcome: OutOfMemory, run: Run, steps: Steps, limit_bytes: int, can_unlimit: bool
-) -> tuple[bool, Closest | None]:
-    """Whether the rung was seen running without the limit, and what it lacked."""
+) -> tuple[bool, ClosestRung | None]:
+    """Whether the rung ran without the limit, and the memory that it lacked."""
     rung, least = record.trial.rung, outcome.missing_bytes
-    bound = None if least is None else Closest(rung=rung, missing_bytes=least, exact=False)
+    bound = None if least is None else ClosestRung(rung=rung, missing_bytes=least, exact=False)
     if not can_unlimit:
         return False, bound
     free = run(replace(record.trial, limited=False, purpose="shortfall", steps=steps, repeat=0))
@@ -234,36 +256,19 @@ def _missing(
         return False, bound
     missing = free.outcome.device_peak_bytes - limit_bytes
     if missing > 0:
-        return True, Closest(rung=rung, missing_bytes=missing, exact=True)
-    return True, bound  # the peak alone would have fitted; what ran out was lost between the blocks
+        return True, ClosestRung(rung=rung, missing_bytes=missing, exact=True)
+    return True, bound  # its peak fits the limit: fragmentation took the rest
 
 
-def walked_down(rungs: Sequence[Candidate], means: Means) -> Walked:
-    """To the first rung that fits."""
-    memory, steps = means.memory, means.settings.profile.walk
-    return walk(rungs, memory.run, steps, memory.listen, means.foresight)
+def untried_rungs(rungs: Sequence[Candidate], walked: WalkResult) -> tuple[Candidate, ...]:
+    """The rungs that the walk neither tried nor skipped, without those that keep states on NVMe.
 
-
-def closest_of(walked: Walked, means: Means) -> Closest | None:
-    """The rung that lacked least, where the walk came to its end and none fitted."""
-    if walked.stopped:
-        return None
-    settings = means.settings
-    return shortfall(
-        walked.records,
-        means.memory.run,
-        settings.profile.walk,
-        settings.device_bytes,
-        can_unlimit=settings.device_bytes_asked,
-    )
-
-
-def rivals_of(rungs: Sequence[Candidate], walked: Walked) -> tuple[Candidate, ...]:
-    """The rungs that the walk neither tried nor passed over. One that keeps states on NVMe moves them there and back in
-    each step, and its op takes minutes to build: it only runs where nothing else fits."""
+    NVMe rungs move their states in each step, and their op takes minutes to build: they run only where nothing else
+    fits.
+    """
     known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
     return tuple(
-        one
-        for one in rungs
-        if one.skip is None and one.rung.name not in known and "nvme" not in one.rung.places.values()
+        candidate
+        for candidate in rungs
+        if candidate.skip is None and candidate.rung.name not in known and "nvme" not in candidate.rung.places.values()
     )

@@ -16,7 +16,7 @@ _SAME_WEIGHTS = 1e-9  # relative: their sum in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ParityResult:
     """What comparing found. parity: None when there was nothing to compare, or it could not be.
 
     taken_back: the winner with the knob that changed the maths as the reference has it; `without` is so of it; changed:
@@ -31,9 +31,9 @@ class Compared:
     not_checked: str | None = None
 
 
-def compare(
+def compare_losses(
     winner: Trial, reference: Record, exams: Exams, *, steps: Steps, tolerance: float, limit_bytes: int, alike: bool
-) -> Compared:
+) -> ParityResult:
     """Run both on the same samples, `steps` optimizer steps, and find the knob when their losses part.
 
     Nothing is run when the two differ in the batch only: how samples are cut into micro batches is no change of maths.
@@ -41,21 +41,21 @@ def compare(
     """
     plain = reference.trial
     if is_same_maths(winner, plain):
-        return Compared()
+        return ParityResult()
     batch = (cut_the_same if alike else cut_alike)(plain.knobs, winner.knobs)
     comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes, batch=batch if alike else None)
     ran = comparing.run(winner)
     if isinstance(ran, str):
-        return Compared(not_checked=f"parity was not checked: {winner.rung} {ran}")
+        return ParityResult(not_checked=f"parity was not checked: {winner.rung} {ran}")
     plainly = comparing.run(replace(plain, knobs=batch))
     if isinstance(plainly, str):
-        return Compared(not_checked=f"parity was not checked: {plain.rung}, the reference, {plainly}")
-    if why := apart_from_the_start(ran, plainly):
-        return Compared(not_checked=f"parity was not checked: {why}")
+        return ParityResult(not_checked=f"parity was not checked: {plain.rung}, the reference, {plainly}")
+    if why := why_not_comparable(ran, plainly):
+        return ParityResult(not_checked=f"parity was not checked: {why}")
     ours, theirs = ran.losses, plainly.losses
     if not any(map(math.isfinite, theirs)):
-        return Compared(not_checked=f"parity was not checked: no loss of {plain.rung}, the reference, is finite")
-    apart = difference(ours, theirs)
+        return ParityResult(not_checked=f"parity was not checked: no loss of {plain.rung}, the reference, is finite")
+    apart = largest_difference(ours, theirs)
     parity = Parity(
         reference=plain.rung,
         steps=min(len(ours), len(theirs)),
@@ -63,22 +63,22 @@ def compare(
         largest_difference=apart,
         within=apart <= tolerance,
     )
-    return Compared(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
+    return ParityResult(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
 
 
 def is_same_maths(winner: Trial, plain: Trial) -> bool:
     """Whether they differ in the batch only."""
-    return winner.rung == plain.rung and not differing(winner.knobs, plain.knobs)
+    return winner.rung == plain.rung and not differing_knobs(winner.knobs, plain.knobs)
 
 
-def differing(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
+def differing_knobs(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
     """The names of the knobs in which the two differ, the batch aside."""
     names = dict.fromkeys((*knobs.settings, *plain.settings))
     apart = [name for name in names if knobs.settings.get(name) != plain.settings.get(name)]
     return (*apart, *((CHECKPOINTING,) if knobs.checkpointing != plain.checkpointing else ()))
 
 
-def set_back(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
+def with_knob_of(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
     """With one knob as the plain config has it; removed where it has none."""
     if name == CHECKPOINTING:
         return replace(knobs, checkpointing=plain.checkpointing)
@@ -102,7 +102,7 @@ def cut_the_same(plain: Knobs, winner: Knobs) -> Knobs:
     return cut_alike(plain, winner)
 
 
-def apart_from_the_start(one: Fit, other: Fit) -> str | None:
+def why_not_comparable(one: Fit, other: Fit) -> str | None:
     """Why the losses of two trials of a script say nothing of each other; None: they do, or it is no script."""
     if one.trained is None and other.trained is None:
         return None
@@ -118,7 +118,7 @@ def apart_from_the_start(one: Fit, other: Fit) -> str | None:
     return None
 
 
-def difference(losses: Sequence[float], plain: Sequence[float]) -> float:
+def largest_difference(losses: Sequence[float], plain: Sequence[float]) -> float:
     """The largest relative difference, step by step; infinite where only one of two losses is finite."""
     return max(map(_apart, losses, plain), default=math.inf)
 
@@ -159,7 +159,9 @@ class _Comparing:
         return answer.outcome if answer.outcome.losses else "gave no losses"
 
 
-def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence[float], parity: Parity) -> Compared:
+def _guilty(
+    winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence[float], parity: Parity
+) -> ParityResult:
     """Each knob alone set back: those with which the losses come within the tolerance changed the maths."""
     found: list[tuple[float, str, Trial]] = []
     unknown: list[str] = []
@@ -167,17 +169,17 @@ def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence
         ran = comparing.run(config)
         if isinstance(ran, str):
             unknown.append(f"with {name} set back it {ran}")
-        elif (apart := difference(ran.losses, theirs)) <= parity.tolerance:
+        elif (apart := largest_difference(ran.losses, theirs)) <= parity.tolerance:
             found.append((apart, name, config))
     said = (
         f"losses differ by {share(parity.largest_difference)} from {plain.rung}'s, tolerance {share(parity.tolerance)}"
     )
     if not found:
         why = "; ".join(unknown) or (f"{winner.rung} itself or a combination of its knobs changes the maths")
-        return Compared(parity=parity, failure=f"{said}: {why}")
+        return ParityResult(parity=parity, failure=f"{said}: {why}")
     apart, name, config = min(found, key=lambda item: item[0])
     names = tuple(name for _, name, _ in found)
-    return Compared(
+    return ParityResult(
         parity=replace(parity, changed_by=names),
         taken_back=config,
         without=replace(parity, changed_by=names, taken_back=name, largest_difference=apart, within=True),
@@ -187,8 +189,8 @@ def _guilty(winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence
 
 
 def _each_set_back(winner: Trial, plain: Trial) -> Iterator[tuple[str, Trial]]:
-    for name in differing(winner.knobs, plain.knobs):
-        yield name, replace(winner, knobs=set_back(winner.knobs, plain.knobs, name))
+    for name in differing_knobs(winner.knobs, plain.knobs):
+        yield name, replace(winner, knobs=with_knob_of(winner.knobs, plain.knobs, name))
 
 
 def _shown(trial: Trial, name: str) -> str:

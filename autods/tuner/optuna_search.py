@@ -17,12 +17,12 @@ from ..config.strategies import Dimension, Rung
 from ..errors import InputError
 from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Scalar, Steps
-from .candidates import name_of, tunable
-from .comparison import PRIOR_NOISE, Score, confirm
-from .context import Means
-from .forecasts import BLIND, Foresight, lacking_bytes
-from .race import Raced
-from .trials import fits_within, paced, samples_per_second, step_s_of
+from .candidates import config_name, without_fixed_keys
+from .comparison import PRIOR_NOISE, Score, confirm_gain
+from .context import FitContext
+from .forecasts import NO_FORECASTER, Forecaster, lacking_bytes
+from .race import RaceResult
+from .trials import fit_steps_to_budget, fits_within, median_step_s, samples_per_second
 
 if TYPE_CHECKING:
     import optuna
@@ -31,7 +31,7 @@ STARTUP = 5  # trials before it counts: the start, the usual settings, one at ra
 WAIT = 10  # trials in a row that may gain nothing
 
 
-def enough(scores: Sequence[float | None], gain: float) -> bool:
+def has_converged(scores: Sequence[float | None], gain: float) -> bool:
     """Whether the last WAIT trials together gained less than the share `gain`. None: it did not fit; 0: go on."""
     before = [one for one in scores[:-WAIT] if one is not None]
     if len(scores) < STARTUP + WAIT or not before or gain <= 0:
@@ -145,7 +145,7 @@ def open_study(path: Path, name: str, space: Space) -> optuna.Study:
     return study
 
 
-def gp(seed: int) -> optuna.samplers.BaseSampler:
+def gp_sampler(seed: int) -> optuna.samplers.BaseSampler:
     """The sampler that needs the fewest trials, by tests/benchmarks/samplers.py (44 searches, noise 2 % and 5 %).
 
     After 24 trials it is at 0.97 of the optimum, where TPE is at 0.95 and chance at 0.92; it runs out of memory in a
@@ -193,7 +193,7 @@ def tell_failed(study: optuna.Study, asked: optuna.Trial, why: str) -> None:
     study.tell(asked, state=TrialState.FAIL)
 
 
-def told_of(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+def finished_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     """The trials whose outcome is known, in order; not those that a kill cut short."""
     from optuna.trial import TrialState
 
@@ -204,9 +204,9 @@ def told_of(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     ]
 
 
-def scores_of(study: optuna.Study) -> list[float | None]:
+def trial_scores(study: optuna.Study) -> list[float | None]:
     """What was told, in order; None for what did not leave the headroom or failed."""
-    return [trial.value if _fitted(trial) else None for trial in told_of(study)]
+    return [trial.value if _fitted(trial) else None for trial in finished_trials(study)]
 
 
 def _fitted(trial: optuna.trial.FrozenTrial) -> bool:
@@ -227,11 +227,11 @@ def distributions(space: Space) -> dict[str, Any]:
     }
 
 
-def importances_of(study: optuna.Study) -> dict[str, float]:
+def parameter_importances(study: optuna.Study) -> dict[str, float]:
     """Of the trials that fitted: the speed told for an out-of-memory is none."""
     import optuna
 
-    fitted = [trial for trial in told_of(study) if _fitted(trial)]
+    fitted = [trial for trial in finished_trials(study) if _fitted(trial)]
     if len(fitted) < _LEAST_FOR_IMPORTANCE:
         return {}
     measured = optuna.create_study(direction="maximize")
@@ -246,13 +246,13 @@ _LEAST_EXCESS = 0.01  # share of the limit by which an out-of-memory at least ov
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class OutcomeReporter:
     """How an outcome is told to the sampler."""
 
     start: Record
     limit_bytes: int
     headroom: float
-    foresight: Foresight
+    forecaster: Forecaster
     score: Score
 
     @property
@@ -274,10 +274,10 @@ class Judge:
                 study.tell(asked, self.score(answer))
             case OutOfMemory() as out:
                 # What the last allocation lacked says little of what the trial lacks; its forecast says more.
-                forecast = self.foresight.forecast(answer.trial)
+                forecast = self.forecaster.forecast(answer.trial)
                 device = None if forecast is None else forecast.memory.get("device")
-                foreseen = 0 if device is None else device.peak_bytes - self.limit_bytes
-                self._tell_full(study, asked, max(out.missing_bytes or 0, foreseen))
+                forecast_limit = 0 if device is None else device.peak_bytes - self.limit_bytes
+                self._tell_full(study, asked, max(out.missing_bytes or 0, forecast_limit))
             case Failed() as failure:
                 tell_failed(study, asked, failure.evidence[:200])
 
@@ -306,7 +306,7 @@ _MOST_LEADERS = 2  # are measured again: of two the better is found more often, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class TuneResult:
     """What tuning found: `best` is the start unless another was confirmed to be faster.
 
     importances: key → share of the variation of the score, empty when there are too few trials to tell.
@@ -330,48 +330,50 @@ def tune(
     seed: int,
     study_path: Path,
     current: Mapping[str, Scalar] | None = None,
-    foresight: Foresight = BLIND,
+    forecaster: Forecaster = NO_FORECASTER,
     score: Score = samples_per_second,
     stop_gain: float = 0.01,
     may_go_on: Callable[[], bool] = lambda: True,
-    sampler: Sampler = gp,
-) -> Tuned:
+    sampler: Sampler = gp_sampler,
+) -> TuneResult:
     """Search `rung.tune` around `start` for a higher score within the usable memory, in up to limits.trials trials.
 
     The proposals are a function of the seed and of the outcomes before, so that a search that was killed and goes on
     proposes what it would have proposed. current: what the start's DeepSpeed config says of keys that its settings
     leave out. A proposal that cannot fit by its forecast is not run. score: larger is better, above 0 for a fit.
-    stop_gain: the search ends once it no longer gains this share, see `enough`; 0 spends all trials. may_go_on: asked
-    before each proposal; the leaders that it has found by then are still measured again. sampler: made anew for each
+    stop_gain: the search ends once it no longer gains this share, see `has_converged`; 0 spends all trials. may_go_on:
+    called before each proposal; the leaders found by then are still measured again. sampler: made anew for each
     proposal, from a seed. Raises InputError when the study on disk is damaged.
     """
     space = space_of(rung, start.trial.knobs.settings, current or {})
     if not space.dimensions or limits.trials < 1:
         why = "no trials were granted for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
-        return Tuned(best=start, records=(), importances={}, reason=why)
-    judge = Judge(start=start, limit_bytes=limit_bytes, headroom=headroom, foresight=foresight, score=score)
+        return TuneResult(best=start, records=(), importances={}, reason=why)
+    reporter = OutcomeReporter(
+        start=start, limit_bytes=limit_bytes, headroom=headroom, forecaster=forecaster, score=score
+    )
     knobs = start.trial.knobs
-    name = name_of(rung.name, knobs, recomputes=True)  # its variants have studies of their own
+    name = config_name(rung.name, knobs, recomputes=True)  # its variants have studies of their own
     study = open_study(study_path, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
-    search = _Search(study=study, space=space, judge=judge, run=run, steps=steps, seed=seed, sampler=sampler)
+    search = _Search(study=study, space=space, reporter=reporter, run=run, steps=steps, seed=seed, sampler=sampler)
     ended = search.until(trials=limits.trials, stop_gain=stop_gain, may_go_on=may_go_on)
     records = tuple(answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start)
     foretold = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
-    importances = importances_of(study)
+    importances = parameter_importances(study)
     said = f"{len(records) or 'no'} other settings of {rung.name} were tried"
     said += f" ({foretold} more cannot fit by the forecast)" if foretold else ""
     said += ended if records else ended.replace(" until", ":", 1)
-    better = [one for one in records if fits_within(one, judge.usable_bytes) and score(one) > score(start)]
+    better = [one for one in records if fits_within(one, reporter.usable_bytes) and score(one) > score(start)]
     if not better:
         none = "none was faster" if score is samples_per_second else "none was better"
         reason = f"{said}, {none}" if records else said
-        return Tuned(best=start, records=records, importances=importances, reason=reason)
+        return TuneResult(best=start, records=records, importances=importances, reason=reason)
     leaders = _leaders(better, score)
-    final = confirm(
-        start, leaders, run, gain=limits.gain, turns=limits.turns, usable_bytes=judge.usable_bytes, score=score
+    final = confirm_gain(
+        start, leaders, run, gain=limits.gain, turns=limits.turns, usable_bytes=reporter.usable_bytes, score=score
     )
     reason = f"{said}; {final.reason}"
-    return Tuned(best=final.best, records=records + final.records, importances=importances, reason=reason)
+    return TuneResult(best=final.best, records=records + final.records, importances=importances, reason=reason)
 
 
 def _leaders(better: Sequence[Record], score: Score) -> list[Record]:
@@ -386,7 +388,7 @@ class _Search:
 
     study: optuna.Study
     space: Space
-    judge: Judge
+    reporter: OutcomeReporter
     run: Run
     steps: Steps
     seed: int
@@ -395,29 +397,29 @@ class _Search:
 
     def until(self, *, trials: int, stop_gain: float, may_go_on: Callable[[], bool]) -> str:
         """Ask and tell until the start and `trials` more are told; what ended it before, as the end of a sentence."""
-        self.answers = {_key(self.space.start): self.judge.start}
-        for past in told_of(self.study):
+        self.answers = {_key(self.space.start): self.reporter.start}
+        for past in finished_trials(self.study):
             self._answer(past.params)  # from the journal: these were run
-        while (told := len(scores := scores_of(self.study))) <= trials:
-            if enough(scores, stop_gain):
+        while (told := len(scores := trial_scores(self.study))) <= trials:
+            if has_converged(scores, stop_gain):
                 return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
             if not may_go_on():
                 return " until the budget was spent"
             # A new sampler each time, seeded by the position: no state but the study's has to survive a kill.
             self.study.sampler = self.sampler(self.seed + told)
             asked = self.study.ask(distributions(self.space))
-            self.judge.tell(self.study, asked, self._answer(asked.params))
+            self.reporter.tell(self.study, asked, self._answer(asked.params))
         return ""
 
     def _answer(self, proposal: Mapping[str, Any]) -> Record | RungForecast:
         settings = self.space.settings(proposal)
         key = _key(settings)
         if key not in self.answers:  # rounding and a confident sampler propose the same again: told, not run
-            first = self.judge.start.trial
+            first = self.reporter.start.trial
             knobs = replace(first.knobs, settings={**first.knobs.settings, **settings})
-            steps = paced(self.steps, step_s_of(self.judge.start))
+            steps = fit_steps_to_budget(self.steps, median_step_s(self.reporter.start))
             trial = replace(first, knobs=knobs, purpose="tune", steps=steps, repeat=0)
-            forecast = self.judge.foresight.forecast(trial)
+            forecast = self.reporter.forecaster.forecast(trial)
             cannot_fit = forecast is not None and forecast.verdict == "cannot_fit"
             self.answers[key] = forecast if forecast is not None and cannot_fit else self.run(trial)
         return self.answers[key]
@@ -427,24 +429,24 @@ def _key(settings: Mapping[str, Scalar]) -> str:
     return json.dumps(dict(settings), sort_keys=True)
 
 
-def tuned_from(raced: Raced, means: Means) -> Tuned:
+def tune_winner(raced: RaceResult, context: FitContext) -> TuneResult:
     """The winner of the race, tuned."""
-    settings, profile = means.settings, means.settings.profile
+    settings, profile = context.settings, context.settings.profile
     start = raced.best
-    rung = tunable(next(rung for rung in settings.ladder if rung.name == start.trial.rung), means.facts)
-    config = means.final_config(start.trial)
+    rung = without_fixed_keys(next(rung for rung in settings.ladder if rung.name == start.trial.rung), context.facts)
+    config = context.final_config(start.trial)
     return tune(
         start,
-        means.run,
+        context.run,
         rung=rung,
         limits=profile.tune,
         steps=profile.timed,
         limit_bytes=settings.device_bytes,
         headroom=profile.headroom,
         seed=settings.seed,
-        study_path=means.study,
+        study_path=context.study,
         current={key: value for key in rung.tune if (value := get_key(config, key)) is not None},
-        foresight=means.foresight,
-        score=means.score,
-        may_go_on=lambda: means.may_run(1 + 2 * profile.tune.turns),  # what it may find has to be confirmed
+        forecaster=context.forecaster,
+        score=context.score,
+        may_go_on=lambda: context.may_run(1 + 2 * profile.tune.turns),  # what it may find has to be confirmed
     )

@@ -10,7 +10,7 @@ from statistics import median
 from ..types import Action, Failed, Fit, OutOfMemory, Record, Run, Steps, Trial
 
 # Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
-LASTING: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
+PERMANENT_ACTIONS: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
@@ -34,19 +34,19 @@ def micro_batches(global_batch: int | None, world_size: int, most: int) -> range
     return tuple(size for size in range(1, min(share, most) + 1) if share % size == 0)
 
 
-def asked(trial: Trial, run: Run) -> tuple[Record, ...]:
+def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:
     """The records of one question, the last one is the answer: a failure that may be a fluke is asked once more."""
     first = run(trial)
     match first.outcome:
         case Failed(failure="toolchain") | Fit() | OutOfMemory():
             return (first,)
-        case Failed(action=action) if action in LASTING:
+        case Failed(action=action) if action in PERMANENT_ACTIONS:
             return (first,)
         case Failed():
             return (first, run(replace(trial, repeat=trial.repeat + 1)))
 
 
-def paced(steps: Steps, step_s: float, *, least: int = 1) -> Steps:
+def fit_steps_to_budget(steps: Steps, step_s: float, *, least: int = 1) -> Steps:
     """Of warm-up and timed steps as many as their budget has room for, of the timed ones at least so many: the noise of
     a long step is small. step_s: how long one is expected to take, 0: unknown."""
     room = steps.budget_s / step_s if step_s > 0 else math.inf
@@ -73,22 +73,22 @@ def samples_per_second(record: Record) -> float:
     return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
 
 
-def step_s_of(record: Record) -> float:
+def median_step_s(record: Record) -> float:
     """Seconds of its median step; 0 for a trial that did not fit."""
     fit = record.outcome
     return median(fit.step_s) if isinstance(fit, Fit) and fit.step_s else 0.0
 
 
-def is_alike(one: Record, other: Record) -> bool:
+def is_same_config(one: Record, other: Record) -> bool:
     """Whether two trials ran the same config, whatever they were asked for."""
     return (one.trial.rung, one.trial.knobs) == (other.trial.rung, other.trial.knobs)
 
 
-def leanness(record: Record) -> float:
+def memory_score(record: Record) -> float:
     """The objective where memory is what counts: more for a smaller peak; 0 for a trial that did not fit."""
     return 1 / max(1, record.outcome.device_peak_bytes) if isinstance(record.outcome, Fit) else 0.0
 
 
-def score_of(objective: str) -> Callable[[Record], float]:
+def score_function(objective: str) -> Callable[[Record], float]:
     """What is to be as large as possible. A sample has the same tokens in every trial, so one order holds for both."""
-    return leanness if objective == "memory" else samples_per_second
+    return memory_score if objective == "memory" else samples_per_second

@@ -13,8 +13,8 @@ from typing import Any
 
 from autods.requests import Settings
 from autods.runner.runner import RayRunner
-from autods.trial.steps import enough, spread_of
-from autods.tuner.candidates import Candidate, candidates
+from autods.trial.steps import enough, relative_spread
+from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.trials import accumulation_for, micro_batches
 from autods.types import Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
 
@@ -104,7 +104,7 @@ def points(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]
 
 def runnable(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> list[Candidate]:
     """The rungs that this machine has everything for."""
-    return [one for one in candidates(settings, facts, op_problems) if one.skip is None]
+    return [one for one in list_candidates(settings, facts, op_problems) if one.skip is None]
 
 
 def trial_of(point: Point, starts: Iterable[Candidate], steps: Steps) -> Trial:
@@ -233,7 +233,7 @@ class RecordedRunner:
             samples_per_second=rate,
             tokens_per_second=rate * tokens if tokens else None,
             step_s=tuple(times),
-            spread=spread_of(times),
+            spread=relative_spread(times),
             losses=(),
             timing=Timing(wall_s=one.seconds, steps_s=elapsed_s),
         )

@@ -23,7 +23,7 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.config.profiles import read_profile
-from autods.tuner.conclude import Nothing
+from autods.tuner.fit_result import NothingFits
 from autods.types import Fit, OutOfMemory, Record
 from tests.support.surfaces import Surface, searching
 
@@ -77,10 +77,10 @@ def _answer(job: tuple[int, str, bool, bool]) -> Answer | None:
     with searching(surface, profile=profile, blind=blind) as search:
         best, what = surface.optimum(search.usable_bytes, [name for name in surface.rungs if name != "zero3-nvme"])
         began = time.process_time()
-        found = search.found()
+        found = search.run()
         deciding_s = time.process_time() - began
         records = search.memory.records
-    if isinstance(found, Nothing) or not best:
+    if isinstance(found, NothingFits) or not best:
         return None  # only NVMe, or nothing, holds this model: there is nothing to choose from
     trial = found.best.trial
     tuned = surface.rate(trial) / best

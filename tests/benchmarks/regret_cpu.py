@@ -64,9 +64,9 @@ from autods.forecast.values import Ask, Engine, Simulated, Simulator
 from autods.journal import Journal, TrialStore
 from autods.requests import Settings, resolve
 from autods.system.host import installed_versions, read_hardware
-from autods.tuner.conclude import Found
 from autods.tuner.fit import Search, fit
-from autods.tuner.foreseeing import foreseeing
+from autods.tuner.fit_result import FitResult
+from autods.tuner.forecasts import open_forecaster
 from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import format_bytes
 from autods.workload import make_source
@@ -325,11 +325,11 @@ def searched(
         past = journal.open(fingerprint=settings.fingerprint())
         memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), lambda event: None)
         start = lambda source: contextlib.nullcontext(simulator)  # noqa: E731
-        with foreseeing(settings, runner.final_config, memory, lambda event: None, start=start) as foresight:
+        with open_forecaster(settings, runner.final_config, memory, lambda event: None, start=start) as forecaster:
             found = Search(
-                settings=settings, runner=runner, memory=memory, foresight=foresight, study=Path(out) / "study.jsonl",
+                settings=settings, runner=runner, memory=memory, forecaster=forecaster, study=Path(out) / "study.jsonl",
                 check=lambda record: record,
-            ).found()  # fmt: skip
+            ).run()  # fmt: skip
     records = memory.records
     best = best_of(true.values())
     said: dict[str, Any] = {
@@ -338,7 +338,7 @@ def searched(
         "trials": len(records),
         "out_of_memory": sum(isinstance(record.outcome, OutOfMemory) for record in records),
     }
-    if not isinstance(found, Found):
+    if not isinstance(found, FitResult):
         return Answer(answer="nothing fits", share=0.0, fits=False, tried=told(records, {}), **said)
     point = point_of(found.best.trial)
     share = true[point].rate / best.rate

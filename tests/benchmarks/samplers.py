@@ -29,12 +29,12 @@ from optuna.trial import FrozenTrial
 from tuning_surfaces import HEADROOM, LIMIT, Surface, surface
 
 from autods.config.profiles import TuneLimits
-from autods.tuner.optuna_search import STARTUP, enough, gp, tune
+from autods.tuner.optuna_search import STARTUP, gp_sampler, has_converged, tune
 from autods.tuner.trials import fits_within, samples_per_second
 from autods.types import OutOfMemory, Record, Steps
 
 SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
-    "gp": gp,
+    "gp": gp_sampler,
     "gp-5": lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=5, warn_independent_sampling=False),
     "gp-8": lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=8, warn_independent_sampling=False),
     "tpe": lambda seed: optuna.samplers.TPESampler(seed=seed),
@@ -170,7 +170,7 @@ class Patience:
 
 def ours(one: Searched) -> int:
     counts = range(1, len(one.told) + 1)
-    return next((count for count in counts if enough(one.told[:count], 0.01)), len(one.told))
+    return next((count for count in counts if has_converged(one.told[:count], 0.01)), len(one.told))
 
 
 def never(one: Searched) -> int:

@@ -205,7 +205,7 @@ def search(world: int, seeds: int) -> dict[str, Any]:
     """Whole fits of the same made-up models on this many ranks."""
     from autods.config.profiles import read_profile
     from autods.tuner.fit import fit
-    from tests.support.surfaces import ScriptedForesight, Surface, searching
+    from tests.support.surfaces import Surface, SurfaceForecaster, searching
 
     rows: list[dict[str, float]] = []
     before = 0
@@ -220,7 +220,7 @@ def search(world: int, seeds: int) -> dict[str, Any]:
             fit(
                 settings, listen=lambda event: None,
                 start=lambda _, __, cluster=cluster: contextlib.nullcontext(cluster),
-                foresee=lambda *_, surface=surface: contextlib.nullcontext(ScriptedForesight(surface)),
+                forecaster=lambda *_, surface=surface: contextlib.nullcontext(SurfaceForecaster(surface)),
             )  # fmt: skip
             spent = time.process_time() - began - cluster.scripted_s
             sizes = {name: (Path(folder) / name).stat().st_size for name in ("journal.jsonl", "report.json")}

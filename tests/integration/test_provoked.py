@@ -13,8 +13,8 @@ import pytest
 
 from autods.runner.runner import RayRunner
 from autods.system.host import find_memory_groups
-from autods.tuner.candidates import candidates
-from autods.tuner.ladder_walk import Walked, walk
+from autods.tuner.candidates import list_candidates
+from autods.tuner.ladder_walk import WalkResult, walk
 from autods.types import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
 from tests.support.fits import ignore, question
 from tests.support.watching import Scene, wait_for
@@ -146,7 +146,7 @@ def assert_said(outcome: Outcome, case: Case) -> None:
     assert case.words in outcome.evidence
 
 
-def climb(runner: RayRunner, scene: Scene, fault: str, phase: str) -> tuple[Walked, tuple[str, ...]]:
+def climb(runner: RayRunner, scene: Scene, fault: str, phase: str) -> tuple[WalkResult, tuple[str, ...]]:
     scene.choose(fault, phase)
     try:
         return walk_on(runner)
@@ -154,7 +154,7 @@ def climb(runner: RayRunner, scene: Scene, fault: str, phase: str) -> tuple[Walk
         (scene.out / "fault.json").unlink()
 
 
-def walk_on(runner: RayRunner) -> tuple[Walked, tuple[str, ...]]:
+def walk_on(runner: RayRunner) -> tuple[WalkResult, tuple[str, ...]]:
     """The real walk with real trials, and the rungs in the order of asking."""
     facts, op_problems = runner.survey()
     tried: list[str] = []
@@ -163,13 +163,13 @@ def walk_on(runner: RayRunner) -> tuple[Walked, tuple[str, ...]]:
         tried.append(trial.rung)
         return runner.run(trial, id=len(tried))
 
-    walked = walk(candidates(runner.settings, facts, op_problems), run, Steps())
+    walked = walk(list_candidates(runner.settings, facts, op_problems), run, Steps())
     return walked, tuple(tried)
 
 
 def walk_knobs(runner: RayRunner):
     facts, op_problems = runner.survey()
-    return candidates(runner.settings, facts, op_problems)[0].knobs
+    return list_candidates(runner.settings, facts, op_problems)[0].knobs
 
 
 @contextlib.contextmanager

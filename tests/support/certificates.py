@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autods.runner.testing import ScriptedRunner
 from autods.runner.testing import fit as scripted_fit
-from autods.tuner.certify import Certified, certify
+from autods.tuner.certify import CertifyResult, certify
 from autods.types import Examined, Fit, Knobs, Outcome, Record, Scalar, Steps, Trial
 
 MIB = 2**20
@@ -61,7 +61,7 @@ def passes(asked: Trial, peak: int = 700 * MIB, retries: int = 0) -> Fit:
 
 @dataclass
 class Certifying:
-    certified: Certified
+    certified: CertifyResult
     trials: list[Trial]
 
     @property

@@ -25,7 +25,7 @@ from autods.journal import Journal, TrialStore, trial_key
 from autods.requests import Settings
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.fit import Search
-from autods.tuner.forecasts import BLIND, Foresight
+from autods.tuner.forecasts import NO_FORECASTER, Forecaster
 from autods.types import Examined, Fit, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 
 GIB = 2**30
@@ -207,13 +207,13 @@ def _measured(step_s: float, steps: Steps, noise: random.Random) -> tuple[float,
 
 
 def _spread(times: Sequence[float]) -> float:
-    """As `trial.steps.spread_of`."""
+    """As `trial.steps.relative_spread`."""
     if len(times) < 2:
         return 0.0
     return 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
 
 
-class ScriptedForesight:
+class SurfaceForecaster:
     """Forecasts a surface's peaks, each rung's off by a few percent."""
 
     def __init__(self, surface: Surface) -> None:
@@ -260,7 +260,7 @@ def searching(
     *,
     profile: str | Profile = "default",
     budget: Budget = _UNLIMITED,
-    foresight: Foresight | None = None,
+    forecaster: Forecaster | None = None,
     ladder: Sequence[Rung] = (),
     blind: bool = False,
 ) -> Iterator[Search]:
@@ -277,8 +277,8 @@ def searching(
         journal = Journal(out / "journal.jsonl")
         past = journal.open(fingerprint="surface")
         memory = TrialStore(journal, past, lambda trial, id: surface.run(trial, id=id), lambda event: None)
-        seer = BLIND if blind else foresight or ScriptedForesight(surface)
+        seer = NO_FORECASTER if blind else forecaster or SurfaceForecaster(surface)
         yield Search(
-            settings=settings, runner=surface, memory=memory, foresight=seer, study=out / "study.jsonl",
+            settings=settings, runner=surface, memory=memory, forecaster=seer, study=out / "study.jsonl",
             check=lambda record: record,
         )  # fmt: skip

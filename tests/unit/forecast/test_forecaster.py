@@ -14,14 +14,14 @@ from autods.forecast.scripted import Script, Scripted, allocates, failing
 from autods.forecast.values import Ask, Simulated, Trace
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.candidates import candidates
+from autods.tuner.candidates import list_candidates
 from autods.types import Outcome, Trial
 from tests.support.growth import grown
 from tests.support.walks import FACTS, SETTINGS
 
 GIB = 2**30
 MIB = 2**20
-CANDIDATES = candidates(replace(SETTINGS, device_bytes=16 * GIB), FACTS, {})
+CANDIDATES = list_candidates(replace(SETTINGS, device_bytes=16 * GIB), FACTS, {})
 
 
 def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> Trial:

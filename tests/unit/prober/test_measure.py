@@ -10,7 +10,7 @@ import pytest
 from autods.prober.grid import cells_of
 from autods.prober.measure import compared, in_turns, result_of, shared
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import ratios, spread_of
+from autods.tuner.comparison import estimate_ratios, relative_spread
 from autods.types import Outcome, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
 
@@ -84,7 +84,7 @@ def made_up(
 
 
 def test_drift_from_turn_to_turn_is_no_noise() -> None:
-    found = ratios(made_up({1: 10, 2: 11}, noise=0.002, drift=0.3, turns=4, seed=1), 1, within={})
+    found = estimate_ratios(made_up({1: 10, 2: 11}, noise=0.002, drift=0.3, turns=4, seed=1), 1, within={})
     assert found[2].differs
     assert found[2].times == pytest.approx(1.1, rel=0.01)
 
@@ -92,7 +92,7 @@ def test_drift_from_turn_to_turn_is_no_noise() -> None:
 def test_equal_cells_are_told_apart_in_at_most_one_of_ten_probes_and_unequal_ones_in_most() -> None:
     equal = unequal = 0
     for seed in range(200):
-        found = ratios(made_up({1: 10, 2: 10, 3: 12}, noise=0.05, drift=0.1, turns=3, seed=seed), 1, within={})
+        found = estimate_ratios(made_up({1: 10, 2: 10, 3: 12}, noise=0.05, drift=0.1, turns=3, seed=seed), 1, within={})
         equal += found[2].differs
         unequal += found[3].differs
     assert equal <= 20
@@ -100,17 +100,17 @@ def test_equal_cells_are_told_apart_in_at_most_one_of_ten_probes_and_unequal_one
 
 
 def test_without_repeats_only_what_usual_noise_cannot_explain_differs() -> None:
-    found = ratios({1: {0: 10.0}, 2: {0: 10.5}, 3: {0: 20.0}}, 1, within={1: 0.01, 2: 0.01, 3: 0.02})
+    found = estimate_ratios({1: {0: 10.0}, 2: {0: 10.5}, 3: {0: 20.0}}, 1, within={1: 0.01, 2: 0.01, 3: 0.02})
     assert not found[2].differs
     assert found[3].differs
-    wide = ratios({1: {0: 10.0}, 3: {0: 13.0}}, 1, within={1: 0.3, 3: 0.01})
+    wide = estimate_ratios({1: {0: 10.0}, 3: {0: 13.0}}, 1, within={1: 0.3, 3: 0.01})
     assert not wide[3].differs
 
 
 def test_a_cell_that_shares_no_turn_with_the_reference_is_not_compared() -> None:
-    assert ratios({1: {0: 10.0}, 2: {1: 10.0}}, 1, within={}) == {}
+    assert estimate_ratios({1: {0: 10.0}, 2: {1: 10.0}}, 1, within={}) == {}
 
 
 def test_one_measurement_has_no_spread() -> None:
-    assert spread_of([1.0]) is None
-    assert spread_of([1.0, 3.0]) == pytest.approx(0.7071, rel=1e-3)
+    assert relative_spread([1.0]) is None
+    assert relative_spread([1.0, 3.0]) == pytest.approx(0.7071, rel=1e-3)

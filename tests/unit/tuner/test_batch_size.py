@@ -10,7 +10,7 @@ import pytest
 
 from autods.config.profiles import GrowLimits
 from autods.runner.testing import ScriptedRunner, failed, surface
-from autods.tuner.batch_size import Grown, Rules, grow
+from autods.tuner.batch_size import GrowthResult, GrowthRules, grow
 from autods.types import Knobs, Outcome, OutOfMemory, Steps, Trial
 
 MIB = 2**20
@@ -23,7 +23,7 @@ WALKED = Trial(rung="zero2", knobs=Knobs(settings={"zero_optimization.reduce_buc
 class Growth:
     """A finished growth and what it cost, micro batch 1 of the walk not counted."""
 
-    grown: Grown
+    grown: GrowthResult
     trials: list[Trial]
 
     @property
@@ -47,7 +47,7 @@ def growing(
 ) -> Growth:
     runner = ScriptedRunner(answer)
     winner = runner.run(walked)
-    rules = Rules(
+    rules = GrowthRules(
         run=runner.run,
         limits=limits,
         steps=steps,

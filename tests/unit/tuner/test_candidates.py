@@ -8,7 +8,14 @@ import pytest
 
 from autods.errors import InputError
 from autods.report.plan_view import sentences
-from autods.tuner.candidates import Candidate, candidates, check_ranks, idle, tunable, unforeseeable
+from autods.tuner.candidates import (
+    Candidate,
+    check_ranks,
+    idle_stages_warning,
+    list_candidates,
+    why_not_forecast,
+    without_fixed_keys,
+)
 from autods.types import ModelFacts
 from tests.support.planned import FACTS as LARGE
 from tests.support.planned import Planned, question
@@ -19,11 +26,11 @@ EXPERTS = replace(FACTS, experts=8)
 
 
 def skips(facts: ModelFacts, gpus: int) -> dict[str, str | None]:
-    return {one.rung.name: one.skip for one in candidates(replace(SETTINGS, gpus=gpus), facts, {})}
+    return {one.rung.name: one.skip for one in list_candidates(replace(SETTINGS, gpus=gpus), facts, {})}
 
 
 def first(facts: ModelFacts, gpus: int, global_batch: int | None = None) -> Candidate:
-    return candidates(replace(SETTINGS, gpus=gpus, global_batch=global_batch), facts, {})[0]
+    return list_candidates(replace(SETTINGS, gpus=gpus, global_batch=global_batch), facts, {})[0]
 
 
 def test_a_pipeline_leaves_the_rungs_that_keep_gradients_whole() -> None:
@@ -66,7 +73,7 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
     said = {rung.rung: rung.reason for rung in planned.forecast.sites[0].rungs}
     assert set(planned.verdicts().values()) == {"not_applicable"}
     assert "DeepSpeed refuses" in said["zero2"]
-    assert said["ddp"] == unforeseeable(facts)
+    assert said["ddp"] == why_not_forecast(facts)
     assert not planned.simulator.measured
     assert planned.forecast.status == "not_forecast"
     assert planned.forecast.sites[0].to_try == ("ddp", "zero1")
@@ -78,12 +85,12 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
 def test_what_experts_fix_is_not_tuned() -> None:
     key = "zero_optimization.contiguous_gradients"
     zero2 = next(rung for rung in SETTINGS.ladder if rung.name == "zero2")
-    assert key in tunable(zero2, FACTS).tune
-    assert key not in tunable(zero2, EXPERTS).tune
-    assert "zero_optimization.reduce_bucket_size" in tunable(zero2, EXPERTS).tune
+    assert key in without_fixed_keys(zero2, FACTS).tune
+    assert key not in without_fixed_keys(zero2, EXPERTS).tune
+    assert "zero_optimization.reduce_bucket_size" in without_fixed_keys(zero2, EXPERTS).tune
 
 
 def test_a_pipeline_without_a_global_batch_is_told_that_its_stages_wait() -> None:
-    assert "2 stages then wait" in str(idle(PIPELINE, None))
-    assert idle(PIPELINE, 8) is None
-    assert idle(FACTS, None) is None
+    assert "2 stages then wait" in str(idle_stages_warning(PIPELINE, None))
+    assert idle_stages_warning(PIPELINE, 8) is None
+    assert idle_stages_warning(FACTS, None) is None

@@ -9,7 +9,7 @@ import pytest
 
 from autods.runner.testing import failed, out_of_memory, surface
 from autods.runner.testing import fit as scripted_fit
-from autods.tuner.certificate import as_json
+from autods.tuner.certificate import certificate_to_json
 from autods.types import Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
 from tests.support.certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
 
@@ -350,7 +350,7 @@ def test_backing_off_finds_a_micro_batch_that_holds_in_few_trials(largest: int, 
 
 
 def test_a_certificate_is_plain_json() -> None:
-    plain = as_json(certifying(longest(), timed(trial("zero2", 4))).certified.certificate)
+    plain = certificate_to_json(certifying(longest(), timed(trial("zero2", 4))).certified.certificate)
     assert plain["checkpoint"]["bytes"] == 640 * MIB
     assert plain["headroom_bytes"] == {"device": 400 * MIB}
     assert plain["parity"] is None

@@ -11,7 +11,7 @@ import pytest
 
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import Finals, finals
+from autods.tuner.comparison import FinalsResult, finals
 from autods.tuner.trials import samples_per_second
 from autods.types import Fit, Knobs, Outcome, Record, Trial
 
@@ -33,7 +33,9 @@ def script(**speeds: list[float]) -> Callable[[Trial], Outcome]:
     return lambda trial: fit(peak_bytes=500, samples_per_second=next(left[trial.rung]))
 
 
-def held(answer: Callable[[Trial], Outcome], *contestants: Record, turns: int = 3) -> tuple[Finals, ScriptedRunner]:
+def held(
+    answer: Callable[[Trial], Outcome], *contestants: Record, turns: int = 3
+) -> tuple[FinalsResult, ScriptedRunner]:
     runner = ScriptedRunner(answer)
     final = finals(contestants, runner.run, turns=turns, usable_bytes=USABLE, score=samples_per_second)
     return final, runner

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.certify import Certified
+from autods.tuner.certify import CertifyResult
 from autods.tuner.exams import MemoryLine, next_micro_batch, usual_line
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
@@ -46,7 +46,7 @@ class Model:
 
 def certified_by(
     answer: Callable[[Trial], Outcome], sizes: Sequence[int], *, longest_ratio: float, most_trials: int = 8
-) -> tuple[Certified, list[int]]:
+) -> tuple[CertifyResult, list[int]]:
     """The last of `sizes` is the winner's, the others were tried before; losses are compared with another rung's."""
     *before, winner = (known(trial("zero1", size), answer) for size in sizes)
     reference = known(trial("ddp", 1), answer)

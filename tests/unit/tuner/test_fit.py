@@ -13,10 +13,10 @@ import pytest
 
 from autods.config.profiles import Budget
 from autods.journal import TrialStore, trial_key
-from autods.tuner.conclude import Found
 from autods.tuner.fit import Search
+from autods.tuner.fit_result import FitResult
 from autods.types import Fit, ModelFacts, Record, Trial
-from tests.support.foresights import Scripted
+from tests.support.forecasters import Scripted
 from tests.support.surfaces import Surface, searching
 
 SEEDS = (0, 3, 6, 16)  # of 3 and 16 several rungs climb
@@ -59,14 +59,14 @@ def started(search: Search, runner: Killable) -> Search:
     return replace(search, memory=TrialStore(journal, past, runner.run, lambda event: None))
 
 
-def searched(search: Search, seed: int, at: int | None = None) -> tuple[Found, list[Trial]]:
+def searched(search: Search, seed: int, at: int | None = None) -> tuple[FitResult, list[Trial]]:
     runner = Killable(Surface(seed), at)
-    found = started(search, runner).found()
-    assert isinstance(found, Found)
+    found = started(search, runner).run()
+    assert isinstance(found, FitResult)
     return found, runner.ran
 
 
-def answer(found: Found) -> tuple[object, ...]:
+def answer(found: FitResult) -> tuple[object, ...]:
     """All that a report says of what was found."""
     assert found.certified is not None
     return (
@@ -98,7 +98,7 @@ def test_a_config_that_fits_is_told_as_soon_as_there_is_one_and_whenever_a_bette
     surface = Surface(seed)
     with folder(seed) as search:
         told: list[Record] = []
-        found, _ = searched(replace(search, so_far=told.append), seed)
+        found, _ = searched(replace(search, save_best=told.append), seed)
         assert told == [found.walked.winner, found.raced.best, found.tuned.best]
         rates = [surface.rate(record.trial) for record in told]
         assert rates[0] <= 1.05 * rates[-1]
@@ -129,7 +129,7 @@ def test_a_killed_search_goes_on_where_it_stopped_to_the_same_answer(seed: int, 
     with folder(seed) as search:
         killed = Killable(Surface(seed), at)
         with pytest.raises(KeyboardInterrupt):
-            started(search, killed).found()
+            started(search, killed).run()
         resumed, rest = searched(search, seed)
     assert keys(killed.ran + rest) == keys(trials)
     assert answer(resumed) == answer(whole)
@@ -144,7 +144,7 @@ def test_a_search_killed_again_and_again_comes_to_the_same_answer() -> None:
         while len(ran) + 8 <= len(trials):
             killed = Killable(Surface(seed), 8)
             with pytest.raises(KeyboardInterrupt):
-                started(search, killed).found()
+                started(search, killed).run()
             ran += killed.ran
         resumed, rest = searched(search, seed)
     assert keys(ran + rest) == keys(trials)
@@ -212,8 +212,8 @@ class PipelineSurface(Surface):
 
 
 def test_a_pipeline_is_not_forecast() -> None:
-    foresight = Scripted(lambda trial: pytest.fail(f"{trial.rung} was forecast"))
-    with folder(3, foresight=foresight) as search:
-        found = replace(search, runner=PipelineSurface(3)).found()
-    assert isinstance(found, Found)
-    assert foresight.prepared == []
+    forecaster = Scripted(lambda trial: pytest.fail(f"{trial.rung} was forecast"))
+    with folder(3, forecaster=forecaster) as search:
+        found = replace(search, runner=PipelineSurface(3)).run()
+    assert isinstance(found, FitResult)
+    assert forecaster.prepared == []

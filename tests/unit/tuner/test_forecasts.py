@@ -11,12 +11,12 @@ import pytest
 from autods.config.profiles import GrowLimits, TuneLimits
 from autods.forecast.values import RungForecast, Verdict
 from autods.runner.testing import ScriptedRunner, surface
-from autods.tuner.batch_size import Grown, Rules, grow
-from autods.tuner.candidates import candidates
-from autods.tuner.ladder_walk import Walked, walk
-from autods.tuner.optuna_search import Tuned, tune
+from autods.tuner.batch_size import GrowthResult, GrowthRules, grow
+from autods.tuner.candidates import list_candidates
+from autods.tuner.ladder_walk import WalkResult, walk
+from autods.tuner.optuna_search import TuneResult, tune
 from autods.types import Outcome, Trial
-from tests.support.foresights import Scripted, said
+from tests.support.forecasters import Scripted, said
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
@@ -24,11 +24,13 @@ pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a 
 GIB = 2**30
 
 
-def climb(answers: Mapping[str, Outcome], verdicts: Mapping[str, RungForecast]) -> tuple[Walked, list[str], Scripted]:
+def growth(
+    answers: Mapping[str, Outcome], verdicts: Mapping[str, RungForecast]
+) -> tuple[WalkResult, list[str], Scripted]:
     runner = ScriptedRunner(lambda trial: answers.get(trial.rung, OOM))
-    foresight = Scripted(lambda trial: verdicts.get(trial.rung))
-    walked = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS, foresight=foresight)
-    return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), foresight
+    forecaster = Scripted(lambda trial: verdicts.get(trial.rung))
+    walked = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS, forecaster=forecaster)
+    return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), forecaster
 
 
 def test_rungs_are_forecast_with_as_many_samples_as_the_model_was_seen_to_need() -> None:
@@ -38,14 +40,14 @@ def test_rungs_are_forecast_with_as_many_samples_as_the_model_was_seen_to_need()
         fits_or_not = FITS if trial.rung == "zero2" else OOM
         return TOO_SMALL if trial.knobs.micro_batch < 2 else fits_or_not
 
-    foresight = Scripted(lambda trial: asked.append(trial.knobs.micro_batch))
-    walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, foresight=foresight)
+    forecaster = Scripted(lambda trial: asked.append(trial.knobs.micro_batch))
+    walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, forecaster=forecaster)
     assert asked == [1] + [2] * (len(asked) - 1)
     assert len(asked) > 1
 
 
 def test_a_rung_that_cannot_fit_is_not_tried_and_the_reason_is_said() -> None:
-    walked, tried, _ = climb({"zero2": FITS}, {"ddp": said("ddp", "cannot_fit"), "zero1": said("zero1", "tight")})
+    walked, tried, _ = growth({"zero2": FITS}, {"ddp": said("ddp", "cannot_fit"), "zero1": said("zero1", "tight")})
     assert tried == ["zero1", "zero2"]
     assert {skip.rung: skip.reason for skip in walked.skipped} == {"ddp": "cannot fit by the forecast: needs more"}
     assert walked.winner is not None
@@ -55,29 +57,29 @@ def test_a_rung_that_cannot_fit_is_not_tried_and_the_reason_is_said() -> None:
 @pytest.mark.parametrize("verdict", ["fits", "tight", None])
 def test_only_trials_decide_what_may_fit(verdict: Verdict | None) -> None:
     verdicts = {} if verdict is None else {"ddp": said("ddp", verdict)}
-    _, tried, _ = climb({"zero1": FITS}, verdicts)
+    _, tried, _ = growth({"zero1": FITS}, verdicts)
     assert tried == ["ddp", "zero1"]
 
 
 def test_where_nothing_fits_the_rung_that_lacks_least_is_tried_all_the_same() -> None:
     rungs = [rung.name for rung in SETTINGS.ladder]
     verdicts = {name: said(name, "cannot_fit", low=10 - index) for index, name in enumerate(rungs)}
-    walked, tried, _ = climb({}, verdicts)
+    walked, tried, _ = growth({}, verdicts)
     assert tried == [rungs[-1]]
     assert rungs[-1] not in {skip.rung for skip in walked.skipped}
 
 
 def test_a_forecast_that_was_wrong_costs_no_answer() -> None:
     verdicts = {rung.name: said(rung.name, "cannot_fit") for rung in SETTINGS.ladder}
-    walked, _, _ = climb({rung.name: FITS for rung in SETTINGS.ladder}, verdicts)
+    walked, _, _ = growth({rung.name: FITS for rung in SETTINGS.ladder}, verdicts)
     assert walked.winner is not None
 
 
 def test_forecasts_are_prepared_ahead_and_given_up_when_the_walk_ends() -> None:
-    _, _, foresight = climb({"ddp": FITS}, {})
-    assert foresight.prepared == [rung.name for rung in SETTINGS.ladder]
-    assert foresight.asked == ["ddp"]
-    assert foresight.settled
+    _, _, forecaster = growth({"ddp": FITS}, {})
+    assert forecaster.prepared == [rung.name for rung in SETTINGS.ladder]
+    assert forecaster.asked == ["ddp"]
+    assert forecaster.settled
 
 
 def test_no_simulation_runs_beside_a_trial() -> None:
@@ -85,25 +87,25 @@ def test_no_simulation_runs_beside_a_trial() -> None:
     seen = []
 
     def answer(trial: Trial) -> Outcome:
-        seen.append((trial.rung, foresight.settled))
-        foresight.settled = False  # what is prepared after it begins anew
+        seen.append((trial.rung, forecaster.settled))
+        forecaster.settled = False  # what is prepared after it begins anew
         return FITS if trial.rung == "zero2" else OOM
 
-    foresight = Scripted(lambda trial: None)
-    walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, foresight=foresight)
+    forecaster = Scripted(lambda trial: None)
+    walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, forecaster=forecaster)
     assert seen == [("ddp", True), ("zero1", True), ("zero2", True)]
-    assert foresight.prepared == [*rungs, *rungs[1:], *rungs[2:]]
+    assert forecaster.prepared == [*rungs, *rungs[1:], *rungs[2:]]
 
 
 ANSWER = surface(limit_bytes=16 * GIB, state_bytes=2 * GIB, sample_bytes=GIB // 4)
 
 
-def grown(batch: int | None) -> tuple[Grown, ScriptedRunner]:
+def grown(batch: int | None) -> tuple[GrowthResult, ScriptedRunner]:
     runner = ScriptedRunner(ANSWER)
-    first = runner.run(Trial(rung="zero2", knobs=candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk"))
-    rules = Rules(
+    first = runner.run(Trial(rung="zero2", knobs=list_candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk"))
+    rules = GrowthRules(
         run=runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
-        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None, foresight=Scripted(lambda trial: None, batch),
+        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None, forecaster=Scripted(lambda trial: None, batch),
     )  # fmt: skip
     return grow(first, rules), runner
 
@@ -120,14 +122,14 @@ def test_growth_finds_the_same_micro_batch_by_a_wrong_forecast(wrong: int) -> No
     assert abs(grown(wrong)[0].largest_micro_batch - grown(None)[0].largest_micro_batch) <= 3
 
 
-def tuned(tmp_path: Path, foresight: Scripted) -> tuple[Tuned, ScriptedRunner]:
+def tuned(tmp_path: Path, forecaster: Scripted) -> tuple[TuneResult, ScriptedRunner]:
     runner = ScriptedRunner(ANSWER)
-    candidate = candidates(SETTINGS, FACTS, {})[2]
+    candidate = list_candidates(SETTINGS, FACTS, {})[2]
     start = runner.run(Trial(rung="zero2", knobs=replace(candidate.knobs, micro_batch=8), purpose="grow"))
     rung = next(rung for rung in SETTINGS.ladder if rung.name == "zero2")
     found = tune(
         start, runner.run, rung=rung, limits=TuneLimits(trials=6, gain=1.03, turns=1), steps=STEPS,
-        limit_bytes=16 * GIB, headroom=0.05, seed=1, study_path=tmp_path / "study.jsonl", foresight=foresight,
+        limit_bytes=16 * GIB, headroom=0.05, seed=1, study_path=tmp_path / "study.jsonl", forecaster=forecaster,
     )  # fmt: skip
     return found, runner
 
@@ -139,7 +141,7 @@ def test_tuning_runs_no_setting_that_cannot_fit(tmp_path: Path) -> None:
         large = int(trial.knobs.settings[key]) > SMALL
         return said("zero2", "cannot_fit", low=17 * GIB, limit=16 * GIB) if large else None
 
-    SMALL = int(candidates(SETTINGS, FACTS, {})[2].knobs.settings[key])
+    SMALL = int(list_candidates(SETTINGS, FACTS, {})[2].knobs.settings[key])
     found, runner = tuned(tmp_path, Scripted(too_large))
     assert all(int(trial.knobs.settings[key]) <= SMALL for trial in runner.trials)
     assert "cannot fit by the forecast" in found.reason

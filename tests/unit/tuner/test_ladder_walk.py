@@ -9,8 +9,8 @@ import pytest
 
 from autods.requests import Settings
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.candidates import Candidate, candidates
-from autods.tuner.ladder_walk import Closest, Walked, shortfall, walk
+from autods.tuner.candidates import Candidate, list_candidates
+from autods.tuner.ladder_walk import ClosestRung, WalkResult, find_closest_rung, walk
 from autods.tuner.trials import accumulation_for
 from autods.types import Action, Outcome, Skipped, Tier, Trial
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
@@ -19,7 +19,7 @@ BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninj
 NO_DISK = out_of_memory(tier="nvme", action="fix_environment")
 
 
-def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[Walked, ScriptedRunner]:
+def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[WalkResult, ScriptedRunner]:
     """Walk the whole ladder; answers by rung, or by 'rung again'."""
 
     def answer(trial: Trial) -> Outcome:
@@ -27,7 +27,7 @@ def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[Walke
         return next((answers[name] for name in names if name in answers), default)
 
     runner = ScriptedRunner(answer)
-    return walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+    return walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
 
 
 def rungs_tried(runner: ScriptedRunner) -> list[str]:
@@ -35,7 +35,7 @@ def rungs_tried(runner: ScriptedRunner) -> list[str]:
 
 
 def by_name(settings: Settings, op_problems: Mapping[str, str] | None = None) -> dict[str, Candidate]:
-    return {one.rung.name: one for one in candidates(settings, FACTS, op_problems or {})}
+    return {one.rung.name: one for one in list_candidates(settings, FACTS, op_problems or {})}
 
 
 def test_walk_stops_at_the_first_rung_that_fits() -> None:
@@ -89,7 +89,7 @@ def test_a_rung_whose_pinned_memory_ran_out_is_tried_unpinned() -> None:
             return OOM
         return FITS if trial.knobs.settings.get(pins) is False else out_of_memory(tier="pinned")
 
-    walked = walk(candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS)
+    walked = walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS)
     assert walked.winner is not None
     assert walked.winner.trial.rung == "zero2-offload"
     assert walked.winner.trial.knobs.settings[pins] is False
@@ -155,7 +155,7 @@ def test_one_rank_has_no_sharding_to_gain() -> None:
 
 def test_rungs_that_lack_something_are_skipped_with_the_reason() -> None:
     told: list[Skipped] = []
-    listed = candidates(replace(SETTINGS, nvme_path=None), FACTS, {"cpu_adam": "no C++ compiler"})
+    listed = list_candidates(replace(SETTINGS, nvme_path=None), FACTS, {"cpu_adam": "no C++ compiler"})
     runner = ScriptedRunner(lambda trial: OOM)
     walked = walk(listed, runner.run, STEPS, told.append)
     reasons = {one.rung: one.reason for one in walked.skipped}
@@ -176,7 +176,7 @@ def test_a_global_batch_that_cannot_be_split_is_an_error_not_a_rounding() -> Non
         accumulation_for(64, 3, 2)
 
 
-def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 100) -> Closest | None:
+def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 100) -> ClosestRung | None:
     """The shortfall when the named rungs ran out of device memory and would peak there without the limit."""
 
     def answer(trial: Trial) -> Outcome:
@@ -185,23 +185,23 @@ def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 
         return out_of_memory(missing_bytes=3) if trial.limited else fit(peak_bytes=peaks[trial.rung])
 
     runner = ScriptedRunner(answer)
-    walked = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS)
+    walked = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS)
     assert walked.winner is None
-    return shortfall(walked.records, runner.run, STEPS, limit, can_unlimit)
+    return find_closest_rung(walked.records, runner.run, STEPS, limit, can_unlimit)
 
 
 def test_the_closest_rung_is_the_one_that_lacks_least() -> None:
-    assert closest({"ddp": 500, "zero3": 120, "zero3-offload": 300}) == Closest(
+    assert closest({"ddp": 500, "zero3": 120, "zero3-offload": 300}) == ClosestRung(
         rung="zero3", missing_bytes=20, exact=True
     )
 
 
 def test_a_limit_that_cannot_be_lifted_leaves_a_lower_bound() -> None:
-    assert closest({"zero3": 120}, can_unlimit=False) == Closest(rung="zero3", missing_bytes=3, exact=False)
+    assert closest({"zero3": 120}, can_unlimit=False) == ClosestRung(rung="zero3", missing_bytes=3, exact=False)
 
 
 def test_a_peak_below_the_limit_falls_back_on_what_the_allocation_lacked() -> None:
-    assert closest({"zero3": 90}) == Closest(rung="zero3", missing_bytes=3, exact=False)
+    assert closest({"zero3": 90}) == ClosestRung(rung="zero3", missing_bytes=3, exact=False)
 
 
 def test_nothing_is_closest_when_no_rung_ran_out_of_device_memory() -> None:
@@ -210,9 +210,9 @@ def test_nothing_is_closest_when_no_rung_ran_out_of_device_memory() -> None:
 
 def test_the_shortfall_is_measured_without_the_limit() -> None:
     _, runner = climb({})
-    records = walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS).records
+    records = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS).records
     free = ScriptedRunner(lambda trial: fit(peak_bytes=2**30))
-    shortfall(records, free.run, STEPS, SETTINGS.device_bytes, True)
+    find_closest_rung(records, free.run, STEPS, SETTINGS.device_bytes, True)
     assert [trial.rung for trial in free.trials] == [record.trial.rung for record in records]
     assert not any(trial.limited for trial in free.trials)
 
@@ -228,7 +228,7 @@ def test_after_the_host_ran_out_no_rung_that_keeps_as_much_there_is_tried(tier: 
     assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
 
 
-def walked_with_least(least: int) -> tuple[Walked, ScriptedRunner]:
+def walked_with_least(least: int) -> tuple[WalkResult, ScriptedRunner]:
     """Of a model that needs so many samples; zero2 is the first rung that fits."""
 
     def answer(trial: Trial) -> Outcome:
@@ -236,7 +236,7 @@ def walked_with_least(least: int) -> tuple[Walked, ScriptedRunner]:
         return TOO_SMALL if trial.knobs.micro_batch < least else fits_or_not
 
     runner = ScriptedRunner(answer)
-    return walk(candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+    return walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
 
 
 def test_what_cannot_be_trained_with_one_sample_is_tried_with_more_and_no_rung_asks_again() -> None:

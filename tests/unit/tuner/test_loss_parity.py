@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autods.runner.testing import failed, out_of_memory
-from autods.tuner.loss_parity import cut_alike, difference, differing, set_back
+from autods.tuner.loss_parity import cut_alike, differing_knobs, largest_difference, with_knob_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
 from tests.support.certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
@@ -147,7 +147,7 @@ def test_of_two_knobs_that_change_the_maths_together_one_is_taken_back_and_both_
     )
     assert run.certified.certificate.parity is not None
     assert run.certified.certificate.parity.changed_by == (OVERLAP, BUCKET)
-    assert differing(run.certified.best.trial.knobs, PLAIN.trial.knobs) == (BUCKET,)
+    assert differing_knobs(run.certified.best.trial.knobs, PLAIN.trial.knobs) == (BUCKET,)
 
 
 def test_when_no_knob_alone_changes_the_maths_the_rung_or_a_combination_does_and_nothing_passes() -> None:
@@ -229,7 +229,7 @@ def test_a_config_that_no_longer_fits_without_its_knob_makes_way_for_the_runner_
     ],
 )
 def test_losses_are_compared_step_by_step(losses: Sequence[float], plain: Sequence[float], apart: float) -> None:
-    assert difference(losses, plain) == pytest.approx(apart)
+    assert largest_difference(losses, plain) == pytest.approx(apart)
 
 
 def test_a_winner_whose_loss_is_no_number_does_not_pass() -> None:
@@ -254,9 +254,9 @@ def test_losses_that_are_no_numbers_on_either_side_prove_nothing() -> None:
 
 def test_a_knob_is_set_back_to_what_the_plain_config_has() -> None:
     knobs, plain = Knobs(settings={OVERLAP: False, TYPE: "bf16"}), Knobs(settings={OVERLAP: True}, checkpointing=False)
-    assert set_back(knobs, plain, OVERLAP).settings == {OVERLAP: True, TYPE: "bf16"}
-    assert set_back(knobs, plain, TYPE).settings == {OVERLAP: False}
-    assert set_back(knobs, plain, "checkpointing").checkpointing is False
+    assert with_knob_of(knobs, plain, OVERLAP).settings == {OVERLAP: True, TYPE: "bf16"}
+    assert with_knob_of(knobs, plain, TYPE).settings == {OVERLAP: False}
+    assert with_knob_of(knobs, plain, "checkpointing").checkpointing is False
 
 
 def test_the_reference_is_not_run_again_as_the_winner_with_its_knob_set_back() -> None:

@@ -20,9 +20,9 @@ from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import confirm
-from autods.tuner.forecasts import Blind
-from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, Tuned, space_of, tune
+from autods.tuner.comparison import confirm_gain
+from autods.tuner.forecasts import NoForecaster
+from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, TuneResult, space_of, tune
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
@@ -84,7 +84,7 @@ def tuning(
     start: Trial = START,
     seed: int = 0,
     **options: Any,
-) -> Tuned:
+) -> TuneResult:
     return tune(
         run(start),
         run,
@@ -156,7 +156,7 @@ def test_the_search_learns_where_memory_ends(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, list[Trial]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[TuneResult, list[Trial]]:
     """A search that nobody killed, and all that it ran."""
     whole = Journaled(hill)
     return tuning(whole, tmp_path_factory.mktemp("whole") / "study.jsonl", trials=5), whole.ran
@@ -164,7 +164,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, list[T
 
 @pytest.mark.parametrize("kill_at", [1, 3, 5, 7])  # the first proposal, the GP's first, its last, the confirmation
 def test_a_killed_search_goes_on_to_the_same_answer_without_running_anything_twice(
-    undisturbed: tuple[Tuned, list[Trial]], path: Path, kill_at: int
+    undisturbed: tuple[TuneResult, list[Trial]], path: Path, kill_at: int
 ) -> None:
     run = Journaled(hill)
     for _ in range(2):  # killed again as soon as it has gone on
@@ -245,12 +245,12 @@ def test_a_start_that_is_the_usual_is_not_tried_again(path: Path) -> None:
 
 
 def test_the_usual_is_not_run_where_it_cannot_fit_by_the_forecast(path: Path) -> None:
-    class Foreseeing(Blind):
+    class Foreseeing(NoForecaster):
         def forecast(self, trial: Trial) -> RungForecast | None:
             verdict: Verdict = "cannot_fit" if bucket_of(trial) == 100_000_000 else "fits"
             return RungForecast(rung="zero2", verdict=verdict, reason="needs more", micro_batch=4, memory={})
 
-    assert usual_of(path, foresight=Foreseeing()).tuned == []
+    assert usual_of(path, forecaster=Foreseeing()).tuned == []
 
 
 def study_at(path: Path) -> optuna.Study:
@@ -308,12 +308,12 @@ def test_without_any_budget_the_start_stays(path: Path) -> None:
     assert tuned.reason == "no other settings of zero2 were tried: the budget was spent"
 
 
-def leanness(record: Record) -> float:
+def memory_score(record: Record) -> float:
     return 1e9 / record.outcome.device_peak_bytes if isinstance(record.outcome, Fit) else 0.0
 
 
 def test_the_objective_can_be_another_than_samples_per_second(path: Path) -> None:
-    tuned = tuning(Journaled(hill), path, score=leanness)
+    tuned = tuning(Journaled(hill), path, score=memory_score)
     assert bucket_of(tuned.best.trial) < 5_000_000  # the hill is at 40M
     assert "times as good as the start" in tuned.reason
 
@@ -343,7 +343,7 @@ def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
         seed=0,
         study_path=path,
     )
-    assert tuned == Tuned(best=start, records=(), importances={}, reason="ddp has nothing to tune")
+    assert tuned == TuneResult(best=start, records=(), importances={}, reason="ddp has nothing to tune")
     assert not path.exists()
 
 
@@ -362,7 +362,7 @@ def test_of_leaders_within_the_noise_the_best_when_measured_again_is_taken() -> 
     runner = ScriptedRunner(
         lambda trial: fit(peak_bytes=1, samples_per_second=speeds[trial.knobs.settings.get(OVERLAP)])  # type: ignore[index]
     )
-    confirmed = confirm(start, [lucky, steady], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm_gain(start, [lucky, steady], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best.trial.knobs == steady.trial.knobs
     assert confirmed.reason == "measured again in turn, 1.18 times as fast as the start"
 
@@ -370,14 +370,14 @@ def test_of_leaders_within_the_noise_the_best_when_measured_again_is_taken() -> 
 def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
     start, leader, other = measured(100.0, {}), measured(104.0, {OVERLAP: True}), measured(102.0, {OVERLAP: False})
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=100.0))
-    confirm(start, [leader, other], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirm_gain(start, [leader, other], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert [trial.knobs for trial in runner.trials] == [start.trial.knobs, leader.trial.knobs] * 2
 
 
 def test_a_start_that_does_not_fit_again_gives_way() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == start.trial.knobs else leader.outcome)
-    confirmed = confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best.trial.knobs == leader.trial.knobs
     assert confirmed.reason == "the start did not fit when it was run again"
 
@@ -385,7 +385,7 @@ def test_a_start_that_does_not_fit_again_gives_way() -> None:
 def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
-    confirmed = confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best is start
     assert len(confirmed.records) == 4
     assert "1.01 times as fast" in confirmed.reason
@@ -393,7 +393,7 @@ def test_the_start_is_kept_when_the_gain_is_noise() -> None:
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
-    confirmed = confirm(start, [leader], ScriptedRunner(hill).run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm_gain(start, [leader], ScriptedRunner(hill).run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best is start
     assert confirmed.records == ()
 
@@ -401,7 +401,7 @@ def test_a_gain_below_what_counts_is_not_measured_again() -> None:
 def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
-    confirmed = confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
     assert confirmed.best.trial.knobs == leader.trial.knobs
     assert isinstance(confirmed.best.outcome, Fit)
     assert confirmed.best.outcome.samples_per_second == 110.0
@@ -410,7 +410,7 @@ def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> Non
 def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == leader.trial.knobs else start.outcome)
-    assert confirm(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10).best is start
+    assert confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10).best is start
 
 
 def test_the_space_starts_where_the_config_stands() -> None:

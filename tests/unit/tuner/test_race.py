@@ -16,9 +16,9 @@ from autods.forecast.values import Predicted, RungForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.requests import Settings
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.conclude import Found, result_of
 from autods.tuner.fit import Search
-from autods.tuner.forecasts import BLIND, Foresight
+from autods.tuner.fit_result import FitResult, fit_report
+from autods.tuner.forecasts import NO_FORECASTER, Forecaster
 from autods.types import ModelFacts, Outcome, Record, Tier, Trial
 from tests.support.walks import FACTS, SETTINGS
 
@@ -132,7 +132,7 @@ def unpinned(trial: Trial) -> bool:
 
 
 @pytest.fixture
-def raced(tmp_path: Path) -> Callable[..., Found]:
+def raced(tmp_path: Path) -> Callable[..., FitResult]:
     """Searches a machine as a fit does, without tuning and certifying."""
 
     def search(
@@ -143,9 +143,9 @@ def raced(tmp_path: Path) -> Callable[..., Found]:
         turns: int = 2,
         tune: int = 0,
         certify: int = 0,
-        foresight: Foresight | None = None,
+        forecaster: Forecaster | None = None,
         **asked: Any,
-    ) -> Found:
+    ) -> FitResult:
         profile = SETTINGS.profile
         profile = replace(
             profile,
@@ -159,26 +159,26 @@ def raced(tmp_path: Path) -> Callable[..., Found]:
         )
         settings = replace(SETTINGS, device_bytes=LIMIT, profile=profile, **asked)
         found = Search(
-            settings=settings, runner=machine, memory=memory, foresight=foresight or Foreseeing(machine),
+            settings=settings, runner=machine, memory=memory, forecaster=forecaster or Foreseeing(machine),
             study=tmp_path / "study.jsonl", check=lambda record: record,
-        ).found()  # fmt: skip
-        assert isinstance(found, Found)
+        ).run()  # fmt: skip
+        assert isinstance(found, FitResult)
         assert {one.knobs.accumulation for one in machine.ran if one.purpose != "walk"} == {1} or settings.global_batch
         return found
 
     return search
 
 
-def won(found: Found) -> tuple[str, int]:
+def won(found: FitResult) -> tuple[str, int]:
     return found.raced.best.trial.rung, found.raced.best.trial.knobs.micro_batch
 
 
-def reasons_in_report(found: Found, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
+def reasons_in_report(found: FitResult, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
     records = [Record(id=1, trial=trial, outcome=fit(peak_bytes=1), seconds=1.0) for trial in machine.ran]
-    return result_of(settings, found, records, ({}, {}), 1.0).reasons
+    return fit_report(settings, found, records, ({}, {}), 1.0).reasons
 
 
-def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., Found]) -> None:
+def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})  # room for 4 samples, and for 24
     found = raced(machine)
     assert won(found) == ("zero3", 24)
@@ -187,21 +187,21 @@ def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., Found]) -> 
     assert "ddp" in found.raced.reasons
 
 
-def test_the_same_is_found_without_forecasts(raced: Callable[..., Found]) -> None:
+def test_the_same_is_found_without_forecasts(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})
-    rung, size = won(raced(machine, foresight=BLIND))
+    rung, size = won(raced(machine, forecaster=NO_FORECASTER))
     assert rung == "zero3"
     assert size >= 20
 
 
-def test_a_rung_that_ran_out_keeps_no_other_from_racing(raced: Callable[..., Found]) -> None:
+def test_a_rung_that_ran_out_keeps_no_other_from_racing(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero2": Rung(gib=40), "zero3": Rung(gib=3)})
-    found = raced(machine, foresight=BLIND)
+    found = raced(machine, forecaster=NO_FORECASTER)
     assert won(found)[0] == "zero3"
     assert found.raced.reasons["zero2"] == "ran out of device memory"
 
 
-def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Callable[..., Found]) -> None:
+def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3), "zero1": Rung(gib=2, sample_s=0.5), "zero3": Rung(gib=2, sample_s=0.4)})
     found = raced(machine)
     assert won(found)[0] == "ddp"
@@ -212,7 +212,7 @@ def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Call
     assert found.raced.reasons["zero3"].endswith("times as fast as ddp")
 
 
-def test_a_rung_that_cannot_fit_by_its_forecast_is_not_tried_and_says_so(raced: Callable[..., Found]) -> None:
+def test_a_rung_that_cannot_fit_by_its_forecast_is_not_tried_and_says_so(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=40)})
     found = raced(machine)
     assert machine.sizes("zero3") == []
@@ -220,7 +220,7 @@ def test_a_rung_that_cannot_fit_by_its_forecast_is_not_tried_and_says_so(raced: 
 
 
 def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_runs_out(
-    raced: Callable[..., Found],
+    raced: Callable[..., FitResult],
 ) -> None:
     class Hopeful(Foreseeing):
         def forecast(self, trial: Trial) -> RungForecast | None:
@@ -228,7 +228,7 @@ def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_run
             return RungForecast(rung=trial.rung, verdict="fits", reason="", memory={"device": fits}, micro_batch=1)
 
     machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=7, sample_s=0.05)})  # room for 24 samples, and for 16
-    found = raced(machine, foresight=Hopeful(machine))
+    found = raced(machine, forecaster=Hopeful(machine))
     entry, smaller, *_ = machine.sizes("zero3")
     assert entry == 2 * 24  # memory is what ended the leader's climb
     assert smaller == 24
@@ -237,7 +237,7 @@ def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_run
 
 @pytest.mark.parametrize("tier", ["host", "pinned"])
 def test_where_the_host_is_full_rungs_that_keep_as_much_there_are_passed_over(
-    raced: Callable[..., Found], tier: Tier
+    raced: Callable[..., FitResult], tier: Tier
 ) -> None:
     offloading = Rung(full="host")
     machine = Machine({"ddp": Rung(gib=3), "zero2-offload": offloading, "zero3": Rung(gib=3), "zero3-offload": Rung()})
@@ -249,14 +249,16 @@ def test_where_the_host_is_full_rungs_that_keep_as_much_there_are_passed_over(
     assert machine.sizes("zero3") != []
 
 
-def test_a_host_that_is_full_at_a_large_batch_only_says_nothing_against_the_others(raced: Callable[..., Found]) -> None:
+def test_a_host_that_is_full_at_a_large_batch_only_says_nothing_against_the_others(
+    raced: Callable[..., FitResult],
+) -> None:
     full = Rung(gib=3, full="host", full_from=4)
     found = raced(machine := Machine({"ddp": Rung(gib=3), "zero2-offload": full, "zero3-offload": full}))
     assert machine.sizes("zero3-offload") != []
     assert "samples/s" in found.raced.reasons["zero3-offload"]
 
 
-def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Callable[..., Found]) -> None:
+def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=12), "zero2-offload": Rung(full="pinned"), "zero3-offload": Rung(full="pinned")})
     found = raced(machine)
     assert won(found)[0] == "zero2-offload"
@@ -264,7 +266,7 @@ def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Calla
     assert machine.sizes("zero3-offload") != []
 
 
-def test_without_checkpointing_it_is_faster_and_wins_where_memory_allows(raced: Callable[..., Found]) -> None:
+def test_without_checkpointing_it_is_faster_and_wins_where_memory_allows(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3, fixed_s=0.05), "zero3": Rung(gib=3, fixed_s=0.1)}, kept_gib=0.5)
     found = raced(machine, checkpointing=True)
     assert found.best.trial.rung == "ddp"
@@ -273,7 +275,7 @@ def test_without_checkpointing_it_is_faster_and_wins_where_memory_allows(raced: 
     assert found.raced.reasons["ddp"].endswith("times as fast as ddp without checkpointing")
 
 
-def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., Found]) -> None:
+def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., FitResult]) -> None:
     """The leader has no room for its activations; the rival has, and is a tenth slower as long as it recomputes."""
     machine = Machine(
         {"ddp": Rung(gib=14, fixed_s=0.01), "zero3": Rung(gib=3, fixed_s=0.05, sample_s=0.116)}, kept_gib=2.1
@@ -283,7 +285,7 @@ def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., 
     assert not found.best.trial.knobs.checkpointing
 
 
-def test_without_checkpointing_it_loses_where_the_batch_gets_too_small(raced: Callable[..., Found]) -> None:
+def test_without_checkpointing_it_loses_where_the_batch_gets_too_small(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=10, fixed_s=1.0)}, kept_gib=2.0)  # room for 10 samples, and for 2
     found = raced(machine, checkpointing=True)
     assert won(found) == ("ddp", 10)
@@ -291,7 +293,7 @@ def test_without_checkpointing_it_loses_where_the_batch_gets_too_small(raced: Ca
     assert "times as fast as ddp" in found.raced.reasons["ddp without checkpointing"]
 
 
-def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., Found], tmp_path: Path) -> None:
+def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., FitResult], tmp_path: Path) -> None:
     found = raced(Machine({"ddp": Rung(gib=3)}, fp16=1.5), precisions=("fp16",))
     assert found.best.trial.knobs.settings["fp16.enabled"] is True
     assert found.raced.reasons["ddp in fp16"].startswith("fastest of 2 that fit")
@@ -300,7 +302,7 @@ def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., Fo
     assert "fp16.enabled" not in raced(machine).best.trial.knobs.settings
 
 
-def test_of_equal_rungs_the_earlier_of_the_ladder_wins(raced: Callable[..., Found]) -> None:
+def test_of_equal_rungs_the_earlier_of_the_ladder_wins(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(), "zero1": Rung(), "zero3": Rung()})
     found = raced(machine)
     assert won(found) == ("ddp", 26)
@@ -308,7 +310,7 @@ def test_of_equal_rungs_the_earlier_of_the_ladder_wins(raced: Callable[..., Foun
     assert "1.00 times as fast" in found.raced.reasons["zero1"]
 
 
-def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Callable[..., Found]) -> None:
+def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Callable[..., FitResult]) -> None:
     def flattered(trial: Trial) -> float:
         return 1.2 if (trial.rung, trial.purpose) == ("zero1", "grow") else 1.0
 
@@ -327,7 +329,7 @@ def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Calla
 
 
 @pytest.mark.parametrize("budget", [Budget(trials=4), Budget(seconds=40.0)])
-def test_a_spent_budget_ends_the_race_and_the_reasons_say_so(raced: Callable[..., Found], budget: Budget) -> None:
+def test_a_spent_budget_ends_the_race_and_the_reasons_say_so(raced: Callable[..., FitResult], budget: Budget) -> None:
     machine = Machine({name: Rung(gib=3) for name in ("ddp", "zero1", "zero2", "zero3")})
     found = raced(machine, budget=budget, checkpointing=True)
     assert len(machine.ran) <= 5  # what is under way is not cut short
@@ -338,7 +340,7 @@ def test_a_spent_budget_ends_the_race_and_the_reasons_say_so(raced: Callable[...
     )
 
 
-def test_every_rival_keeps_the_global_batch(raced: Callable[..., Found]) -> None:
+def test_every_rival_keeps_the_global_batch(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero1": Rung(gib=9), "zero3": Rung(gib=3)}, fp16=1.1)
     found = raced(machine, global_batch=48, checkpointing=True, precisions=("fp16",))
     timed = [trial for trial in machine.ran if trial.purpose != "walk"]
@@ -347,7 +349,7 @@ def test_every_rival_keeps_the_global_batch(raced: Callable[..., Found]) -> None
     assert found.best.trial.rung == "zero3"
 
 
-def test_for_memory_the_smallest_peak_wins(raced: Callable[..., Found]) -> None:
+def test_for_memory_the_smallest_peak_wins(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=9), "zero1": Rung(gib=5), "zero3": Rung(gib=3, fixed_s=9.0)})
     found = raced(machine, objective="memory")
     assert won(found) == ("zero3", 1)
@@ -355,7 +357,7 @@ def test_for_memory_the_smallest_peak_wins(raced: Callable[..., Found]) -> None:
     assert "fast" not in " ".join(found.raced.reasons.values())
 
 
-def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Callable[..., Found]) -> None:
+def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=13), "zero3": Rung(gib=3)})
     found = raced(machine, stop="first-fit")
     assert found.best.trial.rung == "zero1"
@@ -363,58 +365,58 @@ def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Calla
     assert found.raced.reasons == {"zero1": "the first rung of the ladder that fits"}
 
 
-def first_fit(raced: Callable[..., Found], machine: Machine, **asked: Any) -> Found:
+def take_first_fit(raced: Callable[..., FitResult], machine: Machine, **asked: Any) -> FitResult:
     return raced(machine, stop="first-fit", checkpointing=True, **asked)
 
 
-def test_first_fit_recomputes_nothing_where_memory_is_not_what_ends_growth(raced: Callable[..., Found]) -> None:
+def test_first_fit_recomputes_nothing_where_memory_is_not_what_ends_growth(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
-    found = first_fit(raced, machine)
+    found = take_first_fit(raced, machine)
     assert not found.best.trial.knobs.checkpointing
     assert {one.knobs.micro_batch for one in machine.ran if one.knobs.checkpointing} == {1}  # the walk's look only
     assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
 
 
-def test_first_fit_recomputes_where_that_makes_room_for_a_batch_that_pays(raced: Callable[..., Found]) -> None:
+def test_first_fit_recomputes_where_that_makes_room_for_a_batch_that_pays(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})  # room for 3 samples without, for 13 with
-    found = first_fit(raced, machine)
+    found = take_first_fit(raced, machine)
     assert found.best.trial.knobs.checkpointing
     assert found.best.trial.knobs.micro_batch > 3
     assert found.raced.reasons["zero1"] == "the first rung of the ladder that fits"
     assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
 
 
-def test_first_fit_recomputes_nothing_where_a_larger_batch_does_not_pay_for_it(raced: Callable[..., Found]) -> None:
+def test_first_fit_recomputes_nothing_where_a_larger_batch_does_not_pay_for_it(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=6, fixed_s=0.01)})
-    found = first_fit(raced, machine)
+    found = take_first_fit(raced, machine)
     assert not found.best.trial.knobs.checkpointing
     assert found.raced.reasons["zero1"].endswith("times as fast as zero1 without checkpointing")
 
 
-@pytest.mark.parametrize("foresight", [None, BLIND])
+@pytest.mark.parametrize("forecaster", [None, NO_FORECASTER])
 def test_first_fit_recomputes_where_nothing_fits_without(
-    raced: Callable[..., Found], foresight: Foresight | None
+    raced: Callable[..., FitResult], forecaster: Forecaster | None
 ) -> None:
     machine = Machine({"zero1": Rung(gib=14)})  # 14.5 GiB for a sample that is recomputed, 16 and no headroom without
-    found = first_fit(raced, replace(machine, kept_gib=4.0), foresight=foresight)
+    found = take_first_fit(raced, replace(machine, kept_gib=4.0), forecaster=forecaster)
     assert found.best.trial.knobs.checkpointing
     reason = found.raced.reasons["zero1 without checkpointing"]
-    assert "cannot fit by the forecast" in reason if foresight is None else "ran out of device memory" in reason
+    assert "cannot fit by the forecast" in reason if forecaster is None else "ran out of device memory" in reason
 
 
-def test_what_first_fit_did_not_recompute_may_back_off_to_recomputing(raced: Callable[..., Found]) -> None:
-    found = first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
+def test_what_first_fit_did_not_recompute_may_back_off_to_recomputing(raced: Callable[..., FitResult]) -> None:
+    found = take_first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
     assert [one.trial.knobs.checkpointing for one in found.raced.others] == [True]
 
 
-def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Found]) -> None:
+def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., FitResult]) -> None:
     machine = Machine({name: Rung() for name in RUNGS})
     found = raced(machine)
     assert machine.sizes("zero3-nvme") == []
     assert "NVMe" in reasons_in_report(found, machine)["zero3-nvme"]
 
 
-def test_of_two_sizes_that_lie_close_only_the_larger_is_measured_again(raced: Callable[..., Found]) -> None:
+def test_of_two_sizes_that_lie_close_only_the_larger_is_measured_again(raced: Callable[..., FitResult]) -> None:
     """Its speed is the higher one but for the noise."""
     machine = Machine({"ddp": Rung(gib=2, fixed_s=3.0), "zero1": Rung(gib=2, fixed_s=3.0)})
     raced(machine)
@@ -429,7 +431,7 @@ CROWD = Machine({"ddp": Rung(gib=40), "zero2": Rung(gib=9), "zero2-offload": Run
 @pytest.mark.parametrize("stop", ["fastest", "first-fit"])
 @pytest.mark.parametrize("budget", [Budget(), Budget(trials=5)])
 def test_every_rung_of_the_ladder_has_a_reason_in_the_report(
-    raced: Callable[..., Found], stop: str, budget: Budget
+    raced: Callable[..., FitResult], stop: str, budget: Budget
 ) -> None:
     machine = replace(CROWD, ran=[])
     found = raced(machine, stop=stop, budget=budget, checkpointing=True, precisions=("fp16",))
@@ -441,7 +443,7 @@ def test_every_rung_of_the_ladder_has_a_reason_in_the_report(
         assert sum(one.startswith("fastest of ") for one in reasons.values()) == 1
 
 
-@pytest.mark.parametrize("foresight", [None, BLIND])
+@pytest.mark.parametrize("forecaster", [None, NO_FORECASTER])
 @pytest.mark.parametrize(
     "machine",
     [
@@ -450,7 +452,9 @@ def test_every_rung_of_the_ladder_has_a_reason_in_the_report(
         Machine({"zero1": Rung(gib=14.5), "zero3": Rung(gib=14), "zero3-offload": Rung(full="pinned")}),
     ],
 )
-def test_no_trial_is_run_twice(raced: Callable[..., Found], machine: Machine, foresight: Foresight | None) -> None:
+def test_no_trial_is_run_twice(
+    raced: Callable[..., FitResult], machine: Machine, forecaster: Forecaster | None
+) -> None:
     machine = replace(machine, ran=[])
-    raced(machine, foresight=foresight, checkpointing=True, precisions=("fp16",))
+    raced(machine, forecaster=forecaster, checkpointing=True, precisions=("fp16",))
     assert [key for key, count in Counter(map(trial_key, machine.ran)).items() if count > 1] == []

@@ -8,8 +8,8 @@ import pytest
 
 from autods.config.profiles import GrowLimits
 from autods.runner.testing import ScriptedRunner, fit
-from autods.tuner.batch_size import Climb, Rules, predicted_s
-from autods.tuner.trials import paced
+from autods.tuner.batch_size import Growth, GrowthRules, predicted_s
+from autods.tuner.trials import fit_steps_to_budget
 from autods.types import Knobs, Outcome, Record, Steps, Trial
 
 GIB = 2**30
@@ -18,21 +18,21 @@ LIMITS = GrowLimits(most_trials=8, most_micro_batch=4096, gain=1.0)
 
 
 def test_short_steps_are_timed_as_often_as_the_profile_says() -> None:
-    assert paced(TIMED, 1.6) == TIMED
-    assert paced(TIMED, 0.0) == TIMED  # nothing is known of them
+    assert fit_steps_to_budget(TIMED, 1.6) == TIMED
+    assert fit_steps_to_budget(TIMED, 0.0) == TIMED  # nothing is known of them
 
 
 @pytest.mark.parametrize(("step_s", "warmup", "timed"), [(1.7, 1, 3), (2.5, 1, 2), (4.0, 1, 1), (100.0, 1, 1)])
 def test_of_long_steps_as_many_are_run_as_the_budget_has_room_for(step_s: float, warmup: int, timed: int) -> None:
-    said = paced(TIMED, step_s)
+    said = fit_steps_to_budget(TIMED, step_s)
     assert (said.warmup, said.timed, said.most_timed) == (warmup, timed, 12)
 
 
 def test_a_fixed_number_of_steps_stays_fixed_and_is_never_less_than_what_proves_something() -> None:
     exam = Steps(warmup=0, timed=6, most_timed=6, budget_s=20.0)
-    said = paced(exam, 7.0, least=4)
+    said = fit_steps_to_budget(exam, 7.0, least=4)
     assert (said.warmup, said.timed, said.most_timed) == (0, 4, 4)
-    assert paced(exam, 3.0) == exam
+    assert fit_steps_to_budget(exam, 3.0) == exam
 
 
 def test_noise_that_hides_how_a_step_grows_is_not_believed() -> None:
@@ -55,8 +55,8 @@ class Model:
     def step_s(size: int) -> float:
         return 1.0 + size / 4
 
-    def climb(self, rung: str, *, like: tuple[Record, ...] = (), most_trials: int = 8) -> Climb:
-        rules = Rules(
+    def growth(self, rung: str, *, like: tuple[Record, ...] = (), most_trials: int = 8) -> Growth:
+        rules = GrowthRules(
             run=self.runner.run,
             limits=GrowLimits(most_trials=most_trials, most_micro_batch=4096, gain=1.0),
             steps=TIMED,
@@ -64,23 +64,23 @@ class Model:
             world_size=1,
             global_batch=None,
         )
-        return Climb(rules=rules, first=Trial(rung=rung, knobs=Knobs(), purpose="walk"), like=like)
+        return Growth(rules=rules, first=Trial(rung=rung, knobs=Knobs(), purpose="walk"), like=like)
 
 
 def test_a_rival_that_begins_with_a_large_batch_goes_by_the_shortest_step_of_another() -> None:
     model = Model()
-    leader = model.climb("ddp")
+    leader = model.growth("ddp")
     leader.walked = model.runner.run(leader.first)
     leader.ends()
     assert max(trial.knobs.micro_batch for trial in model.runner.trials) <= 28  # a step of 8 seconds
-    rival = model.climb("zero1", like=leader.seen)
+    rival = model.growth("zero1", like=leader.seen)
     assert rival.expected_s(24) == pytest.approx(7.0, rel=0.2)
     rival.measure(24)
     assert rival.longest_step_s == TIMED.budget_s
-    alone = model.climb("zero1")
+    alone = model.growth("zero1")
     alone.measure(24)
     assert alone.longest_step_s == 2 * model.step_s(24)  # its own large batch is all that it knows of
-    while rival.goes_on():
+    while rival.try_next():
         pass
     assert max(record.trial.knobs.micro_batch for record in rival.records) <= 28
     assert rival.stop is not None
@@ -89,10 +89,10 @@ def test_a_rival_that_begins_with_a_large_batch_goes_by_the_shortest_step_of_ano
 
 def test_a_rivals_first_trial_is_as_short_as_its_steps_are_long() -> None:
     model = Model()
-    leader = model.climb("ddp")
+    leader = model.growth("ddp")
     leader.walked = model.runner.run(leader.first)
     leader.measure(24)
-    rival = model.climb("zero1", like=leader.seen)
+    rival = model.growth("zero1", like=leader.seen)
     trial = rival.measure(24).trial
     assert (trial.steps.warmup, trial.steps.timed) == (1, 2)
     assert leader.records[0].trial.steps.timed <= 2
@@ -100,9 +100,9 @@ def test_a_rivals_first_trial_is_as_short_as_its_steps_are_long() -> None:
 
 def test_where_time_ends_the_growth_a_little_more_is_not_worth_a_trial() -> None:
     model = Model()
-    climb = model.climb("ddp")
-    climb.walked = model.runner.run(climb.first)
-    climb.ends()
-    sizes = [record.trial.knobs.micro_batch for record in climb.records]
+    growth = model.growth("ddp")
+    growth.walked = model.runner.run(growth.first)
+    growth.ends()
+    sizes = [record.trial.knobs.micro_batch for record in growth.records]
     assert all(larger >= 1.15 * smaller for smaller, larger in pairwise(sizes))
     assert len(sizes) <= 4

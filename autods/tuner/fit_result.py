@@ -14,23 +14,23 @@ from ..requests import Settings
 from ..system.host import threads_per_rank
 from ..types import Fit, Knobs, ModelFacts, Record
 from ..workload.script_source import describe_launch
-from .candidates import refusal_of
-from .certificate import as_json
-from .certify import Certified
-from .ladder_walk import Closest, Walked
-from .optuna_search import Tuned
-from .race import Raced
+from .candidates import refusal_reason
+from .certificate import certificate_to_json
+from .certify import CertifyResult
+from .ladder_walk import ClosestRung, WalkResult
+from .optuna_search import TuneResult
+from .race import RaceResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FitResult:
     """A config that fits, and how each step came to it. ds_config: as the user gets it."""
 
     facts: ModelFacts
-    walked: Walked
-    raced: Raced
-    tuned: Tuned
-    certified: Certified | None
+    walked: WalkResult
+    raced: RaceResult
+    tuned: TuneResult
+    certified: CertifyResult | None
     ds_config: Mapping[str, Any]
 
     @property
@@ -40,20 +40,20 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nothing:
+class NothingFits:
     """Nothing fits, or what stopped the walk says that nothing can be tried; the rung that came closest."""
 
     facts: ModelFacts
-    walked: Walked
-    closest: Closest | None
+    walked: WalkResult
+    closest: ClosestRung | None
 
 
 Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions
 
 
-def result_of(
+def fit_report(
     settings: Settings,
-    found: Found,
+    found: FitResult,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
@@ -74,7 +74,7 @@ def result_of(
         ),
         memory=outcome.memory,
         largest_micro_batch=found.raced.grown.largest_micro_batch,
-        certificate={} if certified is None else as_json(certified.certificate),
+        certificate={} if certified is None else certificate_to_json(certified.certificate),
         importances=found.tuned.importances,
         reasons={
             **_why_left(found.walked),
@@ -90,9 +90,9 @@ def result_of(
     )
 
 
-def nothing_fits(
+def nothing_fits_report(
     settings: Settings,
-    found: Nothing,
+    found: NothingFits,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
@@ -121,18 +121,18 @@ def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
     return f"{said}, chosen for throughput: give --global-batch to keep yours"
 
 
-def _why_left(walked: Walked) -> dict[str, str]:
+def _why_left(walked: WalkResult) -> dict[str, str]:
     """Each rung's last word."""
     tried = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
     return {**tried, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
 
 
-def _not_needed(settings: Settings, facts: ModelFacts, walked: Walked) -> dict[str, str]:
+def _not_needed(settings: Settings, facts: ModelFacts, walked: WalkResult) -> dict[str, str]:
     known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
     raced = settings.profile.race.stop == "fastest"
     spared = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
     return {
-        rung.name: refusal_of(rung, facts, settings.gpus) or spared
+        rung.name: refusal_reason(rung, facts, settings.gpus) or spared
         for rung in settings.ladder
         if rung.name not in known
     }
@@ -141,7 +141,7 @@ def _not_needed(settings: Settings, facts: ModelFacts, walked: Walked) -> dict[s
 def _common(
     settings: Settings,
     facts: ModelFacts,
-    walked: Walked,
+    walked: WalkResult,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
