@@ -1,4 +1,4 @@
-"""Watch ranks, the host and the cards while a trial runs."""
+"""Watch ranks, the host's memory and the GPUs while a job runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from ..diagnosis.trial_outcome import HostMemory
 from ..system import processes
 from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
@@ -19,17 +19,19 @@ from ..trial.job import RankJob
 from ..trial.progress import Beat, Heartbeats
 from ..types import Device
 from ..units import format_bytes
+from .protocol import LostBecause, RankExit, RankRecord
 
-GRACE_S = 0.05  # after the first failure: time for the others to say what they saw
-STACKS_S = 2.0  # at most, for ranks that were asked where they are: a busy machine lets them wait for their turn
-STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
-# Phases that may build ops, load weights, read a data set or write a checkpoint: the longer limit holds.
+_GRACE_S = 0.05  # after the first failure: time for the other ranks to report what they saw
+_STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
+_STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
+_KILL_AGAIN_S = 0.5
+# In these phases ranks may build ops, load weights, read a data set or write a checkpoint: the longer limit holds.
 _SLOW_PHASES = ("start", "rendezvous", "build", "init", "save", "load")
 
 
 @dataclass(slots=True)
-class Live:
-    """One running rank."""
+class RunningRank:
+    """A rank that has not ended. slot: its place on this node. changed_s: when a new heartbeat was seen."""
 
     rank: int
     slot: int
@@ -40,126 +42,141 @@ class Live:
 
 
 @dataclass(slots=True)
-class RankWatch:
-    """`look` while they run, `ended` when one of them is gone; `ends` is what is reported of each."""
+class RankMonitor:
+    """Finds out how each rank of a node ends, and ends them all when one fails or a time limit is passed."""
 
     job: RankJob
     board: Heartbeats
-    live: dict[int, Live]  # by pidfd
-    host: HostWatch
-    ends: list[dict[str, Any]] = field(default_factory=list)
+    running: dict[int, RunningRank]  # by pidfd
+    exits: list[RankExit] = field(default_factory=list)
     first_failure_s: float | None = None
     killed_s: float | None = None
-    why_killed: str | None = None
+    killed_because: str | None = None
 
-    def ended(self, pidfd: int) -> None:
-        """A rank is gone: reap it and note how."""
-        live = self.live.pop(pidfd)
-        _, status = os.waitpid(live.pid, 0)
+    def collect_exit(self, pidfd: int) -> None:
+        """Reap a rank that ended, and note how."""
+        rank = self.running.pop(pidfd)
+        _, status = os.waitpid(rank.pid, 0)
         os.close(pidfd)
         now = time.monotonic()
-        processes.shorten_log(self._log_of(live))
-        record = _record(self.job, live.rank)
+        processes.shorten_log(self._log_of(rank))
+        record = _read_record(self.job, rank.rank)
         code = os.waitstatus_to_exitcode(status)
-        by_us = self.killed_s is not None and code == -signal.SIGKILL
-        at_s = (record or {}).get("at_s", now)
-        end = self._end(live, self.board.read(live.slot), exit=code, killed_by_us=by_us, record=record, at_s=at_s)
-        self.ends.append(end)
-        failed = code != 0 or record is None or not record["ok"]
-        if failed and not by_us and self.first_failure_s is None:
+        killed_by_us = self.killed_s is not None and code == -signal.SIGKILL
+        beat = self.board.read(rank.slot)
+        rank_exit = RankExit(
+            rank=rank.rank,
+            phase=record.phase if record else beat.phase,
+            step=record.step if record else beat.step,
+            at_s=record.at_s if record else now,
+            exit_code=code,
+            killed_by_us=killed_by_us,
+            record=record,
+            log_tail="" if _explains_itself(code, record) else processes.read_tail(self._log_of(rank)),
+        )
+        self.exits.append(rank_exit)
+        if not rank_exit.succeeded and not killed_by_us and self.first_failure_s is None:
             self.first_failure_s = now
 
-    def look(self, began: float) -> None:
-        """Heartbeats, stopped ranks and limits; ends the job when one is passed."""
+    def check(self, began: float) -> None:
+        """Read heartbeats and find stopped ranks; end the job when a limit is passed."""
         now = time.monotonic()
         if self.killed_s is not None:
-            if now - self.killed_s > 0.5:  # a rank between fork and setsid may have missed it
+            if now - self.killed_s > _KILL_AGAIN_S:  # a rank between fork and setsid may have missed the signal
                 self._signal_all(signal.SIGKILL)
             return
         if self.first_failure_s is not None:
-            if now - self.first_failure_s >= GRACE_S:
+            if now - self.first_failure_s >= _GRACE_S:
                 self.kill("another rank failed")
             return
-        for live in self.live.values():
-            processes.shorten_log(self._log_of(live))
-            beat = self.board.read(live.slot)
-            if beat != live.beat and beat.at_s:
-                live.beat, live.changed_s = beat, now
-            live.stopped_s = (live.stopped_s or now) if processes.is_stopped(live.pid) else None
-            if live.stopped_s is not None and now - live.stopped_s > STOPPED_S:
-                self._lost([live], "stopped")
+        for rank in self.running.values():
+            processes.shorten_log(self._log_of(rank))
+            beat = self.board.read(rank.slot)
+            if beat != rank.beat and beat.at_s:
+                rank.beat, rank.changed_s = beat, now
+            rank.stopped_s = (rank.stopped_s or now) if processes.is_stopped(rank.pid) else None
+            if rank.stopped_s is not None and now - rank.stopped_s > _STOPPED_S:
+                self._give_up([rank], "stopped")
                 return
-        limit = self.job.init_s if any(x.beat.phase in _SLOW_PHASES for x in self.live.values()) else self.job.stall_s
-        if self.live and all(now - live.changed_s > limit for live in self.live.values()):
-            self._lost(list(self.live.values()), "stuck")
-        elif self.live and now - began > self.job.wall_s:
-            self._lost(list(self.live.values()), "wall limit")
+        self._check_limits(now, began)
 
-    def kill(self, why: str) -> None:
-        """End all of them with their children."""
-        self.killed_s, self.why_killed = time.monotonic(), why
+    def kill(self, because: str) -> None:
+        """End all ranks with their children."""
+        self.killed_s, self.killed_because = time.monotonic(), because
         self._signal_all(signal.SIGKILL)
 
-    def _lost(self, suspects: list[Live], how: str) -> None:
-        """Ranks that will not end by themselves: ask all for their stacks, note the suspects, end all.
+    def _check_limits(self, now: float, began: float) -> None:
+        ranks = list(self.running.values())
+        if not ranks:
+            return
+        is_slow = any(rank.beat.phase in _SLOW_PHASES for rank in ranks)
+        stall_s = self.job.init_s if is_slow else self.job.stall_s
+        if all(now - rank.changed_s > stall_s for rank in ranks):
+            self._give_up(ranks, "stuck")
+        elif now - began > self.job.wall_s:
+            self._give_up(ranks, "wall limit")
 
-        Who of them waits and who lets the others wait is for the verdict to say.
+    def _give_up(self, suspects: list[RunningRank], because: LostBecause) -> None:
+        """Ask all ranks for their stacks, note the suspects as lost, end all ranks.
+
+        The diagnosis decides which suspect waits and which one makes the others wait.
         """
         self.first_failure_s = time.monotonic()
         self._signal_all(signal.SIGUSR1)
-        self._hear_stacks()
-        self.ends += [self._end(live, live.beat, exit=None, lost=how) for live in suspects]
-        self.kill(how)
+        self._wait_for_stacks()
+        self.exits += [
+            RankExit(
+                rank=rank.rank,
+                phase=rank.beat.phase,
+                step=rank.beat.step,
+                at_s=rank.beat.at_s,
+                lost=because,
+                log_tail=processes.read_tail(self._log_of(rank)),
+            )
+            for rank in suspects
+        ]
+        self.kill(because)
 
-    def _hear_stacks(self) -> None:
-        """Until faulthandler has written them into the logs; a rank that is stopped writes none."""
-        asked = [live.pid for live in self.live.values() if not processes.is_stopped(live.pid)]
-        time.sleep(GRACE_S)
-        until = time.monotonic() + STACKS_S
-        while any(processes.is_handling_signal(pid, signal.SIGUSR1) for pid in asked) and time.monotonic() < until:
-            time.sleep(GRACE_S)
+    def _wait_for_stacks(self) -> None:
+        """Wait until faulthandler has written the stacks into the logs. A stopped rank writes none."""
+        pids = [rank.pid for rank in self.running.values() if not processes.is_stopped(rank.pid)]
+        time.sleep(_GRACE_S)
+        until = time.monotonic() + _STACKS_S
+        while any(processes.is_handling_signal(pid, signal.SIGUSR1) for pid in pids) and time.monotonic() < until:
+            time.sleep(_GRACE_S)
 
-    def _end(self, live: Live, beat: Beat, *, record: dict[str, Any] | None = None, **said: Any) -> dict[str, Any]:
-        """What is reported of a rank. The end of its log only where its record does not speak for it: thousands of
-        ranks report to one driver."""
-        spoke = record is not None and bool(said["exit"] == 0 if record["ok"] else record["error"]["types"])
-        return {
-            "rank": live.rank,
-            "killed_by_us": False,
-            "record": record,
-            "phase": beat.phase,
-            "step": beat.step,
-            "at_s": beat.at_s,
-            "log_tail": "" if spoke else processes.read_tail(self._log_of(live)),
-            **said,
-        }
-
-    def _log_of(self, live: Live) -> Path:
-        return Path(self.job.folder) / f"rank{live.rank}.log"
+    def _log_of(self, rank: RunningRank) -> Path:
+        return Path(self.job.folder) / f"rank{rank.rank}.log"
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for live in self.live.values():
+        for rank in self.running.values():
             if number == signal.SIGKILL:
                 with contextlib.suppress(OSError):
-                    os.killpg(live.pid, number)  # the rank is the leader of its session: its children go with it
+                    os.killpg(rank.pid, number)  # the rank leads its session: its children are killed with it
             with contextlib.suppress(OSError):
-                os.kill(live.pid, number)
+                os.kill(rank.pid, number)
 
 
-def _record(job: RankJob, rank: int) -> dict[str, Any] | None:
+def _read_record(job: RankJob, rank: int) -> RankRecord | None:
     try:
-        record: dict[str, Any] = json.loads((Path(job.folder) / f"rank{rank}.json").read_text())
+        return RankRecord.from_json(json.loads((Path(job.folder) / f"rank{rank}.json").read_text()))
     except (OSError, ValueError):
         return None
-    return record
+
+
+def _explains_itself(code: int, record: RankRecord | None) -> bool:
+    """Whether the log need not be sent as well: thousands of ranks report to one process."""
+    if record is None:
+        return False
+    return bool(record.error.types) if record.error is not None else code == 0
 
 
 _HOST_EVERY_S = 0.1
 
 
 @dataclass(slots=True)
-class HostWatch:
-    """`begin` before the ranks start, `look` while they run, `report` when they are gone."""
+class HostMonitor:
+    """`begin` before the ranks start, `sample` while they run, `summarize` when they are gone."""
 
     groups: tuple[MemoryGroup, ...]
     limit_bytes: int
@@ -167,49 +184,49 @@ class HostWatch:
     machine_kills: int
     least_free_bytes: int
     peak_rss_bytes: dict[int, int] = field(default_factory=dict)  # by rank
-    _looked_s: float = 0.0
+    _sampled_s: float = 0.0
 
     @classmethod
-    def begin(cls) -> HostWatch:
-        """The counters as they stand, and the smallest limit on this process: the machine's memory or a cgroup's."""
+    def begin(cls) -> HostMonitor:
+        """Read the counters, and the smallest limit on this process: the machine's memory or a cgroup's."""
         groups = find_memory_groups()
         memory = read_host_memory(groups)
         return cls(
             groups=groups,
             limit_bytes=memory.total_bytes,
-            group_kills=_kills(groups),
+            group_kills=_count_kills(groups),
             machine_kills=machine_oom_kills() or 0,
             least_free_bytes=memory.free_bytes,
         )
 
-    def look(self, ranks: Iterable[tuple[int, int]]) -> None:
-        """Note resident sizes of (rank, pid) and what is free, ten times a second at most."""
+    def sample(self, ranks: Iterable[tuple[int, int]]) -> None:
+        """Note the resident size of each (rank, pid) and the free memory, ten times a second at most."""
         now = time.monotonic()
-        if now - self._looked_s < _HOST_EVERY_S:
+        if now - self._sampled_s < _HOST_EVERY_S:
             return
-        self._looked_s = now
+        self._sampled_s = now
         self.least_free_bytes = min(self.least_free_bytes, read_host_memory(self.groups).free_bytes)
         for rank, pid in ranks:
-            self.peak_rss_bytes[rank] = max(self.peak_rss_bytes.get(rank, 0), _rss(pid))
+            self.peak_rss_bytes[rank] = max(self.peak_rss_bytes.get(rank, 0), _read_rss(pid))
 
-    def report(self) -> dict[str, Any]:
-        """Plain values, for `failures.from_end`."""
-        return {
-            "group_kills": _kills(self.groups) - self.group_kills,
-            "machine_kills": (machine_oom_kills() or 0) - self.machine_kills,
-            "limit_bytes": self.limit_bytes,
-            "least_free_bytes": min(self.least_free_bytes, read_host_memory(self.groups).free_bytes),
-            "peak_rss_bytes": {str(rank): size for rank, size in self.peak_rss_bytes.items()},
-        }
+    def summarize(self) -> HostMemory:
+        """The host's memory since `begin`."""
+        return HostMemory(
+            group_kills=_count_kills(self.groups) - self.group_kills,
+            machine_kills=(machine_oom_kills() or 0) - self.machine_kills,
+            limit_bytes=self.limit_bytes,
+            least_free_bytes=min(self.least_free_bytes, read_host_memory(self.groups).free_bytes),
+            peak_rss_bytes={str(rank): size for rank, size in self.peak_rss_bytes.items()},
+        )
 
 
-def _kills(groups: tuple[MemoryGroup, ...]) -> int:
-    """The innermost group's: version 2 counts those below it there too."""
+def _count_kills(groups: tuple[MemoryGroup, ...]) -> int:
+    """OOM kills of the innermost group: cgroup version 2 counts those of the groups below it as well."""
     return (groups[0].oom_kills() or 0) if groups else 0
 
 
-def _rss(pid: int) -> int:
-    """Resident private memory: file pages can be dropped, and shared ones are counted elsewhere. 0 when it is gone."""
+def _read_rss(pid: int) -> int:
+    """Resident private bytes; 0 when the process is gone. File pages can be dropped, shared pages count elsewhere."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -217,47 +234,47 @@ def _rss(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
-Look = Callable[[], "tuple[int, ...] | None"]
-_NOISE_BYTES = 64 * 2**20  # less than any process with a context on the card
-_WAIT_S = 3.0  # a driver frees a dead process's memory a little after the process is gone
-_CARD_EVERY_S = 0.05
+ReadUsed = Callable[[], "tuple[int, ...] | None"]
+_NOISE_BYTES = 64 * 2**20  # less than any process with a CUDA context holds
+_FREED_S = 3.0  # a driver frees a dead process's memory a little after the process is gone
+_GPU_EVERY_S = 0.05
 
 
-def _used() -> tuple[int, ...] | None:
+def _read_used() -> tuple[int, ...] | None:
     return read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardWatch:
-    """`begin` before the ranks start, `said` when they are gone. ranks: of this node, one a card, from the first on."""
+class GpuMonitor:
+    """`begin` before the ranks start, `check_freed` when they are gone. ranks: one a GPU, from the first GPU on."""
 
     before: tuple[int, ...] | None
     ranks: int
-    look: Look = _used
+    read_used: ReadUsed = _read_used
 
     @classmethod
-    def begin(cls, device: Device, ranks: int, look: Look = _used) -> CardWatch:
-        """What is held of each card now; CPU ranks have none to look at."""
-        return cls(before=look() if device == "cuda" else None, ranks=ranks, look=look)
+    def begin(cls, device: Device, ranks: int, read_used: ReadUsed = _read_used) -> GpuMonitor:
+        """Note the bytes in use on each GPU. CPU ranks have none."""
+        return cls(before=read_used() if device == "cuda" else None, ranks=ranks, read_used=read_used)
 
-    def said(self, wait: Callable[[float], None] = time.sleep) -> list[str]:
-        """A sentence for each card that did not come back to what it held, after some time for it."""
+    def check_freed(self, sleep: Callable[[float], None] = time.sleep) -> list[str]:
+        """A sentence for each GPU that does not return to the bytes it held before, within some seconds."""
         if self.before is None:
             return []
-        left, waited = tuple(self._left()), 0.0
-        while left and waited < _WAIT_S:
-            wait(_CARD_EVERY_S)
-            waited += _CARD_EVERY_S
-            left = tuple(self._left())
+        left, waited_s = tuple(self._find_leftovers()), 0.0
+        while left and waited_s < _FREED_S:
+            sleep(_GPU_EVERY_S)
+            waited_s += _GPU_EVERY_S
+            left = tuple(self._find_leftovers())
         return [
-            f"card {index} did not come back after this trial: {format_bytes(more)} more than before are held; what is "
-            "measured next may be too large (nvidia-smi shows by whom)"
+            f"GPU {index} still holds {format_bytes(more)} more than before this trial; the next measurements may be "
+            "too large (nvidia-smi lists the processes that hold memory)"
             for index, more in left
         ]
 
-    def _left(self) -> Iterator[tuple[int, int]]:
-        """Place of a card, and what it holds more than before."""
-        now = self.look() or ()
+    def _find_leftovers(self) -> Iterator[tuple[int, int]]:
+        """Index of a GPU, and how many bytes it holds more than before."""
+        now = self.read_used() or ()
         for index, (held, before) in enumerate(zip(now[: self.ranks], self.before or (), strict=False)):
             if held - before >= _NOISE_BYTES:
                 yield index, held - before

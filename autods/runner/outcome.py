@@ -1,13 +1,15 @@
-"""From what a node reports to an outcome."""
+"""From what the nodes report of a job to an outcome."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..diagnosis.trial_outcome import HostMemory, from_end, outcome_of
+from ..diagnosis.trial_outcome import Evidence, HostMemory, outcome_of
+from ..schema import read_as
 from ..trial.job import RankJob
 from ..trial.steps import spread_of
 from ..types import (
@@ -24,202 +26,284 @@ from ..types import (
     Timing,
     Trained,
 )
+from .protocol import (
+    LoadFailed,
+    NodeLost,
+    NodeReport,
+    NodeResult,
+    RankError,
+    RankExit,
+    RankRecord,
+    StoreFailed,
+    ZygoteDied,
+)
 
 
-def outcome_from(
-    reports: Sequence[Mapping[str, Any]],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a rank measured in a training job. peaks: bytes, and counts, by the meter's names for them."""
+
+    step_s: tuple[float, ...]
+    steps_s: float
+    losses: tuple[float, ...]
+    build_s: float
+    init_s: float
+    peaks: Mapping[str, int | None]
+    examined: Examined | None = None
+    communication: Communication | None = None
+    trained: Trained | None = None
+    tokens_per_sample: int | None = None  # as a script's batches had them
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrainResult:
+        """Read the result of a rank's record. Raises ValueError where a field is missing or ill-typed."""
+        known = {field.name for field in fields(cls)}
+        return read_as(cls, {name: value for name, value in data.items() if name in known})
+
+
+def judge_trial(
+    results: Sequence[NodeResult],
     job: RankJob,
     *,
     wall_s: float,
     tokens_per_sample: int | None,
     host_bytes: int | None,
 ) -> Outcome:
-    """The outcome of a training job from the report of each node."""
-    failure = failure_from(reports, job)
+    """Return the outcome of a training job. host_bytes: the limit of the fullest node's host memory."""
+    failure = find_failure(results, job)
     if failure is not None:
         return failure
-    results = [end["record"]["result"] for report in reports for end in report["ends"]]
-    # An optimizer step takes as long as its slowest rank.
-    # A script's ranks may have seen one more or less that counts.
-    counted = min(len(result["step_s"]) for result in results)
-    step_s = tuple(max(times) for times in zip(*(result["step_s"][:counted] for result in results), strict=True))
-    samples = job.train_batch
-    rate = samples / statistics.median(step_s)
-    build_s = max(result["build_s"] for result in results)
-    steps_s = max(result["steps_s"] for result in results)
-    tokens = tokens_per_sample or max(result.get("tokens_per_sample") or 0 for result in results)  # a script's: as seen
-    first = next(end["record"]["result"] for report in reports for end in report["ends"] if end["rank"] == 0)
+    reports = [result for result in results if isinstance(result, NodeReport)]
+    nodes = [[TrainResult.from_json(rank.result or {}) for rank in report.ranks] for report in reports]
+    ranks = [result for node in nodes for result in node]
+    # An optimizer step takes as long as its slowest rank. A script's ranks may differ by one in their steps.
+    counted = min(len(rank.step_s) for rank in ranks)
+    step_s = tuple(max(times) for times in zip(*(rank.step_s[:counted] for rank in ranks), strict=True))
+    samples_per_second = job.train_batch / statistics.median(step_s)
+    build_s = max(rank.build_s for rank in ranks)
+    steps_s = max(rank.steps_s for rank in ranks)
+    tokens = tokens_per_sample or max(rank.tokens_per_sample or 0 for rank in ranks)
+    first = TrainResult.from_json(result_of_rank_0(results))
     return Fit(
-        memory=_memory(reports, job, host_bytes),
-        samples_per_second=rate,
-        tokens_per_second=rate * tokens if tokens else None,
+        memory=_join_memory(reports, nodes, job, host_bytes),
+        samples_per_second=samples_per_second,
+        tokens_per_second=samples_per_second * tokens if tokens else None,
         step_s=step_s,
         spread=spread_of(step_s),
-        losses=tuple(first["losses"]),
-        alloc_retries=max(result["peaks"].get("alloc_retries") or 0 for result in results),
-        examined=_examined([result["examined"] for result in results]),
-        trained=Trained(**said) if (said := first.get("trained")) else None,
-        card=_card([result["peaks"] for result in results]),
-        communication=_communication([said for result in results if (said := result.get("communication"))]),
+        losses=first.losses,
+        alloc_retries=max(rank.peaks.get("alloc_retries") or 0 for rank in ranks),
+        examined=_join_exams([rank.examined for rank in ranks if rank.examined is not None]),
+        trained=first.trained,
+        card=_join_cards([rank.peaks for rank in ranks]),
+        communication=_join_communication([rank.communication for rank in ranks if rank.communication is not None]),
         timing=Timing(
             wall_s=wall_s,
             build_s=build_s,
-            init_s=max(result["init_s"] for result in results),
+            init_s=max(rank.init_s for rank in ranks),
             steps_s=steps_s,
             overhead_s=wall_s - build_s - steps_s,
         ),
     )
 
 
-def _examined(said: Sequence[Mapping[str, Any] | None]) -> Examined | None:
-    """Of all ranks: the longest batch, the slowest save, and done only where every rank did it."""
-    parts = [one for one in said if one is not None]
-    if not parts:
-        return None
-    longest = max(parts, key=lambda one: math.prod(one["batch_shape"]))
-    left_out = dict.fromkeys(reason for one in parts for reason in one["left_out"])
-    return Examined(
-        batch_shape=tuple(longest["batch_shape"]),
-        draws=longest["draws"],
-        evaluated=all(one["evaluated"] for one in parts),
-        left_out=tuple(left_out),
-        **{name: _over(max, parts, name) for name in ("checkpoint_bytes", "save_s", "load_s")},
-        **{name: _over(all, parts, name) for name in ("gathered", "restored")},
-    )
+def result_of_rank_0(results: Sequence[NodeResult]) -> Mapping[str, Any]:
+    """Return what rank 0 wrote in a job that succeeded."""
+    ranks = (rank for result in results if isinstance(result, NodeReport) for rank in result.ranks)
+    return next(rank.result for rank in ranks if rank.rank == 0 and rank.result is not None)
 
 
-def _communication(said: Sequence[Mapping[str, Any]]) -> Communication | None:
-    """Of all ranks: the most calls and bytes. The rank that came last to a collective waited for none in it."""
-    if not said:
-        return None
-    names = dict.fromkeys(name for one in said for name in one["ops"])
-    ranks = {name: [one["ops"][name] for one in said if name in one["ops"]] for name in names}
-    ops = {
-        name: Collective(
-            **{key: max(one[key] for one in each) for key in ("calls", "bytes", "sent_bytes")},
-            seconds=_over(min, each, "seconds"),
-        )
-        for name, each in ranks.items()
-    }
-    return Communication(ops=ops, step_s=_over(max, said, "step_s"))
+def find_failure(results: Sequence[NodeResult], job: RankJob) -> OutOfMemory | Failed | None:
+    """Return why a job failed: a node that died, or the first rank that failed by itself. None: it succeeded."""
+    lost = next((result for result in results if isinstance(result, NodeLost)), None)
+    failure = _judge_nodes([result for result in results if not isinstance(result, NodeLost)], job)
+    if lost is None:
+        return failure
+    return _judge_lost_node(lost, failure, [result for result in results if isinstance(result, NodeReport)])
 
 
-def _card(peaks: Sequence[Mapping[str, Any]]) -> CardUse | None:
-    """Each measure of the rank that has most of it; CPU ranks have no card."""
-    if not all("device_allocated" in peak for peak in peaks):
-        return None
-    seen = [peak["device_card"] for peak in peaks if peak.get("device_card") is not None]
-    return CardUse(
-        allocated_bytes=max(peak["device_allocated"] for peak in peaks),
-        reserved_bytes=max(peak["device"] for peak in peaks),
-        nvml_bytes=max(seen, default=None),
-    )
+def _judge_nodes(
+    results: Sequence[NodeReport | ZygoteDied | LoadFailed | StoreFailed], job: RankJob
+) -> OutOfMemory | Failed | None:
+    reports = []
+    for result in results:
+        match result:
+            case NodeReport():
+                reports.append(result)
+            case LoadFailed():
+                return _judge_load(result.error, job)
+            case ZygoteDied():
+                return _judge_zygote(result)
+            case StoreFailed():
+                return Failed(
+                    failure="infrastructure", rank=-1, phase="start", action="fix_environment",
+                    evidence=f"the ranks of other nodes cannot reach the first: {result.reason}",
+                    advice="`ray status` lists the addresses of the nodes; the first has to listen on its address",
+                )  # fmt: skip
+    return _judge_ranks(reports, job)
 
 
-def _over(join: Callable[..., Any], parts: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Of the ranks that know it; None where none does."""
-    known = [one[name] for one in parts if one[name] is not None]
-    return join(known) if known else None
-
-
-def failure_from(reports: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome | None:
-    """What went wrong, if anything did: a node that died, or the first rank that failed by itself."""
-    lost = next((report for report in reports if "lost" in report), None)
-    if lost is not None:
-        return _node_lost(lost, [report for report in reports if "lost" not in report], job)
-    for report in reports:
-        if "died" in report:
-            return _zygote_died(report)
-        if "error" in report:  # the user's module could not be imported
-            end = {"rank": 0, "phase": "build", "step": 0, "at_s": 0.0, "exit": 1, "record": {"error": report["error"]}}
-            return outcome_of([from_end(end, device=job.device, limit_bytes=None)])
-    ends = [end for report in reports for end in report["ends"]]
-    failed = [
-        from_end(end, device=job.device, limit_bytes=job.limit_bytes, host=report.get("host"))
-        for report in reports
-        for end in report["ends"]
-        if not end["killed_by_us"] and not ((end["record"] or {}).get("ok") and end["exit"] == 0)
-    ]
-    incomparable = next((end for end in ends if _types(end)[:1] == ["Incomparable"]), None)
+def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | Failed | None:
+    incomparable = next((rank for report in reports for rank in report.ranks if _is_incomparable(rank)), None)
     if incomparable is not None:
-        return _incomparable(incomparable)
+        return Failed(
+            failure="user_code", rank=incomparable.rank, phase=incomparable.phase, step=incomparable.step,
+            evidence=incomparable.error.contract or "", action="nothing", advice=incomparable.error.hint or "",
+        )  # fmt: skip
+    failed = [
+        evidence_of(rank, job, report.host)
+        for report in reports
+        for rank in report.ranks
+        if not rank.killed_by_us and not rank.succeeded
+    ]
     if failed:
         return outcome_of(failed)
-    if any(end["killed_by_us"] for end in ends):
-        why = next((report["why_killed"] for report in reports if report.get("why_killed")), "killed")
+    if any(rank.killed_by_us for report in reports for rank in report.ranks):
+        because = next((report.killed_because for report in reports if report.killed_because), "killed")
         return Failed(
-            failure="infrastructure", rank=-1, phase="start", evidence=str(why), action="retry", advice="run it again"
+            failure="infrastructure", rank=-1, phase="start", evidence=because, action="retry", advice="run it again"
         )
     return None
 
 
-def _last(ends: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the rank that was heard of last."""
-    return max(ends, key=lambda end: float(end["at_s"]), default={"phase": "start", "step": 0})
+def evidence_of(rank: RankExit, job: RankJob, host: HostMemory | None) -> Evidence:
+    """What the diagnosis needs to know of a rank. host: the memory of its node."""
+    record, error = rank.record, rank.error
+    return Evidence(
+        rank=rank.rank,
+        phase=rank.phase,
+        step=rank.step,
+        at_s=rank.at_s,
+        device=job.device,
+        limit_bytes=job.limit_bytes,
+        exit=rank.exit_code,
+        lost=rank.lost,
+        types=error.types,
+        message=error.message,
+        traceback=error.traceback,
+        causes=error.causes,
+        user_frame=error.user_frame,
+        contract=error.contract,
+        hint=error.hint,
+        free_bytes=record.free_bytes if record is not None else None,
+        log_tail=rank.log_tail,
+        host=host,
+        idle_bytes=record.idle_bytes if record is not None else None,
+    )
 
 
-def _node_lost(lost: Mapping[str, Any], others: Sequence[Mapping[str, Any]], job: RankJob) -> Outcome:
-    """What ranks of other nodes say of a peer that is gone is no cause; what they died of themselves is."""
-    own = failure_from(others, job)
-    if isinstance(own, OutOfMemory) or (isinstance(own, Failed) and own.action in ("fix_code", "fix_config")):
-        return own
-    last = _last([end for report in others for end in report.get("ends", ())])
-    said = f"node {lost['address']} was lost in the trial: {lost['lost']}"
-    if "low on memory" in lost["lost"]:  # Ray's own memory monitor
+def _is_incomparable(rank: RankExit) -> bool:
+    """Whether the workload's losses cannot be compared between configs: nothing is broken."""
+    return rank.error.types[:1] == ("Incomparable",)
+
+
+def _judge_load(error: RankError, job: RankJob) -> OutOfMemory | Failed:
+    """The user's module could not be imported."""
+    record = RankRecord(phase="build", step=0, at_s=0.0, error=error)
+    rank = RankExit(rank=0, phase="build", step=0, at_s=0.0, exit_code=1, record=record)
+    return outcome_of([replace(evidence_of(rank, job, None), limit_bytes=None)])
+
+
+def _judge_zygote(died: ZygoteDied) -> OutOfMemory | Failed:
+    """The process that forks the ranks was killed; by an OOM killer, if its node's memory shows that."""
+    text = f"the process that forks the ranks died: {died.how}"
+    if died.host is not None and died.host.killed and "SIGKILL" in died.how:
         return OutOfMemory(
-            tier="host", rank=-1, phase=last["phase"], step=last["step"], evidence=said, action="less_host_memory",
+            tier="host", rank=-1, phase=died.phase, step=died.step, evidence=f"{text}; {died.host.killed}",
+            limit_bytes=died.host.limit_bytes, action="less_host_memory",
+            advice="the host's memory is full: give the node or its cgroup more memory, or use fewer ranks",
+        )  # fmt: skip
+    return Failed(
+        failure="infrastructure", rank=-1, phase=died.phase, step=died.step, evidence=text, action="retry",
+        advice="if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
+    )  # fmt: skip
+
+
+def _judge_lost_node(
+    lost: NodeLost, failure: OutOfMemory | Failed | None, reports: Sequence[NodeReport]
+) -> OutOfMemory | Failed:
+    """A failure of the other nodes' ranks is the cause only where it cannot come from the loss of their peers."""
+    if isinstance(failure, OutOfMemory) or (failure is not None and failure.action in ("fix_code", "fix_config")):
+        return failure
+    last = max((rank for report in reports for rank in report.ranks), key=lambda rank: rank.at_s, default=None)
+    phase, step = (last.phase, last.step) if last is not None else ("start", 0)
+    text = f"node {lost.address} was lost in the trial: {lost.how}"
+    if "low on memory" in lost.how:  # Ray's memory monitor
+        return OutOfMemory(
+            tier="host", rank=-1, phase=phase, step=step, evidence=text, action="less_host_memory",
             advice="the node's memory is full: use fewer ranks on a node, or raise Ray's RAY_memory_usage_threshold",
         )  # fmt: skip
     return Failed(
-        failure="infrastructure", rank=-1, phase=last["phase"], step=last["step"], evidence=said, action="retry",
-        advice="`ray status` says which nodes are left; if it happens again, look at its power, network and dmesg",
+        failure="infrastructure", rank=-1, phase=phase, step=step, evidence=text, action="retry",
+        advice="`ray status` lists the nodes that are left; if it happens again, check its power, network and dmesg",
     )  # fmt: skip
 
 
-def _types(end: Mapping[str, Any]) -> list[str]:
-    """Of the exception that ended the rank, if one did: the most derived first."""
-    types: list[str] = (end["record"] or {}).get("error", {}).get("types", [])
-    return types
-
-
-def _incomparable(end: Mapping[str, Any]) -> Failed:
-    """Nothing is broken: this workload's losses cannot be compared between configs."""
-    error = end["record"]["error"]
-    return Failed(
-        failure="user_code", rank=end["rank"], phase=end["phase"], step=end["step"],
-        evidence=error["contract"], action="nothing", advice=error["hint"] or "",
-    )  # fmt: skip
-
-
-def _zygote_died(report: Mapping[str, Any]) -> Outcome:
-    """The process that forks the ranks was killed; by an OOM killer, if its node's memory says so."""
-    host = HostMemory(**report["host"]) if "host" in report else None
-    where = {"rank": -1, "phase": report.get("phase", "start"), "step": report.get("step", 0)}
-    said = f"the process that forks the ranks died: {report['died']}"
-    if host is not None and host.killed and "SIGKILL" in report["died"]:
-        return OutOfMemory(
-            tier="host", evidence=f"{said}; {host.killed}", limit_bytes=host.limit_bytes, action="less_host_memory",
-            advice="the host's memory is full: give the node or its cgroup more memory, or use fewer ranks", **where,
-        )  # fmt: skip
-    return Failed(
-        failure="infrastructure", evidence=said, action="retry",
-        advice="if it happens again, look for the kernel's OOM killer: dmesg | grep -i 'killed process'", **where,
-    )  # fmt: skip
-
-
-def _memory(reports: Sequence[Mapping[str, Any]], job: RankJob, host_bytes: int | None) -> dict[Tier, TierUse]:
-    peaks = [[end["record"]["result"]["peaks"] for end in report["ends"]] for report in reports]
+def _join_memory(
+    reports: Sequence[NodeReport], nodes: Sequence[Sequence[TrainResult]], job: RankJob, host_bytes: int | None
+) -> dict[Tier, TierUse]:
+    """The peak of each tier: of the fullest rank, or of the fullest node where its ranks share the tier."""
+    ranks = [rank for node in nodes for rank in node]
     memory: dict[Tier, TierUse] = {
-        "device": TierUse(
-            peak_bytes=max(peak["device"] for node in peaks for peak in node), limit_bytes=job.limit_bytes
+        "device": TierUse(peak_bytes=max(rank.peaks["device"] or 0 for rank in ranks), limit_bytes=job.limit_bytes),
+        "host": TierUse(
+            peak_bytes=max(sum(rank.peaks["host"] or 0 for rank in node) for node in nodes), limit_bytes=host_bytes
         ),
-        # Ranks of a node share its host memory.
-        "host": TierUse(peak_bytes=max(sum(p["host"] for p in node) for node in peaks), limit_bytes=host_bytes),
     }
-    pinned = [peak["pinned"] for node in peaks for peak in node if peak["pinned"] is not None]
+    pinned = [peak for rank in ranks if (peak := rank.peaks["pinned"]) is not None]
     if pinned:
         memory["pinned"] = TierUse(peak_bytes=max(pinned))
-    swapped = [report["swap_bytes"] for report in reports if report.get("swap_bytes") is not None]
+    swapped = [report.swap_bytes for report in reports if report.swap_bytes is not None]
     if swapped:
         memory["nvme"] = TierUse(peak_bytes=max(swapped))
     return memory
+
+
+def _join_exams(exams: Sequence[Examined]) -> Examined | None:
+    """The longest batch, the slowest save; a part counts as done only where every rank did it."""
+    if not exams:
+        return None
+    longest = max(exams, key=lambda exam: math.prod(exam.batch_shape))
+    return Examined(
+        batch_shape=longest.batch_shape,
+        draws=longest.draws,
+        evaluated=all(exam.evaluated for exam in exams),
+        checkpoint_bytes=_join_known(max, [exam.checkpoint_bytes for exam in exams]),
+        save_s=_join_known(max, [exam.save_s for exam in exams]),
+        load_s=_join_known(max, [exam.load_s for exam in exams]),
+        gathered=_join_known(all, [exam.gathered for exam in exams]),
+        restored=_join_known(all, [exam.restored for exam in exams]),
+        left_out=tuple(dict.fromkeys(reason for exam in exams for reason in exam.left_out)),
+    )
+
+
+def _join_communication(ranks: Sequence[Communication]) -> Communication | None:
+    """The most calls and bytes, the shortest time: the rank that comes last to a collective does not wait in it."""
+    if not ranks:
+        return None
+    ops = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank.ops):
+        collectives = [rank.ops[name] for rank in ranks if name in rank.ops]
+        ops[name] = Collective(
+            calls=max(op.calls for op in collectives),
+            bytes=max(op.bytes for op in collectives),
+            sent_bytes=max(op.sent_bytes for op in collectives),
+            seconds=_join_known(min, [op.seconds for op in collectives]),
+        )
+    return Communication(ops=ops, step_s=_join_known(max, [rank.step_s for rank in ranks]))
+
+
+def _join_cards(peaks: Sequence[Mapping[str, int | None]]) -> CardUse | None:
+    """Each measure on the rank that has most of it; None for CPU ranks."""
+    if not all("device_allocated" in peak for peak in peaks):
+        return None
+    return CardUse(
+        allocated_bytes=max(peak["device_allocated"] or 0 for peak in peaks),
+        reserved_bytes=max(peak["device"] or 0 for peak in peaks),
+        nvml_bytes=_join_known(max, [peak.get("device_card") for peak in peaks]),
+    )
+
+
+def _join_known(join: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Join the values that are not None; None where all are."""
+    known = [value for value in values if value is not None]
+    return join(known) if known else None

@@ -1,176 +1,207 @@
-"""Place the ranks on the nodes of a Ray cluster, all or nothing."""
+"""Choose the nodes of a Ray cluster for the ranks: all of them or none, and only nodes that go together."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import EnvironmentBroken
+from ..requests import Settings
 from ..system.gpus import Card
 from ..system.host import Hardware, read_hardware
-from .ray_connect import kept_session, said_by
+from ..units import format_bytes
+from .ray_connect import format_ray_error, kept_session, ray_internal
 
-_LOOK_S = 1.0
-_SILENT_S = 5.0  # waiting for less is not worth a word
-_AGAIN_S = 60.0
+_LOOK_EVERY_S = 1.0
+_SILENT_S = 5.0  # a shorter wait is not reported
+_REPORT_EVERY_S = 60.0
+_SAME_SOFTWARE = ("python", "torch", "deepspeed", "transformers")  # ranks of one job need the same versions
 
 
 class NoRoom(EnvironmentBroken):
-    """Nothing is free now for one more."""
+    """The cluster has no free room for one more runner now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Of each of so many nodes. cpus: for the ranks, where they are CPU ranks, else for the actor alone."""
+    """The resources of each of `nodes` nodes. cpus: one a CPU rank on a shared cluster, else one for the agent."""
 
     nodes: int
     cpus: int
     gpus: int
 
+    @classmethod
+    def of_settings(cls, settings: Settings) -> Need:
+        """What the ranks of a node need. A Ray of our own has nobody else to share CPUs with."""
+        ranks, is_shared = settings.ranks_per_node, settings.address is not None
+        return cls(
+            nodes=settings.nodes,
+            cpus=ranks if is_shared and settings.device == "cpu" else 1,
+            gpus=ranks if settings.device == "cuda" else 0,
+        )
+
     @property
     def bundle(self) -> dict[str, float]:
-        """As Ray's placement groups say it: what lies in one bundle lies on one node."""
+        """A bundle of a Ray placement group: its resources lie on one node."""
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
     @property
     def strategy(self) -> str:
-        """One bundle a node."""
+        """Ray's name for one bundle a node."""
         return "STRICT_SPREAD" if self.nodes > 1 else "STRICT_PACK"
 
+    @property
+    def resource(self) -> str:
+        """Ray's name of the resource that ranks take."""
+        return "GPU" if self.gpus else "CPU"
+
+    @property
+    def count(self) -> int:
+        """How many of `resource` each node needs."""
+        return self.gpus or self.cpus
+
     def __str__(self) -> str:
-        each = _several(self.gpus, "GPU") if self.gpus else _several(self.cpus, "CPU")
+        each = _format_count(self.count, self.resource)
         return f"{each} on each of {self.nodes} nodes" if self.nodes > 1 else f"{each} on one node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """A living node as Ray counts it."""
+    """A living node with its resources, as Ray counts them."""
 
     id: str
     address: str
     total: Mapping[str, float]
     free: Mapping[str, float] = field(default_factory=dict)
 
-    def holds(self, need: Need, *, now: bool = False) -> bool:
-        """Whether its part of the need finds room there, once nobody else is there or now."""
-        has = self.free if now else self.total
-        return all(has.get(name, 0.0) >= amount for name, amount in need.bundle.items())
+    def has_room(self, need: Need) -> bool:
+        """Whether the node could hold its part of the need while nobody else uses it."""
+        return all(self.total.get(name, 0.0) >= amount for name, amount in need.bundle.items())
 
 
-class Places(Protocol):
-    """What of Ray is needed to place; `RayPlaces` is the real one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDescription:
+    """The hardware of a node and the versions of its software."""
+
+    hardware: Hardware
+    versions: Mapping[str, str]
+
+
+class Cluster(Protocol):
+    """The part of Ray that placement uses; `RayCluster` is the real one."""
 
     def nodes(self) -> Sequence[NodeState]:
-        """Those that live."""
+        """Return the nodes that are alive."""
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
-        """Ask for a placement group; its handle."""
+        """Ask for a placement group; return its handle."""
 
     def is_ready(self, group: Any, within_s: float) -> bool:
-        """Whether it is all there."""
+        """Wait for the group; return whether all of it is reserved."""
 
     def node_ids(self, group: Any) -> list[str]:
-        """The node of each bundle, in their order."""
+        """Return the node of each bundle, in the order of the bundles."""
 
     def free(self, group: Any) -> None:
-        """Give it back."""
+        """Give the group back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """One node's place: `bundle` of the group."""
+    """The place of one node's ranks. bundle: its index in the placement group."""
 
     node: NodeState
     bundle: int
 
 
-def reserve(
-    places: Places,
+def reserve_nodes(
+    cluster: Cluster,
     need: Need,
     *,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     first: str | None = None,
     within_s: float | None = None,
 ) -> tuple[Any, tuple[Spot, ...]]:
-    """The group and its spots, that on the node `first` (the driver's) before the others, so that rank 0 is at hand.
+    """Reserve a placement group; return it with its spots. The node with the id `first` comes first: it gets rank 0.
 
-    Waits while others hold what is needed, and says so. Raises EnvironmentBroken when the cluster never can have it,
-    NoRoom when it has not got it `within_s`.
+    Waits while others hold what is needed, and reports that. Raises EnvironmentBroken when the cluster never can hold
+    the ranks, NoRoom when it does not hold them `within_s`.
     """
-    _check_possible(places, need)
-    group = places.reserve([need.bundle] * need.nodes, need.strategy)
+    _check_possible(cluster, need)
+    group = cluster.reserve([need.bundle] * need.nodes, need.strategy)
     try:
-        _wait(places, need, group, say, within_s)
-        states = {node.id: node for node in places.nodes()}
-        ids = places.node_ids(group)
-        spots = [Spot(node=states[id], bundle=bundle) for bundle, id in enumerate(ids)]
+        _wait(cluster, need, group, report, within_s)
+        states = {node.id: node for node in cluster.nodes()}
+        spots = [Spot(node=states[id], bundle=bundle) for bundle, id in enumerate(cluster.node_ids(group))]
     except BaseException:
-        places.free(group)
+        cluster.free(group)
         raise
-    return group, tuple(sorted(spots, key=lambda spot: (spot.node.id != first, _by_number(spot.node.address))))
+    return group, tuple(sorted(spots, key=lambda spot: (spot.node.id != first, _sort_key(spot.node.address))))
 
 
-def _wait(places: Places, need: Need, group: Any, say: Callable[[str], None], within_s: float | None) -> None:
-    began, told_s = time.monotonic(), -_AGAIN_S
-    while not places.is_ready(group, _LOOK_S):
-        _check_possible(places, need)
+def _wait(cluster: Cluster, need: Need, group: Any, report: Callable[[str], None], within_s: float | None) -> None:
+    began, reported_s = time.monotonic(), -_REPORT_EVERY_S
+    while not cluster.is_ready(group, _LOOK_EVERY_S):
+        _check_possible(cluster, need)
         waited_s = time.monotonic() - began
         if within_s is not None and waited_s >= within_s:
-            raise NoRoom(waiting_for(need, places.nodes()))
-        if waited_s >= _SILENT_S and waited_s - told_s >= _AGAIN_S:
-            told_s = waited_s
-            say(waiting_for(need, places.nodes()))
+            raise NoRoom(_format_waiting(need, cluster.nodes()))
+        if waited_s >= _SILENT_S and waited_s - reported_s >= _REPORT_EVERY_S:
+            reported_s = waited_s
+            report(_format_waiting(need, cluster.nodes()))
 
 
-def waiting_for(need: Need, nodes: Sequence[NodeState]) -> str:
-    """The sentence for who waits: what is needed and what is free where."""
-    kind = "GPU" if need.gpus else "CPU"
-    some = [node for node in nodes if node.total.get(kind)]
-    free = ", ".join(f"{node.free.get(kind, 0):g} of {node.total[kind]:g} on {node.address}" for node in some)
+def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:
+    """A sentence with what is needed, and what is free where."""
+    kind = need.resource
+    free = ", ".join(
+        f"{node.free.get(kind, 0):g} of {node.total[kind]:g} on {node.address}"
+        for node in nodes
+        if node.total.get(kind)
+    )
     return f"waiting for {need} of the Ray cluster: {free} free"
 
 
-def _check_possible(places: Places, need: Need) -> None:
-    nodes = places.nodes()
-    if sum(node.holds(need) for node in nodes) >= need.nodes:
+def _check_possible(cluster: Cluster, need: Need) -> None:
+    nodes, kind = cluster.nodes(), need.resource
+    if sum(node.has_room(need) for node in nodes) >= need.nodes:
         return
-    kind = "GPU" if need.gpus else "CPU"
-    has = ", ".join(f"{node.address} {node.total.get(kind, 0):g}" for node in nodes) or "none"
+    totals = ", ".join(f"{node.address} {node.total.get(kind, 0):g}" for node in nodes) or "none"
     raise EnvironmentBroken(
-        f"the ranks need {need}, and the Ray cluster has {_several(len(nodes), 'node')} ({kind}s: {has})\n"
-        f"  {_mend(need, nodes)}"
+        f"the ranks need {need}, and the Ray cluster has {_format_count(len(nodes), 'node')} ({kind}s: {totals})\n"
+        f"  {_suggest(need, nodes)}"
     )
 
 
-def _mend(need: Need, nodes: Sequence[NodeState]) -> str:
-    """What could be asked instead, if the same ranks find room otherwise."""
-    kind, each = ("GPU", need.gpus) if need.gpus else ("CPU", need.cpus)
-    ranks = each * need.nodes
+def _suggest(need: Need, nodes: Sequence[NodeState]) -> str:
+    """What the user can do: the same ranks on another number of nodes, if that has room."""
+    ranks = need.count * need.nodes
     for count in range(1, len(nodes) + 1):
-        if ranks % count == 0 and sum(node.total.get(kind, 0) >= ranks // count for node in nodes) >= count:
+        enough = [node for node in nodes if node.total.get(need.resource, 0) >= ranks // count]
+        if ranks % count == 0 and len(enough) >= count:
             return f"--nodes {count} --gpus {ranks} would find room; or add nodes with `ray start --address`"
-    return "add nodes with `ray start --address HOST:PORT`, or ask for fewer ranks (--gpus)"
+    return "add nodes with `ray start --address HOST:PORT`, or use fewer ranks (--gpus)"
 
 
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _format_count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _by_number(address: str) -> tuple[tuple[int, str], ...]:
-    """10.0.0.9 before 10.0.0.10."""
+def _sort_key(address: str) -> tuple[tuple[int, str], ...]:
+    """Sorts 10.0.0.9 before 10.0.0.10."""
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in address.split("."))
 
 
-class RayPlaces:
-    """`Places` of a connected Ray."""
+class RayCluster:
+    """The `Cluster` that Ray is connected to."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
 
     def nodes(self) -> Sequence[NodeState]:
-        free = self._free()
+        free = ray_internal("ray._private.state", "available_resources_per_node")()
         return [
             NodeState(
                 id=node["NodeID"],
@@ -181,15 +212,6 @@ class RayPlaces:
             for node in self.ray.nodes()
             if node["Alive"]
         ]
-
-    def _free(self) -> dict[str, dict[str, float]]:
-        try:
-            from ray._private.state import available_resources_per_node
-
-            found: dict[str, dict[str, float]] = available_resources_per_node()
-        except (ImportError, AttributeError):
-            return {}
-        return found
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         from ray.util.placement_group import placement_group
@@ -211,61 +233,81 @@ class RayPlaces:
         remove_placement_group(group)
 
 
-_ANSWER_S = 120.0  # the first look at a node takes Ray some seconds: a worker has to start there, and get our package
+def check_same_software(nodes: Sequence[NodeDescription], spots: Sequence[Spot]) -> None:
+    """Raise EnvironmentBroken with the first version in which two nodes differ."""
+    versions: dict[str, tuple[str, str]] = {}
+    for node, spot in zip(nodes, spots, strict=True):
+        for name in _SAME_SOFTWARE:
+            version = node.versions[name]
+            first, address = versions.setdefault(name, (version, spot.node.address))
+            if version != first:
+                raise EnvironmentBroken(
+                    f"the nodes differ in software: {name} {first} on {address}, {version} on {spot.node.address}\n"
+                    f"  install the same on all: pip install {name}=={first}"
+                )
+
+
+def describe_gpu_differences(nodes: Sequence[NodeDescription], spots: Sequence[Spot]) -> str | None:
+    """A sentence where the nodes have different GPUs, else None."""
+    places: dict[tuple[str, int], list[str]] = {}
+    for node, spot in zip(nodes, spots, strict=True):
+        for card in node.hardware.cards:
+            places.setdefault((card.name, card.total_bytes), []).append(spot.node.address)
+    if len(places) < 2:
+        return None
+    kinds = "; ".join(
+        f"{len(addresses)} × {name} with {format_bytes(size)} on {', '.join(dict.fromkeys(addresses))}"
+        for (name, size), addresses in places.items()
+    )
+    return f"the GPUs differ, the slowest and the smallest decide: {kinds}"
+
+
+_ANSWER_S = 120.0  # the first task on a node takes some seconds: Ray starts a worker there, which gets our package
 
 
 def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Hardware:
-    """Of the `nodes` best nodes of the cluster the one with the smallest cards and the least host memory.
+    """Return the smallest GPUs and the least host memory among the `nodes` best nodes of the cluster.
 
-    A rank's limit has to hold on every node that it may come to. Raises InputError when no cluster answers.
+    A rank's limit has to hold on every node that the rank may come to. Raises InputError when no cluster answers.
     """
-    kind = "GPU" if device == "cuda" else "CPU"
-    return weakest(all_of(address, kind), nodes=nodes, each=(gpus or 0) // nodes if device == "cuda" else 0)
+    hardware = read_cluster_hardware(address, "GPU" if device == "cuda" else "CPU")
+    return weakest(hardware, nodes=nodes, gpus_per_node=(gpus or 0) // nodes if device == "cuda" else 0)
 
 
-def weakest(seen: Sequence[Hardware], *, nodes: int, each: int) -> Hardware:
-    """See `weakest_of`; each: cards that a node needs."""
-    fit = [one for one in seen if len(one.cards) >= max(1, each)] if each else list(seen)
-    if len(fit) < nodes:  # the check of what was asked says it with what the best of the others has
-        fit = sorted(seen, key=lambda one: len(one.cards), reverse=True)[:nodes]
-    least = min(fit, key=lambda one: len(one.cards))
-    cards = [card for one in fit for card in one.cards]
-    smallest = min(cards, key=lambda card: card.usable_bytes, default=None)
+def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> Hardware:
+    """Combine the nodes that have enough GPUs into the weakest that a rank could meet; see `weakest_of`."""
+    usable = [node for node in hardware if len(node.cards) >= gpus_per_node]
+    if len(usable) < nodes:  # the check of the request fails later, with the figures of the best nodes
+        usable = sorted(hardware, key=lambda node: len(node.cards), reverse=True)[:nodes]
+    fewest = min(usable, key=lambda node: len(node.cards))
+    smallest: Card | None = min(
+        (card for node in usable for card in node.cards), key=lambda card: card.usable_bytes, default=None
+    )
     return Hardware(
-        cpu=least.cpu,
-        cores=min(one.cores for one in fit),
-        host_bytes=min(one.host_bytes for one in fit),
-        host_free_bytes=min(one.host_free_bytes for one in fit),
-        cards=tuple([smallest] * len(least.cards)) if smallest else (),
-        process_bytes=min((one.process_bytes for one in fit if one.process_bytes is not None), default=None),
+        cpu=fewest.cpu,
+        cores=min(node.cores for node in usable),
+        host_bytes=min(node.host_bytes for node in usable),
+        host_free_bytes=min(node.host_free_bytes for node in usable),
+        cards=tuple([smallest] * len(fewest.cards)) if smallest else (),
+        process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )
 
 
-def all_of(address: str, kind: str) -> list[Hardware]:
-    """Of every living node that has a GPU, or CPU, for Ray. Needs no free one there."""
+def read_cluster_hardware(address: str, resource: str) -> list[Hardware]:
+    """Return the hardware of every living node that has the resource ("GPU" or "CPU"). Needs none of it to be free."""
     with kept_session(address) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        task = ray.remote(num_cpus=0, max_retries=0)(_look)
-        alive = RayPlaces(ray).nodes()
-        nodes = [node for node in alive if node.total.get(kind)] or alive[:1]
-        asked = [
+        task = ray.remote(num_cpus=0, max_retries=0)(read_hardware)
+        alive = RayCluster(ray).nodes()
+        references = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote()
-            for node in nodes
+            for node in [node for node in alive if node.total.get(resource)] or alive[:1]
         ]
         try:
-            return [hardware_of(said) for said in ray.get(asked, timeout=_ANSWER_S)]
+            return list(ray.get(references, timeout=_ANSWER_S))
         except ray.exceptions.RayError as error:
             raise EnvironmentBroken(
-                f"a node of the Ray cluster does not answer: {said_by(error)}\n"
-                "  `ray status` says which nodes there are"
+                f"a node of the Ray cluster does not answer: {format_ray_error(error)}\n"
+                "  `ray status` lists the nodes that are alive"
             ) from None
-
-
-def hardware_of(said: Mapping[str, Any]) -> Hardware:
-    """The inverse of `asdict`."""
-    return Hardware(**{**said, "cards": tuple(Card(**card) for card in said["cards"])})
-
-
-def _look() -> dict[str, Any]:
-    return asdict(read_hardware())

@@ -1,4 +1,4 @@
-"""Start the ranks of a trial on a node, and wait until all of them are gone."""
+"""Start the ranks of a job on a node, and wait until all of them are gone."""
 
 from __future__ import annotations
 
@@ -11,40 +11,91 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..system import processes
 from ..trial.job import RankJob
 from ..trial.progress import Beat, Heartbeats
 from ..trial.worker import environment, run_rank
 from ..workload.protocol import Workload
-from .monitor import CardWatch, HostWatch, Live, RankWatch
+from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
+from .protocol import NodeReport
+
+_POLL_MS = 20
+_BEAT_EVERY_S = 0.2
+_STRAYS_S = 2.0
+_NO_EXIT_CODE = 98  # the rank could not even write its record; see `diagnosis.trial_outcome`
+
+
+def run_ranks(
+    job: RankJob,
+    workload: Workload | None,
+    *,
+    agent: socket.socket,
+    driver: int | None,
+    send_beat: Callable[[Beat], None],
+    spawn: bool = False,
+    store: socket.socket | None = None,
+    aborted: bool = False,
+) -> NodeReport:
+    """Run the job until every rank and every process that they started is gone.
+
+    agent: its end of file, or any word on it, ends the job. driver: a pidfd of the fit's process, if it lives on this
+    node. send_beat: gets the slowest rank's heartbeat, a few times a second. spawn, store: see `start_ranks`.
+    aborted: the job was ended before it began.
+    """
+    began = time.monotonic()
+    gpus = GpuMonitor.begin(job.device, len(job.local_ranks))
+    host = HostMonitor.begin()
+    _make_folders(job)
+    board = Heartbeats.of(len(job.local_ranks))
+    monitor = RankMonitor(job, board, start_ranks(job, board, workload, spawn=spawn, store=store))
+    pids = [rank.pid for rank in monitor.running.values()]
+    if aborted:
+        monitor.kill("aborted")
+    _wait_until_gone(monitor, host, began, agent, driver, send_beat)
+    processes.kill_children(_STRAYS_S)
+    gone_at_s = time.monotonic()
+    board.close()
+    processes.unlink_shared_memory(pids)
+    processes.unlink_temporary(pids)
+    swap_bytes = processes.folder_bytes(Path(job.swap)) if job.swap else None
+    remove_folders(job)
+    return NodeReport(
+        ranks=tuple(monitor.exits),
+        gone_at_s=gone_at_s,
+        host=host.summarize(),
+        killed_because=monitor.killed_because,
+        swap_bytes=swap_bytes,
+        notes=tuple(gpus.check_freed()),
+    )
 
 
 def start_ranks(
-    job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool, bound: socket.socket | None = None
-) -> list[tuple[int, int]]:
-    """Pid and pidfd of every rank of this node, in the order of job.local_ranks. From the main thread only.
+    job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool, store: socket.socket | None = None
+) -> dict[int, RunningRank]:
+    """Start every rank of this node; the ranks by their pidfd. To be called from the main thread only.
 
-    bound: the socket of the store, where other nodes know its port already.
+    spawn: as new processes, because this one must not be forked. store: the rendezvous socket, where other nodes know
+    its port already.
     """
     # Bound before the fork and inherited: no other process can take the port in between.
-    # The ranks of another node than the first need none: they are told the port.
-    store = bound or socket.create_server((job.master_address if job.is_whole else "127.0.0.1", 0))
-    parent = os.getpid()
+    # Nodes other than the first get their own socket, which nobody uses: their ranks know the port of the first.
+    store = store or socket.create_server((job.master_address if job.is_whole else "127.0.0.1", 0))
+    parent, now = os.getpid(), time.monotonic()
     if spawn:
         _job_file(job).write_text(job.to_json())
-    started = []
-    for slot in range(len(job.local_ranks)):
-        pid, ending, kept = processes.fork_watched()
+    started = {}
+    for slot, number in enumerate(job.local_ranks):
+        pid, pidfd, keep = processes.fork_watched()
         if pid == 0:
-            _child(job, slot, board, store, parent, workload, spawn, kept)
-        started.append((pid, ending))
+            _live_as_rank(job, slot, board, store, parent, workload, spawn, keep)
+        started[pidfd] = RunningRank(number, slot, pid, Beat("start", 0, now), now)
     store.close()
     return started
 
 
-def _child(
+def _live_as_rank(
     job: RankJob,
     slot: int,
     board: Heartbeats,
@@ -52,10 +103,10 @@ def _child(
     parent: int,
     workload: Workload | None,
     spawn: bool,
-    kept: int,
+    keep: int,
 ) -> NoReturn:
-    """In the child: cut every tie to the zygote but `kept`, by which it sees our end, then live the rank's life."""
-    code = 98
+    """In the child: cut every tie to the zygote, then run the rank. keep: a descriptor whose end shows ours."""
+    code = _NO_EXIT_CODE
     try:
         os.setsid()
         processes.die_with_parent(parent)
@@ -63,11 +114,11 @@ def _child(
         rank = job.local_ranks[slot]
         os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
         log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-        serves = store.fileno() if rank == 0 else -1
-        processes.redirect_and_close(log, {serves, board.fd, kept})
+        store_fd = store.fileno() if rank == 0 else -1
+        processes.redirect_and_close(log, {store_fd, board.fd, keep})
         os.chdir(job.scratch)
         if spawn:
-            _become(slot, board.fd, serves, job, kept)
+            _exec_rank(slot, board.fd, store_fd, job, keep)
         code = run_rank(job, slot, board, store if rank == 0 else None, workload)
     except BaseException:
         traceback.print_exc()
@@ -76,12 +127,12 @@ def _child(
         os._exit(code)  # no atexit, no buffers of the zygote
 
 
-def _become(slot: int, heartbeat: int, store: int, job: RankJob, kept: int) -> NoReturn:
-    """Give this process up for a new Python that inherits the descriptors."""
-    for fd in (heartbeat, store, kept):
+def _exec_rank(slot: int, board_fd: int, store_fd: int, job: RankJob, keep: int) -> NoReturn:
+    """Replace this process by a new Python that inherits the descriptors."""
+    for fd in (board_fd, store_fd, keep):
         if fd >= 0:
             os.set_inheritable(fd, True)
-    words = [str(slot), str(heartbeat), str(store), str(_job_file(job))]
+    words = [str(slot), str(board_fd), str(store_fd), str(_job_file(job))]
     os.execv(sys.executable, [sys.executable, "-m", "autods.trial.spawned", *words])
 
 
@@ -89,110 +140,53 @@ def _job_file(job: RankJob) -> Path:
     return Path(job.folder) / "job.json"
 
 
-TICK_S = 0.02
-STRAYS_S = 2.0
-
-
-def supervise(
-    job: RankJob,
-    workload: Workload | None,
-    *,
-    owner: socket.socket,
+def _wait_until_gone(
+    monitor: RankMonitor,
+    host: HostMonitor,
+    began: float,
+    agent: socket.socket,
     driver: int | None,
-    told: Callable[[Beat], None],
-    spawn: bool = False,
-    bound: socket.socket | None = None,
-    aborted: bool = False,
-) -> dict[str, Any]:
-    """Run the job to its end: every rank gone, every stray gone.
-
-    owner: the connection to the node actor; its end of file, or a word on it, ends the job. driver: a pidfd of the
-    driver, if it lives on this node. told: the slowest rank's heartbeat, a few times a second. spawn: start
-    ranks as new processes, because this one must not be forked. bound: see `start_ranks`. aborted: the word that ends
-    the job is there already.
-    """
-    began = time.monotonic()
-    cards = CardWatch.begin(job.device, len(job.local_ranks))
-    watch = _started(job, workload, spawn, bound)
-    pids = [live.pid for live in watch.live.values()]
-    if aborted:
-        watch.kill("aborted")
-    _until_gone(watch, began, owner, driver, told)
-    strays = processes.kill_children(STRAYS_S)
-    gone = time.monotonic()
-    watch.board.close()
-    processes.unlink_shared_memory(pids)
-    processes.unlink_temporary(pids)
-    swapped = processes.folder_bytes(Path(job.swap)) if job.swap else None
-    remove_folders(job)
-    return {
-        "ends": watch.ends,
-        "wall_s": gone - began,
-        "gone_at_s": gone,
-        "strays": strays,
-        "why_killed": watch.why_killed,
-        "swap_bytes": swapped,
-        "host": watch.host.report(),
-        "said": cards.said(),
-    }
-
-
-def _started(job: RankJob, workload: Workload | None, spawn: bool, bound: socket.socket | None) -> RankWatch:
-    """The job's folders made and its ranks running."""
-    _clear(job)
-    Path(job.folder).mkdir(parents=True, exist_ok=True)
-    for folder in filter(None, (job.scratch, job.swap)):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    board = Heartbeats.of(len(job.local_ranks))
-    host = HostWatch.begin()
-    now = time.monotonic()
-    started = start_ranks(job, board, workload, spawn=spawn, bound=bound)
-    live = {
-        pidfd: Live(job.local_ranks[slot], slot, pid, Beat("start", 0, now), now)
-        for slot, (pid, pidfd) in enumerate(started)
-    }
-    return RankWatch(job, board, live, host)
-
-
-def _until_gone(
-    watch: RankWatch, began: float, owner: socket.socket, driver: int | None, told: Callable[[Beat], None]
+    send_beat: Callable[[Beat], None],
 ) -> None:
-    """RankWatch until the last rank is gone, by itself or by us."""
+    """Return when the last rank has ended, by itself or by us."""
     poll = select.poll()
-    for pidfd in watch.live:
+    for pidfd in monitor.running:
         poll.register(pidfd, select.POLLIN)
-    poll.register(owner, select.POLLIN | select.POLLHUP)
+    poll.register(agent, select.POLLIN | select.POLLHUP)
     if driver is not None:
         poll.register(driver, select.POLLIN)
-    last_told = 0.0
-    while watch.live:
-        for fd, _ in poll.poll(TICK_S * 1000):
-            if fd in watch.live:
+    beat_sent_s = 0.0
+    while monitor.running:
+        for fd, _ in poll.poll(_POLL_MS):
+            if fd in monitor.running:
                 poll.unregister(fd)
-                watch.ended(fd)
+                monitor.collect_exit(fd)
             elif fd == driver:
                 poll.unregister(fd)
-                watch.kill("the driver is gone")
-            elif watch.killed_s is None:
-                watch.kill("aborted")
-        watch.look(began)
-        watch.host.look((live.rank, live.pid) for live in watch.live.values())
-        if time.monotonic() - last_told > 0.2 and watch.live:
-            last_told = time.monotonic()
-            told(min((live.beat for live in watch.live.values()), key=lambda beat: beat.at_s))
+                monitor.kill("the driver is gone")
+            elif monitor.killed_s is None:
+                monitor.kill("aborted")
+        monitor.check(began)
+        running = monitor.running.values()
+        host.sample((rank.rank, rank.pid) for rank in running)
+        if running and time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
+            beat_sent_s = time.monotonic()
+            send_beat(min((rank.beat for rank in running), key=lambda beat: beat.at_s))
 
 
-def _clear(job: RankJob) -> None:
-    """What an earlier attempt left must not speak for this one. Other nodes may have files of theirs in there."""
+def _make_folders(job: RankJob) -> None:
+    """Make the job's folders, without the files of an earlier attempt. Other nodes may have files in there."""
     if job.is_whole:
         shutil.rmtree(job.folder, ignore_errors=True)
-        return
-    for rank in job.local_ranks:
-        for kind in ("log", "json"):
-            Path(job.folder, f"rank{rank}.{kind}").unlink(missing_ok=True)
+    else:
+        for rank in job.local_ranks:
+            for kind in ("log", "json"):
+                Path(job.folder, f"rank{rank}.{kind}").unlink(missing_ok=True)
+    for folder in filter(None, (job.folder, job.scratch, job.swap)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def remove_folders(job: RankJob) -> None:
-    """The working directory and the swap files of a job."""
+    """Remove the working directory and the swap files of a job."""
     for folder in filter(None, (job.scratch, job.swap)):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,8 @@
-"""Start Ray on this machine or join a cluster."""
+"""Start Ray on this machine or join a cluster.
+
+Ray is started and joined through its documented interface. Three of its internals are used beside that, each through
+`ray_internal`, which fails with Ray's version where one is missing.
+"""
 
 from __future__ import annotations
 
@@ -16,163 +20,236 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
 from ..errors import EnvironmentBroken, InputError
 
+_ANSWERS_S = 5.0  # a running cluster answers at once; Ray itself would try for more than a minute
+_START_HINT = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on others"
+_FOLDER_PREFIX = "autods-ray-"
+_COMMON_OPTIONS: dict[str, Any] = {
+    "logging_level": logging.ERROR,
+    "log_to_driver": False,
+    "configure_logging": False,
+    "namespace": "autods",
+}
+_kept: list[tuple[str, contextlib.ExitStack]] = []  # a connection that waits for its next user, by its address
+
 
 @contextlib.contextmanager
-def keeping_sigterm() -> Iterator[None]:
-    """`ray.init` puts sys.exit there; afterwards it is as it was."""
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
+def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
+    """The `ray` module, connected.
+
+    The cluster is the one that this process already is in, else the one at `address`, else one of our own with so many
+    CPUs. Raises InputError when none answers at `address`, EnvironmentBroken when Ray cannot be started or joined.
+    """
+    ray = _import_ray(joins=address is not None)
+    if _kept:
+        kept_address, connection = _kept.pop()
+        with connection:
+            if kept_address == address:
+                yield ray
+                return
+    if ray.is_initialized():
+        yield ray
+    elif address is not None:
+        with join_cluster(ray, address):
+            yield ray
+    else:
+        with start_local(ray, cpus):
+            yield ray
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Ray's processes begin in sessions of their own: a signal for our whole process group (of `timeout`, scancel, a
-    terminal that closes) is ours to take, and Ray has to be there until the ranks are gone. They end with us all the
-    same, since Ray binds their lives to ours. Where a release of Ray has another name for it, they begin as usual."""
+def kept_session(address: str) -> Iterator[Any]:
+    """A `session` whose connection stays for the next session with this address.
+
+    Ray's workers have loaded our package by then, and belong to the connection.
+    """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, AttributeError):
-            from ray._private import services
-
-            usual = services.ConsolePopen
-            services.ConsolePopen = functools.partial(usual, start_new_session=True)
-            stack.callback(setattr, services, "ConsolePopen", usual)
-        yield
+        is_ours = not is_connected()
+        ray = stack.enter_context(session(cpus=1, address=address))
+        yield ray
+        if is_ours:
+            _kept.append((address, stack.pop_all()))
 
 
-def said_by(error: BaseException) -> str:
-    """What an error of Ray's says, without the stacks that follow; its name where it says nothing."""
+def is_connected() -> bool:
+    """Whether somebody else connected this process to a cluster. Does not import Ray to find out."""
+    if _kept:
+        return False
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def format_ray_error(error: BaseException) -> str:
+    """The first line of an error's text, without the stacks that follow; its type where the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-_ANSWERS_S = 5.0  # a cluster that lives answers at once; Ray itself would try for a minute and more
-_START = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on the others"
+def ray_internal(module: str, name: str) -> Any:
+    """A function or class that Ray does not document. Raises EnvironmentBroken where this release lacks it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        version = getattr(sys.modules.get("ray"), "__version__", "?")
+        raise EnvironmentBroken(
+            f"Ray {version} has no {module}.{name}, which autods needs\n  install a release that has it: ray==2.60"
+        ) from None
 
 
 @contextlib.contextmanager
-def joined(ray: Any, address: str) -> Iterator[Any]:
-    """`ray`, connected to that cluster; our package is on its nodes' path. Raises InputError when there is none.
-
-    address: 'auto' (RAY_ADDRESS, or the cluster that was last started on this machine) or HOST:PORT.
-    """
-    host, port = _place(address)
-    _check_answers(address, host, port)
-    _join(ray, host, port)
+def start_local(ray: Any, cpus: int) -> Iterator[None]:
+    """A Ray of our own on this machine, reachable on loopback alone. Raises EnvironmentBroken."""
+    _remove_old_folders()
+    # A short path: Ray puts sockets below it, and the path of a socket may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
     try:
-        yield ray
+        for attempt in (1, 2):  # on a busy machine Ray's raylet can miss its 30 s
+            try:
+                _init_local(ray, cpus, folder)
+                break
+            except EnvironmentBroken:
+                raise
+            except Exception as error:  # Ray raises exceptions of no particular type here
+                ray.shutdown()
+                if attempt == 2:
+                    raise EnvironmentBroken(
+                        f"Ray did not start, twice: {format_ray_error(error)}\n"
+                        "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
+                    ) from error
+        _let_agents_end_with_driver(folder)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _init_local(ray: Any, cpus: int, folder: Path) -> None:
+    with _keep_sigterm_handler(), _new_sessions(), _allow_loopback("127.0.0.1"):
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            **_COMMON_OPTIONS,
+        )
+
+
+@contextlib.contextmanager
+def join_cluster(ray: Any, address: str) -> Iterator[None]:
+    """A connection to the cluster at `address`, whose nodes get our package.
+
+    address: 'auto' (RAY_ADDRESS, or the cluster that was last started on this machine) or HOST:PORT. Raises InputError
+    when no cluster answers there, EnvironmentBroken when it cannot be joined.
+    """
+    host, port = _parse_address(address)
+    try:
+        socket.create_connection((host, port), _ANSWERS_S).close()
+    except OSError as error:
+        text = f"no Ray cluster answers at {host}:{port} ({error.strerror or error})"
+        raise InputError(text, where=f"--address {address}", hint=_START_HINT) from None
+    package = Path(__file__).parents[1]
+    try:
+        with _keep_sigterm_handler(), _allow_loopback(host):
+            _find_token()
+            ray.init(
+                address=f"{host}:{port}",
+                # The nodes may not have the package, or another version of it.
+                runtime_env={"py_modules": [str(package)], "excludes": ["__pycache__"]},
+                **_COMMON_OPTIONS,
+            )
+    except EnvironmentBroken:
+        raise
+    except Exception as error:  # Ray raises exceptions of no particular type here
+        ray.shutdown()
+        raise EnvironmentBroken(
+            f"the Ray cluster at {host}:{port} cannot be joined: {format_ray_error(error)}\n"
+            "  every node needs the same Ray and Python; give the token of a cluster that has one in RAY_AUTH_TOKEN"
+        ) from error
+    try:
+        yield
     finally:
         ray.shutdown()
 
 
-def _place(address: str) -> tuple[str, int]:
-    """Host and port."""
-    said = address
+def _parse_address(address: str) -> tuple[str, int]:
+    """Host and port. Raises InputError."""
+    text, where = address, f"--address {address}"
     if address == "auto":
-        said = os.environ.get("RAY_ADDRESS", "") or _last_started() or ""
-        if not said:
-            raise InputError("no Ray cluster runs on this machine", where="--address auto", hint=_START)
-    host, _, port = said.rpartition(":")
-    if not host or not port.isdigit() or "://" in said:
-        where = f"--address {address}" if said == address else f"RAY_ADDRESS={said}"
+        text = os.environ.get("RAY_ADDRESS", "")
+        where = f"RAY_ADDRESS={text}"
+        if not text:
+            text = ray_internal("ray._private.utils", "read_ray_address")() or ""
+        if not text:
+            raise InputError("no Ray cluster runs on this machine", where="--address auto", hint=_START_HINT)
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or "://" in text:
         raise InputError("is neither auto nor HOST:PORT", where=where, hint="give HOST:PORT of `ray start --head`")
     return host.strip("[]"), int(port)
 
 
-def _last_started() -> str | None:
-    """Ray notes it in a file of its temporary folder."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from ray._private.utils import read_ray_address
-
-        return read_ray_address() or None
-    return None
-
-
-def _check_answers(address: str, host: str, port: int) -> None:
+def _find_token() -> None:
+    """Use the token that `ray start` made, which its cluster wants; Ray does not look for it by itself here."""
     try:
-        socket.create_connection((host, port), _ANSWERS_S).close()
-    except OSError as error:
-        what = f"no Ray cluster answers at {host}:{port} ({error.strerror or error})"
-        raise InputError(what, where=f"--address {address}", hint=_START) from None
-
-
-def _join(ray: Any, host: str, port: int) -> None:
-    package = Path(__file__).parents[1]
-    try:
-        with keeping_sigterm(), as_said(host):
-            _know_the_token()
-            ray.init(
-                address=f"{host}:{port}",
-                _node_ip_address=_own_address(host, port),
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                configure_logging=False,
-                namespace="autods",
-                # The nodes may have none, or another version of it.
-                runtime_env={"py_modules": [str(package)], "excludes": ["__pycache__"]},
-            )
-    except Exception as error:  # Ray raises bare ones here
-        ray.shutdown()
-        raise EnvironmentBroken(
-            f"the Ray cluster at {host}:{port} cannot be joined: {said_by(error)}\n"
-            "  every node needs the same Ray and Python, and a cluster that has a token wants it in RAY_AUTH_TOKEN"
-        ) from error
-
-
-def _own_address(host: str, port: int) -> str | None:
-    """The address under which the cluster knows this machine; None leaves it to Ray.
-
-    Ray asks which interface leads to the internet, which need not be the one that leads to the other nodes.
-    """
-    own = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
-    with contextlib.suppress(Exception):  # Ray's inner rooms: where they look otherwise, it decides by itself
-        from ray._private.state import GlobalState
-
-        state, raylet = GlobalState(), cast(Any, importlib.import_module("ray._raylet"))  # its types name no options
-        said = raylet.GcsClientOptions.create(
-            f"{host}:{port}", None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
-        )
-        state._initialize_global_state(said)
-        nodes = {node["NodeManagerAddress"] for node in state.node_table() if node["Alive"]}
-        state.disconnect()
-        with socket.create_connection((host, port), _ANSWERS_S) as link:
-            towards = str(link.getsockname()[0])
-        return towards if towards in nodes else next(iter(sorted(nodes & own)), None)
-    return None
-
-
-def _know_the_token() -> None:
-    """`ray start` makes one and its cluster wants it; with an explicit address Ray does not look for it by itself."""
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
         from ray._private.authentication import authentication_token_setup as setup
-
-        level = setup.logger.level
-        setup.logger.setLevel(logging.ERROR)  # that it does what we want is no warning
-        try:
-            setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        finally:
-            setup.logger.setLevel(level)
+    except ImportError:
+        return  # this release of Ray has no tokens
+    level = setup.logger.level
+    setup.logger.setLevel(logging.ERROR)  # it warns of what we want
+    try:
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        setup.logger.setLevel(level)
 
 
 @contextlib.contextmanager
-def as_said(host: str) -> Iterator[None]:
-    """A loopback address stays one: Ray takes it for this machine's outer address, where nothing may listen."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, AttributeError):
-            if _is_loopback(host):
-                from ray._private import services
-
-                stack.callback(setattr, services, "resolve_ip_for_localhost", services.resolve_ip_for_localhost)
-                services.resolve_ip_for_localhost = lambda name: name
+def _keep_sigterm_handler() -> Iterator[None]:
+    """`ray.init` installs a handler of its own; afterwards the handler is as it was."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
         yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _new_sessions() -> Iterator[None]:
+    """Let Ray's processes begin in sessions of their own.
+
+    A signal for our process group (from `timeout`, scancel or a closing terminal) then meets us alone, and Ray is there
+    until the ranks are gone. Ray binds its processes to our life in another way.
+    """
+    popen = ray_internal("ray._private.services", "ConsolePopen")
+    services = sys.modules["ray._private.services"]
+    with _replaced(services, "ConsolePopen", functools.partial(popen, start_new_session=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _allow_loopback(host: str) -> Iterator[None]:
+    """Let Ray use a loopback address. It would take this machine's outer address instead, open to the network."""
+    if not _is_loopback(host):
+        yield
+        return
+    ray_internal("ray._private.services", "resolve_ip_for_localhost")
+    with _replaced(sys.modules["ray._private.services"], "resolve_ip_for_localhost", lambda name: name):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def _is_loopback(host: str) -> bool:
@@ -182,101 +259,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_PREFIX = "autods-ray-"
-_KEPT: list[tuple[str, contextlib.ExitStack]] = []  # a connection that waits for who uses it, by its address
-
-
-@contextlib.contextmanager
-def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
-    """The `ray` module, connected: to the cluster this process already is in, else to the one at `address`, else to one
-    of our own. Raises InputError when none answers at `address`."""
-    ray = _import_ray(joins=address is not None)
-    if _KEPT:
-        kept, held = _KEPT.pop()
-        with held:
-            if kept == address:
-                yield ray
-                return
-    if ray.is_initialized():
-        yield ray
-        return
-    if address is not None:
-        with joined(ray, address):
-            yield ray
-        return
-    _sweep()
-    # Short: Ray puts sockets below it, and a socket's path may have 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
-    try:
-        _begin(ray, cpus, folder)
-        yield ray
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def kept_session(address: str) -> Iterator[Any]:
-    """`session`, and where the block ends well its connection stays for the next one that asks for this address: the
-    nodes' workers, which have loaded our package by then, are the connection's."""
-    with contextlib.ExitStack() as stack:
-        owned = not is_connected()
-        ray = stack.enter_context(session(cpus=1, address=address))
-        yield ray
-        if owned:
-            _KEPT.append((address, stack.pop_all()))
-
-
-def is_connected() -> bool:
-    """Whether this process is in a cluster already that is not ours; does not import Ray to find out."""
-    if _KEPT:
-        return False
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
-
-
-def _begin(ray: Any, cpus: int, folder: Path) -> None:
-    """Ray's start, tried twice: on a busy machine its raylet can miss its 30 s. Raises EnvironmentBroken."""
-    for last in (False, True):
-        try:
-            with keeping_sigterm(), apart(), as_said("127.0.0.1"):
-                ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(folder),
-                    object_store_memory=80 * 2**20,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    namespace="autods",
-                )
-            break
-        except Exception as error:  # Ray raises bare ones here
-            ray.shutdown()
-            if last:
-                raise EnvironmentBroken(
-                    f"Ray did not start, twice: {said_by(error)}\n"
-                    "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
-                ) from error
-    _let_agents_end_with_driver(folder)
-
-
 def _import_ray(*, joins: bool = False) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as the user set it
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Whether a cluster has a token is its own affair. Where Ray was imported before, it has read this and reads it no
-    # more: its servers would want a token that it does not send.
+    # A cluster that we join has its own setting. Where Ray was imported before, it has read this variable already, and
+    # its servers would want a token that it does not send.
     if not joins and "ray" not in sys.modules:
-        # Its default for a local cluster, said aloud so that it prints nothing.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default for a local cluster; set, it prints nothing
     os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
     for name in ("RAY_enable_worker_prestart", "RAY_prestart_worker_first_driver"):
-        os.environ.setdefault(name, "0")  # one actor is all we start; each idle worker costs 0.6 s
-    # By default Ray's workers have 15, and so would our ranks: whatever else runs would be timed along with them.
+        os.environ.setdefault(name, "0")  # we start one actor; Ray would start a worker for each CPU
+    # Ray's workers have niceness 15 by default, and so would our ranks: other programs would slow down their steps.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # our ranks' memory is ours to judge
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # we judge the memory of our ranks
     import ray
 
     return ray
@@ -292,9 +287,9 @@ def _let_agents_end_with_driver(folder: Path) -> None:
         log.write("Raylet received SIGTERM (written by autods, so that agents do not report the raylet's death)\n")
 
 
-def _sweep() -> None:
-    """Folders of drivers that were killed before they could tidy up."""
-    for folder in Path("/tmp").glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+def _remove_old_folders() -> None:
+    """Remove the folders of drivers that were killed before they could do so."""
+    for folder in Path("/tmp").glob(f"{_FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,11 @@
-"""The nodes that run one trial together: each node's part, and the report of all of them."""
+"""The nodes that run a fit's trials: chosen, started, given jobs, and replaced when lost."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import secrets
 import shutil
 import socket
 import time
@@ -13,81 +15,216 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentBroken
+from ..events import Event, Note
+from ..requests import Settings
+from ..system import processes
+from ..system.host import read_hardware
 from ..trial.job import RankJob
-from .placement import NodeState
-from .ray_connect import said_by
+from .agent import NodeAgent, digest_file
+from .placement import (
+    Cluster,
+    Need,
+    NodeDescription,
+    NodeState,
+    RayCluster,
+    Spot,
+    check_same_software,
+    describe_gpu_differences,
+    reserve_nodes,
+)
+from .protocol import Heartbeat, LoadFailed, NodeLost, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
+from .ray_connect import format_ray_error, session
 
 POLL_S = 0.25
-SILENT_S = 30.0  # a node that lives and does not say how far it is for so long is stuck
-ENDS_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
-_REMIND_S = 0.5
+SILENT_S = 30.0  # a node whose agent does not answer for so long is lost
+ABORTED_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
+STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report which rank makes the others wait
+STOP_S = 10.0
+_ABORT_AGAIN_S = 0.5
 _HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
-_SAYS_S = 1.5  # where one node is stuck the others are, too: time for them to say which rank lets the others wait
-Report = Mapping[str, Any]
+
+OnProgress = Callable[[Heartbeat], None]
+CheckReady = Callable[[Ready | LoadFailed | ZygoteDied], None]
 
 
-@dataclass(slots=True)
-class Member:
-    """One node and its actor. ahead_s: how far its monotonic clock is ahead of ours. lost: why it is not used again."""
+@dataclass(slots=True, eq=False)
+class Node:
+    """One node and its agent. ahead_s: of its monotonic clock. lost: why the node is not used again."""
 
-    node: NodeState
-    actor: Any
+    state: NodeState
+    agent: Any  # the Ray actor of a NodeAgent
     ahead_s: float = 0.0
     lost: str | None = None
 
+    @property
+    def address(self) -> str:
+        """Its address in the cluster."""
+        return self.state.address
 
-@dataclass(slots=True)
-class Team:
-    """`execute` runs a job's parts, each on its member, to their end: when one fails, the others are ended."""
 
-    ray: Any
-    members: Sequence[Member]
-    head: str | None = None  # HOST:PORT of the head of somebody's cluster
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+class WorkerGroup:
+    """A context manager: Ray, the agents and their zygotes live inside it. `run` executes one job.
+
+    check_ready: gets what each zygote reports when it has loaded everything, and raises where that is no use.
+    room_within_s: how long other users of the cluster may hold what is needed; None: for ever.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        listen: Callable[[Event], None],
+        *,
+        environment: Mapping[str, str],
+        check_ready: CheckReady,
+        room_within_s: float | None = None,
+    ) -> None:
+        self.settings, self.listen, self.environment = settings, listen, environment
+        self.check_ready, self.room_within_s = check_ready, room_within_s
+        self.built_ops: set[str] = set()  # DeepSpeed ops that all nodes have loaded
+        self.nodes: list[Node] = []
+        self.descriptions: Sequence[NodeDescription] = ()  # of somebody's cluster
+        self.cluster: Cluster | None = None
+        self.ray: Any = None
+        self.head: str | None = None  # HOST:PORT of the head of somebody's cluster
+        self._placement_group: Any = None
+        self._job_numbers = itertools.count(1)
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> WorkerGroup:
+        with contextlib.ExitStack() as stack:
+            self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=self.settings.address))
+            self.cluster = RayCluster(self.ray)
+            stack.callback(self.stop)
+            self.start()
+            self._exits = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exits.close()
 
     @property
-    def lost(self) -> Member | None:
-        """One that is not there any more."""
-        return next((member for member in self.members if member.lost is not None), None)
+    def hosts(self) -> frozenset[str]:
+        """Addresses of the nodes' machines."""
+        return frozenset(node.address for node in self.nodes)
 
-    def set_clocks(self) -> None:
-        """What happened first is asked of several machines, whose clocks count from different moments."""
-        for member in self.members:
-            asked = [self._clock(member) for _ in range(3)]
-            member.ahead_s = min(asked)[1]
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory of the node that has least; None for a Ray of our own."""
+        return min((node.hardware.host_bytes for node in self.descriptions), default=None)
 
-    def _clock(self, member: Member) -> tuple[float, float]:
-        """How long it took to ask, and how far it is ahead."""
-        began = time.monotonic()
-        said = float(self.ray.get(member.actor.clock.remote()))
-        ended = time.monotonic()
-        return ended - began, said - (began + ended) / 2
+    @property
+    def host_free_bytes(self) -> int:
+        """Free host memory of the node that had least when it was chosen; of this machine now for a Ray of our own."""
+        return (
+            min((node.hardware.host_free_bytes for node in self.descriptions), default=None)
+            or read_hardware().host_free_bytes
+        )
 
-    def bind(self) -> Report:
-        """A port for the store on the first node, for the next job: {"bound": port}, or why there is none."""
-        first = self.members[0]
-        reference = first.actor.bind.remote(first.node.address)
-        done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
-        said = self._report(first, reference) if done else self._lost(first, "it does not answer")
-        return {"lost": said["why"], "address": first.node.address} if "why" in said else said
+    def start(self) -> None:
+        """Reserve nodes, start an agent on each, and wait until their zygotes have loaded everything.
+
+        Raises EnvironmentBroken when the cluster can never hold the ranks or its nodes do not go together, NoRoom when
+        it does not hold them in time.
+        """
+        ray, settings, need = self.ray, self.settings, Need.of_settings(self.settings)
+        assert self.cluster is not None
+        context = ray.get_runtime_context()
+        self.head = context.gcs_address if settings.address is not None else None
+        self._placement_group, spots = reserve_nodes(
+            self.cluster, need, report=self._note, first=context.get_node_id(), within_s=self.room_within_s
+        )
+        try:
+            self.nodes = [Node(spot.node, self._start_agent(spot, need, number)) for number, spot in enumerate(spots)]
+            if settings.address is not None:
+                self._check_nodes(spots)
+            if len(self.nodes) > 1:
+                self.read_clocks()
+            for ready in ray.get([node.agent.start.remote() for node in self.nodes]):
+                self.check_ready(ready)
+        except ray.exceptions.RayActorError as error:
+            self.stop()
+            raise EnvironmentBroken(f"a Ray actor died before its first trial: {format_ray_error(error)}") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(
+        self, job: RankJob, on_progress: OnProgress = lambda heartbeat: None, *, everywhere: bool = False
+    ) -> list[NodeResult]:
+        """Execute the job; return the result of each node that has a part in it.
+
+        on_progress: gets the heartbeat of the slowest rank. everywhere: every node does the whole job by itself, else
+        its ranks are split over the nodes. Raises EnvironmentBroken when the cluster's head or our only node is gone.
+        """
+        self._replace_lost()
+        self.check_head()
+        if everywhere:
+            parts = repeat_job(job, self.nodes)
+        else:
+            port = None
+            if job.world_size > self.settings.ranks_per_node:
+                store = self._bind_store()
+                if not isinstance(store, StoreBound):
+                    return [store]
+                port = store.port
+            parts = split_job(job, self.nodes, self.settings.ranks_per_node, port)
+        with _shared_folders(parts):
+            results = self.execute(parts, on_progress)
+        lost = next((node for node in self.nodes if node.lost is not None), None)
+        if lost is not None and self.settings.address is None:
+            raise EnvironmentBroken(f"the Ray actor of this node died: {lost.lost}")
+        return results
 
     def execute(
-        self, parts: Sequence[tuple[Member, RankJob]], told: Callable[[str, int], None] = lambda phase, step: None
-    ) -> list[Report]:
-        """The report of each part, in their order; {"lost": why} of a node that is gone.
+        self, parts: Sequence[tuple[Node, RankJob]], on_progress: OnProgress = lambda heartbeat: None
+    ) -> list[NodeResult]:
+        """Run each part on its node until all have ended; when one fails, the others are ended."""
+        execution = JobExecution(self, next(self._job_numbers), on_progress)
+        for node, job in parts:
+            execution.begin(node, job)
+        while execution.pending:
+            execution.poll()
+        execution.finish()
+        return [execution.results[node] for node, _ in parts]
 
-        told: phase and step of the slowest rank, a few times a second.
-        """
-        run = _Run(team=self, number=next(self.numbers), told=told)
-        for member, job in parts:
-            run.begin(member, job)
-        while run.pending:
-            run.look()
-        run.settle()
-        return [run.reports[id(member)] for member, _ in parts]
+    def needs_build(self, ops: Sequence[str]) -> bool:
+        """Whether one of these DeepSpeed ops has to be built on any node."""
+        self._replace_lost()
+        return bool(ops) and any(self.ray.get([node.agent.find_unbuilt.remote(list(ops)) for node in self.nodes]))
+
+    def stop(self) -> None:
+        """End all ranks, then the zygotes, then the agents, and give the reservation back. Ray itself stays."""
+        nodes, self.nodes = self.nodes, []
+        for method, within_s in (("abort", 1.0), ("stop", STOP_S)):
+            with contextlib.suppress(Exception):  # Ray may be going down already; who is late is killed below
+                calls = [getattr(node.agent, method).remote() for node in nodes if node.lost is None]
+                self.ray.get(calls, timeout=within_s)
+        try:
+            self.check_head()
+        except EnvironmentBroken:
+            return  # nobody is there to take the rest back
+        for node in nodes:
+            with contextlib.suppress(Exception):
+                self.ray.kill(node.agent)
+        group, self._placement_group = self._placement_group, None
+        if group is not None and self.cluster is not None:
+            with contextlib.suppress(Exception):
+                self.cluster.free(group)
+
+    def read_clocks(self) -> None:
+        """Find out how far each node's monotonic clock is ahead, so that causes can be sorted by time."""
+
+        def measure(node: Node) -> tuple[float, float]:
+            began = time.monotonic()
+            clock = float(self.ray.get(node.agent.read_clock.remote()))
+            ended = time.monotonic()
+            return ended - began, clock - (began + ended) / 2
+
+        for node in self.nodes:
+            node.ahead_s = min(measure(node) for _ in range(3))[1]  # the quickest answer is the most exact
 
     def check_head(self) -> None:
-        """Raises EnvironmentBroken when the head of the cluster does not answer: Ray itself ends us 60 s later."""
+        """Raise EnvironmentBroken when the cluster's head is gone. Ray would end this process a minute later."""
         if self.head is None:
             return
         host, _, port = self.head.rpartition(":")
@@ -99,143 +236,197 @@ class Team:
                 "  start Ray again, `ray start --head` first, and the same command continues"
             ) from None
 
-    def _report(self, member: Member, reference: Any) -> Report:
-        """What it said, on our clock."""
+    def take_result(self, node: Node, reference: Any) -> NodeResult:
+        """Read what an agent's `run` returned, with times on our clock."""
         try:
-            return on_our_clock(dict(self.ray.get(reference)), member.ahead_s)
+            result: NodeResult = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError:
-            raise  # our own mistake
+            raise  # an error in our own code
         except self.ray.exceptions.RayError as error:
-            return self._lost(member, said_by(error))
+            return lose_node(node, format_ray_error(error))
+        return result.on_driver_clock(node.ahead_s) if isinstance(result, NodeReport) else result
 
-    def _lost(self, member: Member, why: str) -> Report:
-        member.lost = why
-        return {"lost": why, "address": member.node.address}
+    def _note(self, text: str) -> None:
+        self.listen(Note(text=text))
+
+    def _replace_lost(self) -> None:
+        """Choose nodes again where one was lost. Raises EnvironmentBroken where too few are left."""
+        lost = next((node for node in self.nodes if node.lost is not None), None)
+        if lost is not None:
+            self._note(f"node {lost.address} was lost ({lost.lost}); the ranks are placed on the remaining nodes")
+            self.stop()
+            self.built_ops.clear()  # a new node may not have them
+            self.start()
+
+    def _start_agent(self, spot: Spot, need: Need, number: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        log = f"{_path_of_node(str(self.settings.out / 'logs' / 'zygote'), number)}.log"
+        actor = self.ray.remote(
+            num_cpus=need.cpus,
+            num_gpus=need.gpus,
+            max_concurrency=3,  # `progress` and `abort` must get through while `run` waits for the ranks
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=self._placement_group, placement_group_bundle_index=spot.bundle
+            ),
+        )(NodeAgent)
+        return actor.remote(
+            self.settings.source, self.settings.device, os.getpid(), processes.machine_id(), log, dict(self.environment)
+        )
+
+    def _check_nodes(self, spots: Sequence[Spot]) -> None:
+        """Check that the nodes of somebody's cluster can run ranks of one job. Raises EnvironmentBroken."""
+        self.descriptions = self.ray.get([node.agent.describe.remote() for node in self.nodes])
+        check_same_software(self.descriptions, spots)
+        if (difference := describe_gpu_differences(self.descriptions, spots)) is not None:
+            self._note(difference)
+        self._check_shared_files()
+        addresses = ", ".join(node.address for node in self.nodes)
+        self._note(
+            f"{self.settings.ranks_per_node} ranks on each of {addresses}; workload and results are in folders that "
+            "they share, the package came through Ray's runtime_env"
+        )
+
+    def _check_shared_files(self) -> None:
+        """Check that every node sees the workload, the results and the swap folder at the same place."""
+        settings = self.settings
+        logs = settings.out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        mark = logs / f".shared-{secrets.token_hex(4)}"  # another fit may check at the same time
+        mark.write_text(secrets.token_hex(16))
+        files = {path: digest for path in (str(mark), settings.source.path) if (digest := digest_file(path))}
+        folders = [str(path) for path in (settings.out, settings.source.folder, settings.nvme_path) if path is not None]
+        try:
+            answers = self.ray.get([node.agent.find_missing.remote(files, folders) for node in self.nodes])
+        finally:
+            mark.unlink(missing_ok=True)
+        for node, missing in zip(self.nodes, answers, strict=True):
+            if not missing:
+                continue
+            path = str(settings.out) if missing[0] == str(mark) else missing[0]
+            if settings.nvme_path is not None and path == str(settings.nvme_path):
+                raise EnvironmentBroken(f"{node.address} has no folder {path} that can be written\n  make it there")
+            raise EnvironmentBroken(
+                f"{node.address} does not see {path} as this machine does\n"
+                "  the workload and --out have to lie in a folder that all nodes share, at the same place"
+            )
+
+    def _bind_store(self) -> StoreBound | NodeResult:
+        """A port for the rendezvous of the next job, on the first node; or what is wrong there."""
+        first = self.nodes[0]
+        reference = first.agent.bind_store.remote(first.address)
+        done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
+        return self.take_result(first, reference) if done else lose_node(first, "it does not answer")
+
+
+def lose_node(node: Node, how: str) -> NodeLost:
+    """Do not use the node again."""
+    node.lost = how
+    return NodeLost(address=node.address, how=how)
 
 
 @dataclass(slots=True)
-class _Run:
-    """One job under way on its nodes."""
+class JobExecution:
+    """One job while it runs on its nodes. `begin` each part, `poll` while some are pending, `finish`."""
 
-    team: Team
+    group: WorkerGroup
     number: int
-    told: Callable[[str, int], None]
-    pending: dict[Any, Member] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
-    asked: dict[int, Any] = field(default_factory=dict)  # what was asked of a member and is not answered yet
-    heard_s: dict[int, float] = field(default_factory=dict)
-    beats: dict[int, tuple[str, int]] = field(default_factory=dict)
-    aborts: list[Any] = field(default_factory=list)
-    ending_s: float | None = None
-    reminded_s: float = 0.0
-    head_checked_s: float = 0.0
+    on_progress: OnProgress
+    pending: dict[Any, Node] = field(default_factory=dict)  # by the reference of the agent's `run`
+    results: dict[Node, NodeResult] = field(default_factory=dict)
+    heartbeats: dict[Node, Heartbeat] = field(default_factory=dict)
+    progress_calls: dict[Node, Any] = field(default_factory=dict)  # references that have no answer yet
+    answered_s: dict[Node, float] = field(default_factory=dict)
+    abort_calls: list[Any] = field(default_factory=list)
+    abort_from_s: float | None = None  # when the nodes that still run are ended; None: all is well
+    aborted_s: float = 0.0
+    head_checked_s: float = field(default_factory=time.monotonic)
 
-    def begin(self, member: Member, job: RankJob) -> None:
-        self.pending[member.actor.run.remote(job.to_json(), self.number)] = member
-        self.heard_s[id(member)] = time.monotonic()
+    def begin(self, node: Node, job: RankJob) -> None:
+        """Start a part."""
+        self.pending[node.agent.run.remote(job, self.number)] = node
+        self.answered_s[node] = time.monotonic()
 
-    def look(self) -> None:
-        """Wait a little, take what is done, ask the others how far they are."""
-        done, _ = self.team.ray.wait(list(self.pending), num_returns=1, timeout=POLL_S)
+    def poll(self) -> None:
+        """Wait a little, take results, read heartbeats, find lost nodes, end the others where one failed."""
+        done, _ = self.group.ray.wait(list(self.pending), num_returns=1, timeout=POLL_S)
         for reference in done:
-            member = self.pending.pop(reference)
-            self._ended(member, self.team._report(member, reference))
-        self._ask()
+            node = self.pending.pop(reference)
+            self._record(node, self.group.take_result(node, reference))
+        self._read_heartbeats()
         now = time.monotonic()
         if now - self.head_checked_s > _HEAD_EVERY_S:
             self.head_checked_s = now
-            self.team.check_head()
-        for reference, member in list(self.pending.items()):
-            if now - self.heard_s[id(member)] > SILENT_S:
-                self._given_up(reference, member, f"it has not answered for {SILENT_S:.0f} s")
-            elif self.ending_s is not None and now - self.ending_s > ENDS_S:
-                self._given_up(reference, member, "it did not end the trial when it was told to")
-        if self.ending_s is not None and now >= self.ending_s and now - self.reminded_s > _REMIND_S:
-            self._end_others()
+            self.group.check_head()
+        for reference, node in list(self.pending.items()):
+            if now - self.answered_s[node] > SILENT_S:
+                self._give_up(reference, node, f"it has not answered for {SILENT_S:.0f} s")
+            elif self.abort_from_s is not None and now - self.abort_from_s > ABORTED_S:
+                self._give_up(reference, node, "it did not end the trial when it was told to")
+        # Told again until they have ended: the first call may come before their zygote has the job.
+        if self.abort_from_s is not None and now >= self.abort_from_s and now - self.aborted_s > _ABORT_AGAIN_S:
+            self._abort_pending()
 
-    def settle(self) -> None:
-        """What was asked must not meet the next job."""
-        if self.aborts:
-            self.team.ray.wait(self.aborts, num_returns=len(self.aborts), timeout=1.0)
+    def finish(self) -> None:
+        """Wait for the answers to `abort`: none may meet the next job."""
+        if self.abort_calls:
+            self.group.ray.wait(self.abort_calls, num_returns=len(self.abort_calls), timeout=1.0)
 
-    def _ended(self, member: Member, report: Report) -> None:
-        self.reports[id(member)] = report
-        if is_bad(report) and self.ending_s is None:
-            stuck = report.get("why_killed") in ("stuck", "wall limit")
-            self.ending_s = time.monotonic() + (_SAYS_S if stuck else 0.0)
-            if not stuck:
-                self._end_others()
+    def _record(self, node: Node, result: NodeResult) -> None:
+        self.results[node] = result
+        is_well = isinstance(result, NodeReport) and result.succeeded
+        if is_well or self.abort_from_s is not None:
+            return
+        is_stuck = isinstance(result, NodeReport) and result.killed_because in ("stuck", "wall limit")
+        self.abort_from_s = time.monotonic() + (STUCK_GRACE_S if is_stuck else 0.0)
+        if not is_stuck:
+            self._abort_pending()
 
-    def _given_up(self, reference: Any, member: Member, why: str) -> None:
+    def _give_up(self, reference: Any, node: Node, how: str) -> None:
         del self.pending[reference]
-        self._ended(member, self.team._lost(member, why))
+        self._record(node, lose_node(node, how))
 
-    def _end_others(self) -> None:
-        """Told again until they have: the first word may come before their zygote has the job."""
-        self.reminded_s = time.monotonic()
-        self.aborts = [member.actor.abort.remote(self.number) for member in self.pending.values()]
+    def _abort_pending(self) -> None:
+        self.aborted_s = time.monotonic()
+        self.abort_calls = [node.agent.abort.remote(self.number) for node in self.pending.values()]
 
-    def _ask(self) -> None:
-        """How far each is, without waiting for the answer; a node that is gone gives none."""
-        news = False
-        for member in self.pending.values():
-            key = id(member)
-            reference = self.asked.get(key)
+    def _read_heartbeats(self) -> None:
+        """Ask each agent for its heartbeat without waiting for the answer."""
+        has_news = False
+        for node in self.pending.values():
+            reference = self.progress_calls.get(node)
             if reference is not None:
-                done, _ = self.team.ray.wait([reference], timeout=0)
+                done, _ = self.group.ray.wait([reference], timeout=0)
                 if not done:
                     continue
-                del self.asked[key]
-                with contextlib.suppress(self.team.ray.exceptions.RayError):
-                    phase, step = self.team.ray.get(reference)
-                    self.beats[key], self.heard_s[key], news = (phase, int(step)), time.monotonic(), True
-            self.asked[key] = member.actor.progress.remote()
-        if news:
-            self.told(*min(self.beats.values(), key=lambda beat: beat[1]))
+                del self.progress_calls[node]
+                with contextlib.suppress(self.group.ray.exceptions.RayError):
+                    self.heartbeats[node] = self.group.ray.get(reference)
+                    self.answered_s[node], has_news = time.monotonic(), True
+            self.progress_calls[node] = node.agent.progress.remote()
+        if has_news:
+            self.on_progress(min(self.heartbeats.values(), key=lambda heartbeat: heartbeat.step))
 
 
-def is_bad(report: Report) -> bool:
-    """Whether a node's part of the job failed, so that the others wait for nothing."""
-    return "ends" not in report or any(
-        end["exit"] != 0 or not (end["record"] or {}).get("ok", False) for end in report["ends"]
-    )
-
-
-def on_our_clock(report: dict[str, Any], ahead_s: float) -> dict[str, Any]:
-    """The report with its moments as our clock has them."""
-    if "gone_at_s" in report:
-        report["gone_at_s"] -= ahead_s
-    for end in report.get("ends", ()):
-        for noted in (end, end["record"] or {}):
-            if noted.get("at_s"):  # 0: before its first beat
-                noted["at_s"] -= ahead_s
-    return report
-
-
-Part = tuple[Member, RankJob]
-
-
-def own_place(path: str, number: int) -> str:
-    """A path for that node alone: several nodes may be one machine, or share a folder. The first has `path` itself."""
-    return path if number == 0 else f"{path}-node{number}"
-
-
-def repeated(job: RankJob, members: Sequence[Member]) -> list[Part]:
-    """Every node does all of the job by itself, and clears its folder before."""
-    folders = [own_place(job.folder, number) for number in range(len(members))]
-    inside = job.scratch.removeprefix(job.folder)
+def repeat_job(job: RankJob, nodes: Sequence[Node]) -> list[tuple[Node, RankJob]]:
+    """Let every node do the whole job by itself, in a folder of its own."""
+    scratch = job.scratch.removeprefix(job.folder)
+    folders = [_path_of_node(job.folder, number) for number in range(len(nodes))]
     return [
-        (member, replace(job, folder=folder, scratch=f"{folder}{inside}"))
-        for member, folder in zip(members, folders, strict=True)
+        (node, replace(job, folder=folder, scratch=f"{folder}{scratch}"))
+        for node, folder in zip(nodes, folders, strict=True)
     ]
 
 
-def parts_of(job: RankJob, members: Sequence[Member], ranks_per_node: int, port: int | None) -> list[Part]:
-    """Consecutive ranks share a node; a job that one node can hold is left whole. port: of the store on the first."""
+def split_job(job: RankJob, nodes: Sequence[Node], ranks_per_node: int, port: int | None) -> list[tuple[Node, RankJob]]:
+    """Give each node consecutive ranks. A job that fits on one node stays whole.
+
+    port: of the rendezvous on the first node.
+    """
     if job.world_size <= ranks_per_node:
-        return [(members[0], job)]
+        return [(nodes[0], job)]
     parts = []
-    for number, member in enumerate(members):
+    for number, node in enumerate(nodes):
         ranks = range(number * ranks_per_node, min((number + 1) * ranks_per_node, job.world_size))
         if not ranks:
             break
@@ -243,18 +434,34 @@ def parts_of(job: RankJob, members: Sequence[Member], ranks_per_node: int, port:
             job,
             local_ranks=tuple(ranks),
             node_rank=number,
-            node_address=member.node.address,
-            master_address=members[0].node.address,
+            node_address=node.address,
+            master_address=nodes[0].address,
             master_port=port,
             checkpoints=f"{job.folder}/checkpoints",
+            scratch=_path_of_node(job.scratch, number),
         )
-        parts.append((member, _placed(part, number)))
+        if job.swap is not None:
+            swap = _path_of_node(job.swap, number)
+            part = replace(part, swap=swap, ds_config=_replace_path(job.ds_config, job.swap, swap))
+        parts.append((node, part))
     return parts
 
 
+def _path_of_node(path: str, number: int) -> str:
+    """A path for that node alone: several nodes may be one machine or share a folder. The first gets `path` itself."""
+    return path if number == 0 else f"{path}-node{number}"
+
+
+def _replace_path(config: Any, path: str, other: str) -> Any:
+    """The config with `other` wherever `path` stands."""
+    if isinstance(config, Mapping):
+        return {key: _replace_path(value, path, other) for key, value in config.items()}
+    return other if config == path else config
+
+
 @contextlib.contextmanager
-def shared_folders(parts: Sequence[Part]) -> Iterator[None]:
-    """What no single node may make or remove is there inside: the folder of a checkpoint that all ranks write."""
+def _shared_folders(parts: Sequence[tuple[Node, RankJob]]) -> Iterator[None]:
+    """Make and remove the folder of a checkpoint that all ranks write: no single node may do so."""
     folders = {job.checkpoints for _, job in parts if job.checkpoints is not None}
     try:
         for folder in folders:
@@ -263,19 +470,3 @@ def shared_folders(parts: Sequence[Part]) -> Iterator[None]:
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _placed(job: RankJob, number: int) -> RankJob:
-    """The job with the folders of that node, which makes and removes them: its working directory and its swap files."""
-    job = replace(job, scratch=own_place(job.scratch, number))
-    if job.swap is None:
-        return job
-    swap = own_place(job.swap, number)
-    return replace(job, swap=swap, ds_config=_with_path(job.ds_config, job.swap, swap))
-
-
-def _with_path(config: Any, path: str, other: str) -> Any:
-    """The config with `other` wherever that path stands."""
-    if isinstance(config, Mapping):
-        return {key: _with_path(value, path, other) for key, value in config.items()}
-    return other if config == path else config

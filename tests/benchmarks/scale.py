@@ -106,7 +106,7 @@ class Cluster:
         return dict(self.surface.final_config(trial))
 
     def run(self, trial: Any, *, id: int) -> Any:
-        from autods.runner.outcome import outcome_from
+        from autods.runner.outcome import judge_trial
         from autods.types import Fit, Record
 
         began = time.process_time()
@@ -114,7 +114,7 @@ class Cluster:
         job = job_of(self.settings, trial)
         reports = reports_of_a_fit(outcome, job) if isinstance(outcome, Fit) else reports_of_out_of_memory(job)
         made = time.process_time()
-        joined = outcome_from(reports, job, wall_s=8.0, tokens_per_sample=None, host_bytes=2**40)
+        joined = judge_trial(reports, job, wall_s=8.0, tokens_per_sample=None, host_bytes=2**40)
         self.scripted_s += made - began
         self.joined_s += time.process_time() - made
         self.trials += 1
@@ -133,7 +133,7 @@ def job_of(settings: Any, trial: Any) -> Any:
     )  # fmt: skip
 
 
-def reports_of_a_fit(fit: Any, job: Any) -> list[dict[str, Any]]:
+def reports_of_a_fit(fit: Any, job: Any) -> list[Any]:
     """Every rank a little different, the slowest and fullest of them as the surface says."""
     examined = asdict(fit.examined) if fit.examined else None
 
@@ -151,10 +151,10 @@ def reports_of_a_fit(fit: Any, job: Any) -> list[dict[str, Any]]:
             "peaks": {"device": int(fit.device_peak_bytes * slower), "host": 2**30, "pinned": None, "alloc_retries": 0},
         }  # fmt: skip
 
-    return [node([end(rank, {"ok": True, "result": result(rank)}) for rank in ranks]) for ranks in nodes(job)]
+    return [node([end(rank, {"result": result(rank)}) for rank in ranks]) for ranks in nodes(job)]
 
 
-def reports_of_out_of_memory(job: Any, *, all_at_once: bool = True) -> list[dict[str, Any]]:
+def reports_of_out_of_memory(job: Any, *, all_at_once: bool = True) -> list[Any]:
     """Every rank runs out, the last one first; or that alone does, and half of the others notice before it says so."""
     culprit = job.world_size - 1
 
@@ -168,7 +168,7 @@ def reports_of_out_of_memory(job: Any, *, all_at_once: bool = True) -> list[dict
             "traceback": f"Traceback (most recent call last):\n{frames}{types[0]}: {message}\n",
         }  # fmt: skip
         at_s = 1000.0 - 1e-4 * (rank if all_at_once or rank != culprit else culprit / 2)
-        return end(rank, {"ok": False, "error": error, "free_bytes": 2**30, "idle_bytes": 2**30}, exit=1, at_s=at_s)
+        return end(rank, {"error": error, "free_bytes": 2**30, "idle_bytes": 2**30}, exit=1, at_s=at_s)
 
     return [node([failed(rank) for rank in ranks]) for ranks in nodes(job)]
 
@@ -178,24 +178,20 @@ def nodes(job: Any) -> Iterator[range]:
 
 
 def end(rank: int, record: dict[str, Any], *, exit: int = 0, at_s: float = 1000.0) -> dict[str, Any]:
-    """As `runner.monitor` notes it."""
+    """As `runner.monitor` notes it, in JSON."""
     where = {"phase": "forward" if exit else "done", "step": 1, "at_s": at_s}
-    said = {"rank": rank, "killed_by_us": False, "exit": exit, "record": {**record, **where}, **where}
-    return {**said, "log_tail": ""}
+    return {"rank": rank, "exit_code": exit, "record": {**record, **where}, **where}
 
 
-def node(ends: list[dict[str, Any]]) -> dict[str, Any]:
+def node(ends: list[dict[str, Any]]) -> Any:
     """A node's report, as it comes out of the wire: no two ranks' texts are one object."""
+    from autods.runner.protocol import decode
+
     host = {
         "group_kills": 0, "machine_kills": 0, "limit_bytes": 2**41, "least_free_bytes": 2**40,
         "peak_rss_bytes": {str(one["rank"]): 2**30 for one in ends},
     }  # fmt: skip
-    report = {
-        "ends": ends, "wall_s": 8.0, "gone_at_s": 1001.0, "strays": 0, "why_killed": None, "swap_bytes": None,
-        "host": host,
-    }  # fmt: skip
-    sent: dict[str, Any] = json.loads(json.dumps(report))
-    return sent
+    return decode(json.dumps({"kind": "report", "ranks": ends, "gone_at_s": 1001.0, "host": host}).encode())
 
 
 # ---- the parts, each in a process of its own
@@ -252,7 +248,7 @@ def search(world: int, seeds: int) -> dict[str, Any]:
 def failures(world: int, seeds: int) -> dict[str, Any]:
     """The first cause among as many ends as there are ranks."""
     from autods.journal import Journal
-    from autods.runner.outcome import failure_from
+    from autods.runner.outcome import find_failure
     from autods.types import Knobs, OutOfMemory, Record, Trial
     from tests.support.surfaces import Surface, searching
 
@@ -264,7 +260,7 @@ def failures(world: int, seeds: int) -> dict[str, Any]:
     for name, all_at_once in (("all", True), ("one", False)):
         reports = reports_of_out_of_memory(job, all_at_once=all_at_once)
         began = time.process_time()
-        outcome = failure_from(reports, job)
+        outcome = find_failure(reports, job)
         row[f"{name}_ms"] = round((time.process_time() - began) * 1000, 1)
         assert isinstance(outcome, OutOfMemory), outcome
         assert outcome.rank == world - 1, outcome
@@ -272,7 +268,7 @@ def failures(world: int, seeds: int) -> dict[str, Any]:
             journal = Journal(Path(folder) / "journal.jsonl")
             journal.finished(Record(id=1, trial=trial, outcome=outcome, seconds=1.0))
             row[f"{name}_journal_bytes"] = journal.path.stat().st_size
-        row[f"{name}_reports_bytes"] = sum(len(json.dumps(report)) for report in reports)
+        row[f"{name}_reports_bytes"] = sum(len(json.dumps(asdict(report))) for report in reports)
     return {**row, "peak_bytes": peak_rss(), "before_bytes": before}
 
 

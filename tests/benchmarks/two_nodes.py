@@ -102,7 +102,7 @@ def ranks() -> Iterator[Row]:
                 for phase in ("build", "forward", "step"):
                     one.choose(fault, phase)
                     outcome = runner.run(a_trial(), id=1).outcome
-                    gone = [report["gone_at_s"] - one.struck()["at_s"] for report in runner.reports]
+                    gone = [result.gone_at_s - one.struck()["at_s"] for result in runner.results]
                     said = rung_of({"trial": {"rung": "zero1"}, "outcome": asdict(outcome)})["said"]
                     yield {"event": f"{fault} in {phase}", "reported": said, "gone s": [round(s, 2) for s in gone]}
         one.choose("hang", "forward")

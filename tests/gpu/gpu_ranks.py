@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autods.runner.agent import Zygote, start_zygote
-from autods.runner.outcome import failure_from, outcome_from
+from autods.runner.agent import ZygoteProcess, start_zygote
+from autods.runner.outcome import find_failure, judge_trial, result_of_rank_0
+from autods.runner.protocol import LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from autods.trial.job import RankJob
 from autods.types import Device, ModelFacts, Outcome, WorkloadSource
 
@@ -27,8 +27,8 @@ class Ranks:
         self, source: WorkloadSource, device: Device, ranks: int, out: Path, said: Callable[[str], None] = print
     ) -> None:
         self.source, self.device, self.ranks, self.out, self.said = source, device, ranks, out, said
-        self.zygote: Zygote | None = None
-        self.pending, self.count = b"", 0
+        self.zygote: ZygoteProcess | None = None
+        self.count = 0
         self.facts: ModelFacts | None = None
 
     def __enter__(self) -> Ranks:
@@ -42,16 +42,16 @@ class Ranks:
         """What the model is."""
         job = self._job(job="survey", ranks=1)
         report = self._execute(job)
-        failure = failure_from([report], job)
+        failure = find_failure([report], job)
         if failure is not None:
             raise NoRanks(f"{self.source.name}: {getattr(failure, 'evidence', failure)}")
-        self.facts = ModelFacts(**report["ends"][0]["record"]["result"]["facts"])
+        self.facts = ModelFacts(**result_of_rank_0([report])["facts"])
         return self.facts
 
     def build(self, op: str, limit_s: float) -> bool:
         """Whether this op of DeepSpeed can be had here."""
         job = self._job(job="ops", ranks=1, ops=(op,), init_s=limit_s, wall_s=limit_s)
-        return failure_from([self._execute(job)], job) is None
+        return find_failure([self._execute(job)], job) is None
 
     def run(self, **said: Any) -> tuple[Outcome, Mapping[str, int | None], float]:
         """One trial: its outcome, the largest of each peak over the ranks, and its wall seconds."""
@@ -59,10 +59,10 @@ class Ranks:
         job, began = self._job(job="train", ranks=self.ranks, **said), time.monotonic()
         report = self._execute(job)
         wall_s = time.monotonic() - began
-        outcome = outcome_from(
+        outcome = judge_trial(
             [report], job, wall_s=wall_s, tokens_per_sample=self.facts.tokens_per_sample, host_bytes=None
         )
-        for sentence in report.get("said", ()):
+        for sentence in report.notes if isinstance(report, NodeReport) else ():
             self.said(sentence)
         return outcome, peaks_of(report), wall_s
 
@@ -75,37 +75,28 @@ class Ranks:
         )  # fmt: skip
         return replace(made, **said)
 
-    def _execute(self, job: RankJob) -> dict[str, Any]:
-        """Hand the job to the zygote; a dead one is told as a fit tells it, and replaced."""
+    def _execute(self, job: RankJob) -> NodeResult:
+        """Hand the job to the zygote; a dead one is reported as a fit reports it, and replaced."""
         assert self.zygote is not None
-        self.zygote.connection.sendall(job.to_json().encode() + b"\n")
-        while (message := self._next()) is not None:
-            if "done" in message:
-                return dict(message["done"])
+        self.zygote.send(job.to_json().encode())
+        while (message := self.zygote.receive()) is not None:
+            if isinstance(message, NodeReport):
+                return message
         code = self._stop()
         self._start()
-        return {"died": f"exit {code}"}
+        return ZygoteDied(how=f"exit {code}")
 
     def _start(self) -> None:
         log = str(self.out / "zygote.log")
         self.zygote = start_zygote(self.source, self.device, os.getpid(), log, dict(os.environ))
-        self.pending = b""
-        message = self._next()
-        if message is None or "pid" not in message["ready"]:
-            why = "died" if message is None else message["ready"].get("error", {}).get("message", "failed")
-            raise NoRanks(f"torch, DeepSpeed or the workload could not be loaded: {why}; see {log}")
-        if message["ready"].get("unfit"):
-            self.said(f"ranks start as new processes, some 10 s slower a trial: {message['ready']['unfit']}")
-
-    def _next(self) -> dict[str, Any] | None:
-        assert self.zygote is not None
-        while b"\n" not in self.pending:
-            data = self.zygote.connection.recv(1 << 20)
-            if not data:
-                return None
-            self.pending += data
-        line, _, self.pending = self.pending.partition(b"\n")
-        return dict(json.loads(line))
+        match self.zygote.receive():
+            case Ready() as ready:
+                if ready.spawn_because:
+                    self.said(f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}")
+            case LoadFailed(error=error):
+                raise NoRanks(f"torch, DeepSpeed or the workload could not be loaded: {error.message}; see {log}")
+            case _:
+                raise NoRanks(f"torch, DeepSpeed or the workload could not be loaded: it died; see {log}")
 
     def _stop(self) -> int | None:
         """The exit code of the zygote; None where there was none."""
@@ -113,12 +104,11 @@ class Ranks:
         return zygote.close() if zygote is not None else None
 
 
-def peaks_of(report: Mapping[str, Any]) -> dict[str, int | None]:
+def peaks_of(report: NodeResult) -> dict[str, int | None]:
     """The largest of each measure over the ranks that left a result."""
-    found: dict[str, int | None] = {}
-    for end in report.get("ends", ()):
-        result = (end["record"] or {}).get("result") or {}
-        for name, value in (result.get("peaks") or {}).items():
+    largest: dict[str, int | None] = {}
+    for rank in report.ranks if isinstance(report, NodeReport) else ():
+        for name, value in ((rank.result or {}).get("peaks") or {}).items():
             if value is not None:
-                found[name] = max(value, found.get(name) or 0)
-    return found
+                largest[name] = max(value, largest.get(name) or 0)
+    return largest

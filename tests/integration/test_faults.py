@@ -119,7 +119,7 @@ def test_a_node_actor_that_is_killed_takes_everything_along_and_the_fit_says_so(
     scene = Scene.at(tmp_path)
     with a_runner(scene) as runner:
         runner.survey()
-        pid = ray.get(runner.nodes.team.members[0].actor.__ray_call__.remote(lambda node: os.getpid()))
+        pid = ray.get(runner.workers.nodes[0].agent.__ray_call__.remote(lambda node: os.getpid()))
         _, error = kill_during(runner, scene, "backward", lambda zygote: psutil.Process(pid))
         assert isinstance(error, EnvironmentBroken)
         wait_for(lambda: not scene.left(zygote=False), 60)

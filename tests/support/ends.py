@@ -1,12 +1,13 @@
-"""How ranks ended, as agents report it."""
+"""How ranks end, as agents report it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from autods.runner.outcome import outcome_from
+from autods.runner.outcome import judge_trial
+from autods.runner.protocol import NodeReport, RankExit, RankRecord
 from autods.trial.job import RankJob
-from autods.types import WorkloadSource
+from autods.types import Outcome, Phase, WorkloadSource
 
 JOB = RankJob(
     job="train",
@@ -19,11 +20,30 @@ JOB = RankJob(
 )
 
 
-def outcome(*ends: dict[str, Any]) -> Any:
-    report = {"ends": list(ends), "why_killed": None}
-    return outcome_from([report], JOB, wall_s=9.0, tokens_per_sample=None, host_bytes=None)
+def rank_exit(
+    rank: int,
+    *,
+    result: dict[str, Any] | None = None,
+    error: dict[str, Any] | None = None,
+    phase: Phase = "done",
+    step: int = 2,
+    at_s: float = 1.0,
+    exit_code: int | None = None,
+    **more: Any,
+) -> RankExit:
+    """A rank with the record that it wrote, if it has a result or an error. exit_code: by default 0 or 1 with these."""
+    record = None
+    if result is not None or error is not None:
+        record = RankRecord.from_json({"phase": phase, "step": step, "at_s": at_s, "result": result, "error": error})
+        exit_code = exit_code if exit_code is not None else int(error is not None)
+    return RankExit(rank=rank, phase=phase, step=step, at_s=at_s, exit_code=exit_code, record=record, **more)
 
 
-def end(rank: int, record: dict[str, Any], *, exit: int = 0, killed: bool = False) -> dict[str, Any]:
-    said = {"rank": rank, "exit": exit, "killed_by_us": killed, "phase": "done", "step": 2, "at_s": 1.0, "log_tail": ""}
-    return {**said, "record": record}
+def report_of(*ranks: RankExit, **more: Any) -> NodeReport:
+    """A node whose ranks ended so."""
+    return NodeReport(ranks=ranks, **{"gone_at_s": 1.0, **more})
+
+
+def outcome(*ranks: RankExit) -> Outcome:
+    """What a training job of these ranks comes to."""
+    return judge_trial([report_of(*ranks)], JOB, wall_s=9.0, tokens_per_sample=None, host_bytes=None)

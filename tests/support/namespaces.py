@@ -112,10 +112,10 @@ class Lab:
         """Until all nodes are in, as the head has noted."""
         count = (
             "import time\n"
-            "from autods.runner.placement import RayPlaces\n"
+            "from autods.runner.placement import RayCluster\n"
             "from autods.runner.ray_connect import session\n"
             f"with session(cpus=1, address='{self.address}') as ray:\n"
-            f"    while len(RayPlaces(ray).nodes()) < {len(self.nodes)}: time.sleep(0.1)\n"
+            f"    while len(RayCluster(ray).nodes()) < {len(self.nodes)}: time.sleep(0.1)\n"
         )
         command = [*self.at(HEAD), sys.executable, "-c", count]
         subprocess.run(command, env={**os.environ, **QUIET}, check=True, timeout=120, stdout=subprocess.DEVNULL)

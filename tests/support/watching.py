@@ -166,7 +166,7 @@ def meet(runner: RayRunner, scene: Scene, fault: str, phase: str, *, rung: str =
     """Run a trial in which a rank meets the fault."""
     scene.choose(fault, phase, **more)
     outcome = runner.run(a_trial(rung), id=1).outcome
-    gone_ms = 1000 * (runner.report["gone_at_s"] - scene.struck()["at_s"])
+    gone_ms = 1000 * (runner.results[0].gone_at_s - scene.struck()["at_s"])
     return Seen(outcome=outcome, gone_ms=gone_ms, left=scene.left(zygote=True))
 
 
@@ -192,8 +192,8 @@ def kill_during(
 
 def phase_of(runner: RayRunner) -> str:
     """What its node knows of the slowest rank."""
-    actor = runner.nodes.team.members[0].actor
-    return runner.nodes.ray.get(actor.progress.remote())[0]
+    agent = runner.workers.nodes[0].agent
+    return runner.workers.ray.get(agent.progress.remote()).phase
 
 
 def start_fit(scene: Scene, *more: str, forecast: bool = False) -> subprocess.Popen[bytes]:

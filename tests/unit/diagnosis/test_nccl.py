@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.runner.outcome import failure_from
+from autods.runner.outcome import find_failure
+from autods.runner.protocol import RankExit
 from autods.trial.job import RankJob
 from autods.types import Failed, OutOfMemory, WorkloadSource
+from tests.support.ends import rank_exit, report_of
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 JOB = RankJob(job="train", source=SOURCE, device="cuda", folder="/f", scratch="/s", world_size=2, local_ranks=(0, 1))
@@ -28,23 +30,17 @@ OUT = (
 )
 
 
-def end(rank: int, *, at_s: float, exit: int | None = 1, log: str = "", **error: Any) -> dict[str, Any]:
-    """As the watcher reports a rank: by a signal, or with what it raised."""
-    record = None
-    if error:
-        record = {"ok": False, "phase": "backward", "step": 1, "at_s": at_s, "error": {"traceback": "", **error}}
-    return {
-        "rank": rank, "killed_by_us": False, "record": record, "phase": "backward", "step": 1, "at_s": at_s,
-        "exit": exit, "log_tail": log,
-    }  # fmt: skip
+def end(rank: int, *, at_s: float, exit: int | None = None, log: str = "", **error: Any) -> RankExit:
+    """A rank that ended by a signal, or with what it raised."""
+    return rank_exit(rank, error=error or None, phase="backward", step=1, at_s=at_s, exit_code=exit, log_tail=log)
 
 
-def raised(rank: int, kind: str, message: str, *, at_s: float, log: str = "") -> dict[str, Any]:
+def raised(rank: int, kind: str, message: str, *, at_s: float, log: str = "") -> RankExit:
     return end(rank, at_s=at_s, log=log, types=[kind, "RuntimeError", "Exception"], message=message)
 
 
-def outcome(*ends: dict[str, Any]) -> Any:
-    return failure_from([{"ends": list(ends)}], JOB)
+def outcome(*ends: RankExit) -> Any:
+    return find_failure([report_of(*ends)], JOB)
 
 
 def test_a_rank_out_of_memory_is_the_cause_though_the_other_ones_watchdog_spoke_first() -> None:

@@ -19,7 +19,7 @@ from autods.prober.request import Question
 from autods.report.results import ProbeReport
 from autods.requests import Settings
 from autods.runner.placement import NoRoom
-from autods.runner.pool import RunnerPool, Turns, check_memory, may_be_theirs
+from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
 from autods.runner.testing import failed, fit, out_of_memory, surface
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed
@@ -149,35 +149,35 @@ def test_timed_trials_are_not_run_side_by_side(tmp_path: Path) -> None:
 
 def test_a_trial_knows_how_many_were_on_its_machines_meanwhile() -> None:
     turns = Turns()
-    with turns.beside(frozenset({"a", "b"})) as wide:
-        with turns.beside(frozenset({"b"})) as narrow:
+    with turns.shared(frozenset({"a", "b"})) as wide:
+        with turns.shared(frozenset({"b"})) as narrow:
             pass
-        with turns.beside(frozenset({"c"})) as elsewhere:
+        with turns.shared(frozenset({"c"})) as elsewhere:
             pass
-    assert (wide.others, narrow.others, elsewhere.others) == (1, 1, 0)
+    assert (wide.neighbours, narrow.neighbours, elsewhere.neighbours) == (1, 1, 0)
 
 
 def test_trials_of_the_same_machine_end_in_any_order() -> None:
     turns, hosts = Turns(), frozenset({"a"})
     with contextlib.ExitStack() as first, contextlib.ExitStack() as third:
-        one = first.enter_context(turns.beside(hosts))
-        with turns.beside(hosts) as two:
+        one = first.enter_context(turns.shared(hosts))
+        with turns.shared(hosts) as two:
             pass
-        assert (one.others, two.others) == (1, 1)
-        three = third.enter_context(turns.beside(hosts))
+        assert (one.neighbours, two.neighbours) == (1, 1)
+        three = third.enter_context(turns.shared(hosts))
         first.close()
-        with turns.beside(hosts) as four:
+        with turns.shared(hosts) as four:
             pass
-    assert (one.others, three.others, four.others) == (2, 2, 1)
+    assert (one.neighbours, three.neighbours, four.neighbours) == (2, 2, 1)
 
 
 def test_what_a_machine_shares_may_be_the_others_fault_and_a_devices_memory_is_not() -> None:
-    assert not may_be_theirs(fit(peak_bytes=1))
-    assert not may_be_theirs(out_of_memory(tier="device"))
-    assert may_be_theirs(out_of_memory(tier="host"))
-    assert may_be_theirs(out_of_memory(tier="pinned"))
-    assert may_be_theirs(failed(failure="infrastructure"))
-    assert not may_be_theirs(failed(failure="config", action="fix_config"))
+    assert not neighbours_may_be_why(fit(peak_bytes=1))
+    assert not neighbours_may_be_why(out_of_memory(tier="device"))
+    assert neighbours_may_be_why(out_of_memory(tier="host"))
+    assert neighbours_may_be_why(out_of_memory(tier="pinned"))
+    assert neighbours_may_be_why(failed(failure="infrastructure"))
+    assert not neighbours_may_be_why(failed(failure="config", action="fix_config"))
 
 
 class Runner:
@@ -185,14 +185,14 @@ class Runner:
 
     def __init__(self, answer: Callable[[Trial], Outcome], free_bytes: int) -> None:
         self.answer = answer
-        self.nodes = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=free_bytes, dismiss=lambda: None)
+        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=free_bytes, stop=lambda: None)
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *raised: object) -> None: ...
 
-    def turn_to(self, settings: Settings) -> Any:
+    def switch_to(self, settings: Settings) -> Any:
         return FACTS, {}
 
     def run(self, trial: Trial, *, id: int) -> Record:
@@ -225,7 +225,7 @@ def test_host_memory_that_ran_out_beside_another_is_asked_again_alone(tmp_path: 
 
     with pools(tmp_path, long, short) as pool, pool.another({}) as beside:
         thread = threading.Thread(target=pool.run, args=(TRIAL,), kwargs={"id": 1})
-        with pool.turns.beside(frozenset({"10.0.0.1"})):  # so that the two surely overlap
+        with pool.turns.shared(frozenset({"10.0.0.1"})):  # so that the two surely overlap
             thread.start()
             assert begun.wait(WAITS_S)  # else the other could be alone before it
             record_of = threading.Thread(target=lambda: records.append(beside.run(TRIAL, id=2)))

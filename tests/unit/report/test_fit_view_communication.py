@@ -10,8 +10,9 @@ import pytest
 from autods.journal import read_record
 from autods.report.fit_view import communication_lines as lines_of
 from autods.report.serialize import from_dict, to_dict
+from autods.runner.protocol import RankExit
 from autods.types import Collective, Communication, Fit
-from tests.support.ends import end, outcome
+from tests.support.ends import outcome, rank_exit
 from tests.support.journaled import FIT
 from tests.support.journaled import record as journaled
 from tests.support.reports import WINNING, fit, fitting_report, oom, record
@@ -24,11 +25,11 @@ def counted(calls: int, size: int, seconds: float | None) -> dict[str, object]:
     return {"calls": calls, "bytes": size, "sent_bytes": size, "seconds": seconds}
 
 
-def ran(rank: int, communication: object) -> dict[str, object]:
+def ran(rank: int, communication: object) -> RankExit:
     timing = {"step_s": [0.5], "steps_s": 1.0, "losses": [2.0], "build_s": 0.1, "init_s": 0.1}
     peaks = {"device": 100, "host": 50, "pinned": 0}
     result = {**timing, "peaks": peaks, "examined": None, "communication": communication}
-    return end(rank, {"ok": True, "result": result})
+    return rank_exit(rank, result=result)
 
 
 def gathering(mib: int, seconds: float | None, step_s: float | None = 2.0) -> Communication:

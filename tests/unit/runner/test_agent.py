@@ -1,20 +1,95 @@
-"""What a zygote does with the words of its agent."""
+"""The agent of a node: its zygote, the jobs that it passes on, and what it knows of its machine."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autods.runner import zygote as zygotes
+from autods.runner import agent
+from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, zygote_environment
+from autods.runner.protocol import Heartbeat, Ready, encode
+from tests.support.ends import JOB, report_of
+
+# A process that greets as a zygote does, and ends when the other end hangs up.
+WAITS = f"""
+import socket, sys
+connection = socket.socket(fileno=int(sys.argv[1]))
+connection.sendall({encode(Ready(pid=1))!r})
+connection.recv(1)
+sys.exit(3)
+"""
 
 
-def test_the_word_that_ends_a_job_is_heard_though_it_comes_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, bool]] = []
-    monkeypatch.setattr(zygotes, "_run", lambda line, *about: seen.append((line, about[-1])))
-    ours, its = socket.socketpair()
-    with ours, its:
-        ours.sendall(b"abort\none\nabort\nabort\n")
-        ours.shutdown(socket.SHUT_WR)
-        zygotes._serve(its, None, None, spawn=False)
-        assert seen == [("one", True)]
+@pytest.fixture
+def zygote() -> Iterator[ZygoteProcess]:
+    connection, peer = socket.socketpair()
+    with peer:
+        process = subprocess.Popen([sys.executable, "-c", WAITS, str(peer.fileno())], pass_fds=[peer.fileno()])
+    yield ZygoteProcess(process=process, connection=connection)
+    process.kill()
+    process.wait()
+
+
+def an_agent() -> NodeAgent:
+    return NodeAgent(JOB.source, "cpu", 1, "another machine", "log", {})
+
+
+def test_a_zygote_ends_when_its_agent_closes_the_connection(zygote: ZygoteProcess) -> None:
+    assert zygote.receive() == Ready(pid=1)
+    assert zygote.close() == 3
+
+
+def test_a_zygote_that_was_killed_sends_nothing_more(zygote: ZygoteProcess) -> None:
+    assert zygote.receive() == Ready(pid=1)
+    os.kill(zygote.process.pid, signal.SIGKILL)
+    assert zygote.receive() is None
+    zygote.send(b"a job that nobody hears")
+    assert zygote.close() == -signal.SIGKILL
+
+
+def test_an_abort_of_one_job_never_meets_the_next() -> None:
+    """It comes when that job has ended by itself: the zygote does not even hear it."""
+    connection, peer = socket.socketpair()
+    node = an_agent()
+    process: Any = None
+    node.zygote = ZygoteProcess(process=process, connection=connection)
+    report = report_of()
+    peer.sendall(encode(Heartbeat(phase="forward", step=1)) + encode(report))
+    assert node.run(JOB, 1) == report
+    node.abort(1)
+    peer.sendall(encode(report))
+    node.run(JOB, 2)
+    assert peer.recv(1 << 16).count(b"abort") == 0
+    for end in (connection, peer):
+        end.close()
+
+
+def test_a_file_counts_as_seen_only_if_it_is_the_same(tmp_path: Path) -> None:
+    here = tmp_path / "model.py"
+    here.write_text("one")
+    same, folder = digest_file(str(here)), str(tmp_path)
+    assert same is not None
+    node, gone = an_agent(), str(tmp_path / "gone")
+    assert node.find_missing({str(here): same}, [folder]) == []
+    assert node.find_missing({str(here): "of another text"}, [folder]) == [str(here)]
+    assert node.find_missing({gone: same}, [folder, "/nowhere"]) == [gone, "/nowhere"]
+
+
+def test_the_gpus_that_ray_gave_the_agent_are_the_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert zygote_environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert zygote_environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = Path("/ray/runtime_resources/py_modules_files/_ray_pkg_1")
+    monkeypatch.setattr(agent, "__file__", str(brought / "autods/runner/agent.py"))
+    assert zygote_environment("cpu", {"PYTHONPATH": "/own"})["PYTHONPATH"] == f"{brought}:/own"

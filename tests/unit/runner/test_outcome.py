@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from autods.runner.protocol import RankExit
 from autods.trial.job import describe
 from autods.trial.loss_parity import Incomparable
 from autods.types import Examined, Failed, Fit
-from tests.support.ends import end, outcome
+from tests.support.ends import outcome, rank_exit
 
 PASSED = {
     "batch_shape": [2, 64],
@@ -22,10 +23,10 @@ PASSED = {
 }
 
 
-def passed(rank: int, examined: dict[str, Any] | None) -> dict[str, Any]:
+def passed(rank: int, examined: dict[str, Any] | None) -> RankExit:
     timing = {"step_s": [0.5], "steps_s": 1.0, "losses": [2.0, 1.0], "build_s": 0.1, "init_s": 0.1}
     peaks = {"device": 100, "host": 50, "pinned": 0}
-    return end(rank, {"ok": True, "result": {**timing, "peaks": peaks, "examined": examined}})
+    return rank_exit(rank, result={**timing, "peaks": peaks, "examined": examined})
 
 
 def test_a_trial_without_an_exam_has_none() -> None:
@@ -34,7 +35,7 @@ def test_a_trial_without_an_exam_has_none() -> None:
     assert fits.examined is None
 
 
-def test_what_the_ranks_did_is_the_longest_batch_and_the_slowest_save() -> None:
+def test_an_exam_has_the_longest_batch_and_the_slowest_save() -> None:
     slow = {**PASSED, "batch_shape": [2, 96], "save_s": 3.0, "left_out": ["no room"]}
     fits = outcome(passed(0, PASSED), passed(1, slow))
     assert isinstance(fits, Fit)
@@ -51,17 +52,17 @@ def test_what_the_ranks_did_is_the_longest_batch_and_the_slowest_save() -> None:
     )
 
 
-def test_one_rank_whose_loss_does_not_come_back_is_enough() -> None:
+def test_one_rank_that_is_not_restored_is_enough() -> None:
     fits = outcome(passed(0, PASSED), passed(1, {**PASSED, "restored": False}))
     assert isinstance(fits, Fit)
     assert fits.examined is not None
     assert fits.examined.restored is False
 
 
-def test_losses_that_cannot_be_compared_are_nobodys_fault() -> None:
+def test_losses_that_cannot_be_compared_need_no_action() -> None:
     error = describe(Incomparable("samples differ in shape", hint="pad every sample"), "/model.py")
-    refused = end(1, {"ok": False, "error": error, "phase": "build", "step": 0}, exit=1)
-    other = end(0, {}, exit=-9, killed=True) | {"record": None}
+    refused = rank_exit(1, error=error, phase="build", step=0)
+    other = rank_exit(0, exit_code=-9, killed_by_us=True)
     failed = outcome(refused, other)
     assert isinstance(failed, Failed)
     assert failed.action == "nothing"

@@ -1,4 +1,4 @@
-"""Where ranks are placed on a cluster, as a scripted Ray answers: need, order, wait, and what can never be."""
+"""Where ranks are placed on a cluster, as a scripted Ray answers, and which nodes go together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pytest
 
 from autods.errors import EnvironmentBroken
 from autods.runner import placement
-from autods.runner.placement import Need, NodeState, reserve
+from autods.runner.placement import (
+    Need,
+    NodeState,
+    check_same_software,
+    describe_gpu_differences,
+    reserve_nodes,
+    weakest,
+)
+from tests.support.machines import a_machine, describe, settings_of, spot
 
 CPUS = Need(nodes=2, cpus=2, gpus=0)
 
@@ -51,42 +59,42 @@ class Scripted:
 
 
 def silence(text: str) -> None:
-    raise AssertionError(f"nothing is worth a word: {text}")
+    raise AssertionError(f"reported: {text}")
 
 
-def test_ranks_of_a_node_are_one_bundle_and_bundles_lie_on_different_nodes() -> None:
+def test_the_bundles_of_two_nodes_lie_on_different_nodes() -> None:
     cluster = Scripted([a_node(1, gpus=4), a_node(2, gpus=4)], on=["id1", "id2"])
-    reserve(cluster, Need(nodes=2, cpus=1, gpus=4), say=silence)
+    reserve_nodes(cluster, Need(nodes=2, cpus=1, gpus=4), report=silence)
     assert cluster.asked == [([{"CPU": 1.0, "GPU": 4.0}] * 2, "STRICT_SPREAD")]
 
 
-def test_one_node_is_one_bundle_and_cpu_ranks_ask_for_no_gpu() -> None:
+def test_cpu_ranks_of_one_node_reserve_no_gpu() -> None:
     cluster = Scripted([a_node(1)], on=["id1"])
-    reserve(cluster, Need(nodes=1, cpus=2, gpus=0), say=silence)
+    reserve_nodes(cluster, Need(nodes=1, cpus=2, gpus=0), report=silence)
     assert cluster.asked == [([{"CPU": 2.0}], "STRICT_PACK")]
 
 
-def test_the_drivers_node_comes_first_and_the_others_by_their_address() -> None:
+def test_the_drivers_node_comes_first_then_the_addresses() -> None:
     nodes = [a_node(number) for number in (10, 9, 2)]
-    _, spots = reserve(
-        Scripted(nodes, on=["id10", "id9", "id2"]), Need(nodes=3, cpus=1, gpus=0), say=silence, first="id9"
+    _, spots = reserve_nodes(
+        Scripted(nodes, on=["id10", "id9", "id2"]), Need(nodes=3, cpus=1, gpus=0), report=silence, first="id9"
     )
     assert [(spot.node.address, spot.bundle) for spot in spots] == [("10.0.0.9", 1), ("10.0.0.2", 2), ("10.0.0.10", 0)]
 
 
-def test_who_waits_for_others_to_finish_is_told_what_is_free_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_reported_with_what_is_free_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_SILENT_S", 0.0)
     said: list[str] = []
     cluster = Scripted([a_node(1, cpus=2, free=0), a_node(2, cpus=4)], on=["id1", "id2"], ready_at=3)
-    reserve(cluster, CPUS, say=said.append)
+    reserve_nodes(cluster, CPUS, report=said.append)
     assert said == [
         "waiting for 2 CPUs on each of 2 nodes of the Ray cluster: 0 of 2 on 10.0.0.1, 4 of 4 on 10.0.0.2 free"
     ]
 
 
-def test_a_short_wait_is_not_worth_a_word() -> None:
+def test_a_short_wait_is_not_reported() -> None:
     cluster = Scripted([a_node(1), a_node(2)], on=["id1", "id2"], ready_at=2)
-    reserve(cluster, CPUS, say=silence)
+    reserve_nodes(cluster, CPUS, report=silence)
 
 
 @pytest.mark.parametrize(
@@ -102,18 +110,18 @@ def test_a_short_wait_is_not_worth_a_word() -> None:
         ([a_node(1), a_node(2)], Need(nodes=1, cpus=1, gpus=1), ("1 GPU on one node", "GPUs: 10.0.0.1 0, 10.0.0.2 0")),
     ],
 )
-def test_what_the_cluster_never_can_hold_is_said_at_once_in_two_lines(
+def test_an_impossible_need_fails_at_once_in_two_lines(
     nodes: list[NodeState], need: Need, words: tuple[str, ...]
 ) -> None:
     cluster = Scripted(nodes)
     with pytest.raises(EnvironmentBroken) as broken:
-        reserve(cluster, need, say=silence)
+        reserve_nodes(cluster, need, report=silence)
     assert all(word in str(broken.value) for word in words)
     assert len(str(broken.value).splitlines()) == 2
     assert cluster.asked == []
 
 
-def test_a_node_that_goes_while_one_waits_ends_the_wait_and_gives_back_what_was_asked() -> None:
+def test_a_node_that_goes_ends_the_wait_and_frees_the_group() -> None:
     cluster = Scripted([a_node(1), a_node(2)], ready_at=9)
 
     def look(group: Any, within_s: float) -> bool:
@@ -122,5 +130,47 @@ def test_a_node_that_goes_while_one_waits_ends_the_wait_and_gives_back_what_was_
 
     cluster.is_ready = look  # type: ignore[method-assign]
     with pytest.raises(EnvironmentBroken, match="has 1 node"):
-        reserve(cluster, CPUS, say=silence)
+        reserve_nodes(cluster, CPUS, report=silence)
     assert cluster.freed == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "cpus", "gpus"),
+    [
+        ({}, 1, 4),
+        ({"device": "cpu", "gpu_memory": "1GiB"}, 4, 0),
+        ({"device": "cpu", "gpu_memory": "1GiB", "nodes": None, "address": None}, 1, 0),
+    ],
+    ids=["GPUs", "CPU ranks on a cluster", "CPU ranks alone"],
+)
+def test_cpu_ranks_need_a_cpu_each_on_a_shared_cluster(options: dict[str, Any], cpus: int, gpus: int) -> None:
+    need = Need.of_settings(settings_of(**options))
+    assert (need.cpus, need.gpus) == (cpus, gpus)
+
+
+def test_software_that_no_rank_uses_may_differ() -> None:
+    check_same_software([describe(a_machine()), describe(a_machine(), optuna="5.1")], [spot(1, 0), spot(2, 1)])
+
+
+def test_different_gpus_are_described_with_their_nodes() -> None:
+    nodes, spots = [describe(a_machine()), describe(a_machine(gib=40))], [spot(1, 0), spot(2, 1)]
+    text = describe_gpu_differences(nodes, spots)
+    assert text is not None
+    assert "4 × A100 with 80.0 GiB on 10.0.0.1" in text
+    assert "4 × A100 with 40.0 GiB on 10.0.0.2" in text
+    assert describe_gpu_differences(nodes[:1] * 2, spots) is None
+
+
+def test_the_weakest_node_that_can_hold_the_ranks_decides() -> None:
+    hardware = [a_machine(8), a_machine(4, gib=40, host_gib=256), a_machine(2, gib=16)]
+    found = weakest(hardware, nodes=2, gpus_per_node=4)
+    assert [card.total_bytes for card in found.cards] == [40 * 2**30] * 4
+    assert found.host_bytes == 256 * 2**30
+
+
+def test_too_few_nodes_with_enough_gpus_show_too_few_gpus() -> None:
+    assert len(weakest([a_machine(8), a_machine(2), a_machine(0)], nodes=2, gpus_per_node=4).cards) == 2
+
+
+def test_a_cluster_without_gpus_shows_none() -> None:
+    assert weakest([a_machine(0), a_machine(0)], nodes=2, gpus_per_node=4).cards == ()

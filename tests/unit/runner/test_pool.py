@@ -36,7 +36,7 @@ class Made:
 class Runner:
     def __init__(self, made: Made, name: str) -> None:
         self.made, self.name = made, name
-        self.nodes = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=2**34, dismiss=lambda: None)
+        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=2**34, stop=lambda: None)
 
     def __enter__(self) -> Runner:
         self.made.started.append(self.name)
@@ -47,7 +47,7 @@ class Runner:
     def __exit__(self, *raised: object) -> None:
         self.made.alive.remove(self.name)
 
-    def turn_to(self, settings: Settings) -> tuple[ModelFacts, Mapping[str, str]]:
+    def switch_to(self, settings: Settings) -> tuple[ModelFacts, Mapping[str, str]]:
         self.made.ranks.append(settings.gpus)
         return FACTS, {}
 

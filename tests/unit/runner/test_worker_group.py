@@ -1,24 +1,29 @@
-"""Several nodes run one job: how it is cut, whose failure ends it, who is lost, and what that is called."""
+"""Several nodes run one job: how they are started, how the job is split, whose failure ends it, and who is lost."""
 
 from __future__ import annotations
 
 import socket
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autods.errors import EnvironmentBroken
-from autods.runner import worker_group as teams
-from autods.runner.agent import Node
-from autods.runner.outcome import failure_from
-from autods.runner.placement import NodeState
-from autods.runner.worker_group import Member, Team, parts_of, repeated
+from autods.events import Event, Note
+from autods.runner import worker_group
+from autods.runner.outcome import find_failure
+from autods.runner.placement import NodeDescription, NodeState
+from autods.runner.protocol import Heartbeat, NodeLost, NodeResult, RankExit
+from autods.runner.worker_group import Node, WorkerGroup, repeat_job, split_job
 from autods.trial.job import RankJob
 from autods.trial.worker import environment
 from autods.types import Failed, OutOfMemory, WorkloadSource
+from tests.support.ends import rank_exit, report_of
+from tests.support.machines import a_machine, describe, settings_of, spot
 
 JOB = RankJob(
     job="train",
@@ -29,7 +34,7 @@ JOB = RankJob(
     world_size=4,
     local_ranks=(0, 1, 2, 3),
 )
-WELL = {"ends": [], "wall_s": 1.0, "gone_at_s": 1.0, "why_killed": None}
+WELL = report_of()
 
 
 class Ray:
@@ -40,11 +45,13 @@ class Ray:
 
         class RayTaskError(RayError): ...
 
+        class RayActorError(RayError): ...
+
     def wait(self, references: list[Any], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
-        done = [one for one in references if one.ready()]
+        done = [reference for reference in references if reference.ready()]
         if not done:
             time.sleep(0.001)
-        return done, [one for one in references if one not in done]
+        return done, [reference for reference in references if reference not in done]
 
     def get(self, reference: Any) -> Any:
         if isinstance(reference.answer, Exception):
@@ -57,22 +64,20 @@ class Reference:
         self.answer, self.ready = answer, ready
 
 
-class Actor:
+class Agent:
     """Reports what is scripted: at once, or when it is told to end (`when="aborted"`), or never."""
 
-    def __init__(self, report: Any, when: str = "done", ahead_s: float = 0.0) -> None:
-        self.report, self.when, self.aborted, self.ahead_s = report, when, [], ahead_s
-        self.jobs: list[RankJob] = []
+    def __init__(self, result: Any, when: str = "done", ahead_s: float = 0.0) -> None:
+        self.result, self.when, self.aborted, self.ahead_s = result, when, [], ahead_s
         self.looks = 0
-        for name in ("run", "abort", "progress", "clock"):
+        for name in ("run", "abort", "progress", "read_clock"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
-    def _run(self, line: str, number: int) -> Reference:
-        self.jobs.append(RankJob.from_json(line))
+    def _run(self, job: RankJob, number: int) -> Reference:
         ready = {"done": lambda: True, "aborted": lambda: bool(self.aborted), "never": lambda: False}.get(
             self.when, self._later
         )
-        return Reference(self.report, ready)
+        return Reference(self.result, ready)
 
     def _later(self) -> bool:
         self.looks += 1
@@ -83,32 +88,36 @@ class Actor:
         return Reference(None)
 
     def _progress(self) -> Reference:
-        return Reference(["forward", 3])
+        return Reference(Heartbeat(phase="forward", step=3))
 
-    def _clock(self) -> Reference:
+    def _read_clock(self) -> Reference:
         return Reference(time.monotonic() + self.ahead_s)
 
 
-def a_member(actor: Actor, number: int) -> Member:
-    return Member(NodeState(id=f"id{number}", address=f"10.0.0.{number}", total={}), actor)
+def a_group(*agents: Any) -> WorkerGroup:
+    group = WorkerGroup(settings_of(), lambda event: None, environment={}, check_ready=lambda ready: None)
+    group.ray = Ray()
+    group.nodes = [
+        Node(NodeState(id=f"id{number}", address=f"10.0.0.{number}", total={}), agent)
+        for number, agent in enumerate(agents, 1)
+    ]
+    return group
 
 
-def a_team(*actors: Actor) -> Team:
-    return Team(Ray(), [a_member(actor, number) for number, actor in enumerate(actors, 1)])
+def nodes(count: int) -> Sequence[Node]:
+    return a_group(*[Agent(WELL)] * count).nodes
 
 
-def run(team: Team) -> list[Any]:
-    return team.execute(parts_of(JOB, team.members, 2, 29500))
+def run(group: WorkerGroup) -> list[NodeResult]:
+    return group.execute(split_job(JOB, group.nodes, 2, 29500))
 
 
-def an_end(
-    rank: int, *, at_s: float = 5.0, killed: bool = False, error: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    record = {"ok": False, "error": error, "phase": "forward", "step": 0, "at_s": at_s} if error else None
-    return {
-        "rank": rank, "exit": -9 if killed else 1, "killed_by_us": killed, "record": record, "phase": "forward",
-        "step": 0, "at_s": at_s, "log_tail": "",
-    }  # fmt: skip
+def failed(rank: int, error: dict[str, Any], *, at_s: float = 5.0) -> RankExit:
+    return rank_exit(rank, error=error, phase="forward", step=0, at_s=at_s)
+
+
+def killed(rank: int) -> RankExit:
+    return rank_exit(rank, phase="forward", step=0, exit_code=-9, killed_by_us=True)
 
 
 def an_error(type: str, message: str) -> dict[str, Any]:
@@ -126,11 +135,11 @@ NO_MEMORY = an_error(
 )
 
 
-def test_consecutive_ranks_share_a_node_and_know_their_place() -> None:
-    parts = parts_of(JOB, a_team(Actor(WELL), Actor(WELL)).members, 2, 29500)
-    said = [environment(job, slot, 1) for _, job in parts for slot in range(2)]
+def test_consecutive_ranks_share_a_node() -> None:
+    parts = split_job(JOB, nodes(2), 2, 29500)
+    variables = [environment(job, slot, 1) for _, job in parts for slot in range(2)]
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")
-    assert [tuple(one[name] for name in names) for one in said] == [
+    assert [tuple(rank[name] for name in names) for rank in variables] == [
         ("0", "0", "2", "0", "4", "10.0.0.1"),
         ("1", "1", "2", "0", "4", "10.0.0.1"),
         ("2", "0", "2", "1", "4", "10.0.0.1"),
@@ -138,27 +147,25 @@ def test_consecutive_ranks_share_a_node_and_know_their_place() -> None:
     ]
 
 
-def test_fewer_ranks_than_places_leave_nodes_alone_that_they_do_not_need() -> None:
-    team = a_team(Actor(WELL), Actor(WELL), Actor(WELL))
-    assert [job.local_ranks for _, job in parts_of(JOB, team.members, 3, 1)] == [(0, 1, 2), (3,)]
+def test_nodes_that_get_no_ranks_have_no_part() -> None:
+    assert [job.local_ranks for _, job in split_job(JOB, nodes(3), 3, 1)] == [(0, 1, 2), (3,)]
 
 
-def test_nodes_of_one_machine_do_not_share_a_working_directory() -> None:
-    parts = parts_of(JOB, a_team(Actor(WELL), Actor(WELL)).members, 2, 1)
-    assert len({job.scratch for _, job in parts}) == 2
+def test_nodes_of_one_machine_have_different_scratch_folders() -> None:
+    assert len({job.scratch for _, job in split_job(JOB, nodes(2), 2, 1)}) == 2
 
 
-def test_nodes_that_all_do_a_job_work_where_no_other_clears() -> None:
-    first, other = (job for _, job in repeated(JOB, a_team(Actor(WELL), Actor(WELL)).members))
+def test_a_repeated_job_has_a_folder_on_each_node() -> None:
+    first, other = (job for _, job in repeat_job(JOB, nodes(2)))
     assert first == JOB
     assert other.scratch == f"{other.folder}/scratch"
     assert not other.folder.startswith(f"{first.folder}/")
 
 
-def test_nodes_of_one_machine_swap_into_folders_of_their_own() -> None:
+def test_nodes_of_one_machine_swap_into_different_folders() -> None:
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme/autods-1-a"}}
     job = replace(JOB, swap="/nvme/autods-1-a", ds_config={"zero_optimization": {"stage": 3, **offload}})
-    parts = [part for _, part in parts_of(job, a_team(Actor(WELL), Actor(WELL)).members, 2, 1)]
+    parts = [part for _, part in split_job(job, nodes(2), 2, 1)]
     assert [part.swap for part in parts] == ["/nvme/autods-1-a", "/nvme/autods-1-a-node1"]
     for part in parts:
         zero = part.ds_config["zero_optimization"]
@@ -166,93 +173,178 @@ def test_nodes_of_one_machine_swap_into_folders_of_their_own() -> None:
         assert zero["stage"] == 3
 
 
-def test_when_all_parts_end_well_nobody_is_told_to_end() -> None:
-    actors = Actor(WELL), Actor(WELL)
-    assert run(a_team(*actors)) == [WELL, WELL]
-    assert [actor.aborted for actor in actors] == [[], []]
+def test_no_node_is_aborted_when_all_end_well() -> None:
+    agents = Agent(WELL), Agent(WELL)
+    assert run(a_group(*agents)) == [WELL, WELL]
+    assert [agent.aborted for agent in agents] == [[], []]
 
 
-def test_a_rank_that_fails_on_one_node_ends_the_ranks_of_the_other() -> None:
-    failed = {**WELL, "ends": [an_end(3, error=NO_MEMORY)]}
-    ended = {**WELL, "ends": [an_end(0, killed=True)], "why_killed": "aborted"}
-    waiting = Actor(ended, when="aborted")
-    reports = run(a_team(waiting, Actor(failed)))
+def test_a_rank_that_fails_ends_the_ranks_of_other_nodes() -> None:
+    waiting = Agent(report_of(killed(0), killed_because="aborted"), when="aborted")
+    results = run(a_group(waiting, Agent(report_of(failed(3, NO_MEMORY)))))
     assert waiting.aborted
-    outcome = failure_from(reports, JOB)
+    outcome = find_failure(results, JOB)
     assert isinstance(outcome, OutOfMemory)
     assert outcome.rank == 3
 
 
-def test_an_actor_that_ray_calls_dead_is_lost() -> None:
-    team = a_team(
-        Actor({**WELL, "ends": [an_end(0, killed=True)]}, "aborted"), Actor(Ray.exceptions.RayError("died\n"))
-    )
-    outcome = failure_from(run(team), JOB)
+def test_an_agent_that_ray_calls_dead_is_lost() -> None:
+    group = a_group(Agent(report_of(killed(0)), "aborted"), Agent(Ray.exceptions.RayError("died\n")))
+    outcome = find_failure(run(group), JOB)
     assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action) == ("infrastructure", "retry")
     assert outcome.evidence == "node 10.0.0.2 was lost in the trial: died"
+    assert group.nodes[1].lost == "died"
 
 
-def test_a_node_that_does_not_end_when_told_to_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teams, "ENDS_S", 0.0)
-    team = a_team(Actor({**WELL, "ends": [an_end(0, error=PEER_CLOSED)]}), Actor(None, when="never"))
-    assert "did not end" in run(team)[1]["lost"]
+@pytest.mark.parametrize(("limit", "words"), [("ABORTED_S", "did not end"), ("SILENT_S", "not answered")])
+def test_a_node_that_does_not_answer_or_end_is_lost(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+    monkeypatch.setattr(worker_group, limit, 0.0)
+    lost = run(a_group(Agent(report_of(failed(0, PEER_CLOSED))), Agent(None, when="never")))[1]
+    assert isinstance(lost, NodeLost)
+    assert words in lost.how
 
 
-def test_where_a_node_is_stuck_the_other_may_say_so_too_before_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that reports first has ranks that only wait for those of the other."""
-    monkeypatch.setattr(teams, "_SAYS_S", 60.0)
-    waits = {**an_end(0), "exit": None, "lost": "stuck", "log_tail": AWAITING}
-    hangs = {**an_end(3, at_s=1.0), "exit": None, "lost": "stuck"}
-    late = Actor({**WELL, "ends": [hangs], "why_killed": "stuck"}, when="later")
-    reports = run(a_team(Actor({**WELL, "ends": [waits], "why_killed": "stuck"}), late))
+def test_a_second_stuck_node_may_report_before_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that reports first has ranks that only wait for those of the other."""
+    monkeypatch.setattr(worker_group, "STUCK_GRACE_S", 60.0)
+    waits = rank_exit(0, phase="forward", at_s=5.0, lost="stuck", log_tail=AWAITING)
+    hangs = rank_exit(3, phase="forward", at_s=1.0, lost="stuck")
+    late = Agent(report_of(hangs, killed_because="stuck"), when="later")
+    results = run(a_group(Agent(report_of(waits, killed_because="stuck")), late))
     assert late.aborted == []
-    outcome = failure_from(reports, JOB)
+    outcome = find_failure(results, JOB)
     assert isinstance(outcome, Failed)
     assert outcome.rank == 3
 
 
-def test_a_head_that_is_gone_ends_the_fit_with_a_way_to_go_on() -> None:
-    team = a_team(Actor(WELL), Actor(WELL))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        team.head = f"127.0.0.1:{listening.getsockname()[1]}"
-        team.check_head()
-    with pytest.raises(EnvironmentBroken, match="connection refused"):
-        run(team)
+def test_a_head_that_is_gone_ends_the_fit_with_a_hint() -> None:
+    group = a_group(Agent(WELL), Agent(WELL))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        group.head = f"127.0.0.1:{head.getsockname()[1]}"
+        group.check_head()
+    with pytest.raises(EnvironmentBroken, match="connection refused") as broken:
+        group.run(JOB)
+    assert "ray start --head" in str(broken.value)
 
 
-def test_memory_that_ran_out_on_a_node_that_is_there_is_the_cause_of_one_that_is_not() -> None:
-    reports = [{**WELL, "ends": [an_end(1, error=NO_MEMORY)]}, {"lost": "no answer", "address": "10.0.0.2"}]
-    assert isinstance(failure_from(reports, JOB), OutOfMemory)
+def test_memory_that_ran_out_explains_a_lost_node() -> None:
+    results = [report_of(failed(1, NO_MEMORY)), NodeLost(address="10.0.0.2", how="no answer")]
+    assert isinstance(find_failure(results, JOB), OutOfMemory)
 
 
-def test_a_node_that_rays_memory_monitor_emptied_ran_out_of_host_memory() -> None:
-    lost = {"lost": "Task was killed due to the node running low on memory.", "address": "10.0.0.2"}
-    outcome = failure_from([WELL, lost], JOB)
+def test_a_node_that_rays_memory_monitor_killed_ran_out() -> None:
+    lost = NodeLost(address="10.0.0.2", how="Task was killed due to the node running low on memory.")
+    outcome = find_failure([WELL, lost], JOB)
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.action) == ("host", "less_host_memory")
 
 
-def test_what_happened_first_is_told_from_clocks_that_count_from_different_moments() -> None:
+def test_the_first_failure_is_found_across_clocks() -> None:
     """By its own clock the second node's rank failed an hour later; it failed first."""
-    first = {**WELL, "ends": [an_end(0, at_s=20.0, error=an_error("ValueError", "second"))]}
-    other = {**WELL, "ends": [an_end(2, at_s=3610.0, error=an_error("ValueError", "first"))]}
-    team = a_team(Actor(first), Actor(other, ahead_s=3600.0))
-    team.set_clocks()
-    outcome = failure_from(run(team), JOB)
+    first = report_of(failed(0, an_error("ValueError", "second"), at_s=20.0))
+    other = report_of(failed(2, an_error("ValueError", "first"), at_s=3610.0))
+    group = a_group(Agent(first), Agent(other, ahead_s=3600.0))
+    group.read_clocks()
+    outcome = find_failure(run(group), JOB)
     assert isinstance(outcome, Failed)
     assert outcome.rank == 2
 
 
-def test_the_word_that_ends_one_job_never_meets_the_next() -> None:
-    """It comes when that job has ended by itself: the zygote does not even hear it."""
-    ours, zygotes = socket.socketpair()
-    node = Node(asdict(JOB.source), "cpu", {"pid": 1, "machine": "another"}, "log", {})
-    node.connection = ours
-    zygotes.sendall(b'{"done": {"ends": []}}\n')
-    assert node.run("the first job", 1) == {"ends": []}
-    node.abort(1)
-    zygotes.sendall(b'{"done": {"ends": []}}\n')
-    node.run("the second job", 2)
-    assert zygotes.recv(100) == b"the first job\nthe second job\n"
-    for one in (ours, zygotes):
-        one.close()
+class StartingRay(Ray):
+    """Starts agents; `options` of each, `calls` to them, `killed` of those that were ended."""
+
+    def __init__(self, *descriptions: NodeDescription) -> None:
+        self.descriptions, self.options, self.calls, self.killed = descriptions, [], [], 0
+        self.missing: list[str] = []
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "id1", gcs_address="10.0.0.1:6379")
+
+    def remote(self, **options: Any) -> Any:
+        number = len(self.options)
+        self.options.append(options)
+        answers = {"describe": self.descriptions[number], "find_missing": self.missing, "read_clock": 0.0}
+
+        def method(name: str) -> Any:
+            def remote(*args: object) -> Any:
+                self.calls.append((number, name))
+                return answers.get(name, {})
+
+            return SimpleNamespace(remote=remote)
+
+        names = ("describe", "find_missing", "read_clock", "start", "abort", "stop")
+        agent = SimpleNamespace(**{name: method(name) for name in names})
+        return lambda cls: SimpleNamespace(remote=lambda *args: agent)
+
+    def get(self, references: Any, timeout: float | None = None) -> Any:
+        return references
+
+    def kill(self, agent: Any) -> None:
+        self.killed += 1
+
+
+class TwoNodes:
+    """A cluster whose second bundle is on the driver's node."""
+
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, float]] = []
+        self.freed = 0
+
+    def nodes(self) -> list[NodeState]:
+        return [spot(1, 0).node, spot(2, 0).node]
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        self.bundles = bundles
+        return SimpleNamespace(bundle_specs=bundles)
+
+    def is_ready(self, group: Any, within_s: float) -> bool:
+        return True
+
+    def node_ids(self, group: Any) -> list[str]:
+        return ["id2", "id1"]
+
+    def free(self, group: Any) -> None:
+        self.freed += 1
+
+
+def a_starting_group(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *descriptions: NodeDescription
+) -> tuple[WorkerGroup, StartingRay, TwoNodes, list[str]]:
+    monkeypatch.setattr(WorkerGroup, "check_head", lambda group: None)
+    texts: list[str] = []
+
+    def listen(event: Event) -> None:
+        assert isinstance(event, Note)
+        texts.append(event.text)
+
+    group = WorkerGroup(settings_of(out=folder), listen, environment={}, check_ready=lambda ready: None)
+    group.ray, group.cluster = ray, cluster = StartingRay(*descriptions), TwoNodes()
+    return group, ray, cluster, texts
+
+
+def test_each_agent_has_the_gpus_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, ray, cluster, texts = a_starting_group(tmp_path, monkeypatch, *[describe(a_machine())] * 2)
+    group.start()
+    assert cluster.bundles == [{"CPU": 1.0, "GPU": 4.0}] * 2
+    assert [options["num_gpus"] for options in ray.options] == [4, 4]
+    assert [options["scheduling_strategy"].placement_group_bundle_index for options in ray.options] == [1, 0]
+    assert [node.address for node in group.nodes] == ["10.0.0.1", "10.0.0.2"]
+    assert any("4 ranks on each of 10.0.0.1, 10.0.0.2" in text for text in texts)
+
+
+def test_different_software_is_refused_and_all_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = describe(a_machine()), describe(a_machine(), torch="2.9.0")
+    group, ray, cluster, _ = a_starting_group(tmp_path, monkeypatch, *nodes)
+    with pytest.raises(EnvironmentBroken, match=r"torch 2\.13\.0 on 10\.0\.0\.1, 2\.9\.0 on 10\.0\.0\.2"):
+        group.start()
+    assert "start" not in [name for _, name in ray.calls]
+    assert (ray.killed, cluster.freed) == (2, 1)
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, ray, _, _ = a_starting_group(tmp_path, monkeypatch, *[describe(a_machine())] * 2)
+    ray.missing.append("/home/me/model.py")
+    with pytest.raises(EnvironmentBroken, match=r"10\.0\.0\.1 does not see /home/me/model\.py"):
+        group.start()
+    assert "start" not in [name for _, name in ray.calls]

@@ -1,0 +1,187 @@
+"""The messages between a fit's process, the agents of its nodes, their zygotes and the ranks.
+
+A rank writes a `RankRecord` into a file. A zygote sends its agent one JSON line a message. An agent answers the fit
+with the same values, through Ray. Every moment is in seconds of a machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, cast
+
+from ..diagnosis.trial_outcome import HostMemory
+from ..schema import read_as
+from ..types import Phase
+
+LostBecause = Literal["stopped", "stuck", "wall limit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankError:
+    """An exception as a rank described it; see `trial.job.describe`. types: the most derived class comes first."""
+
+    types: tuple[str, ...] = ()
+    message: str = ""
+    traceback: str = ""
+    causes: tuple[tuple[str, str], ...] = ()  # type and message, the nearest first
+    user_frame: str | None = None
+    contract: str | None = None
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What a rank wrote before it left: its result, or the error that ended it."""
+
+    phase: Phase
+    step: int
+    at_s: float
+    result: Mapping[str, Any] | None = None
+    error: RankError | None = None
+    free_bytes: int | None = None  # of the device, when the error came
+    idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankRecord:
+        """Read the content of a rank's file. Raises ValueError where a field is missing or ill-typed."""
+        known = {field.name for field in fields(cls)}
+        return read_as(cls, {name: value for name, value in data.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How one rank ended. at_s: when it wrote its record, else when its end was seen or its last heartbeat came."""
+
+    rank: int
+    phase: Phase
+    step: int
+    at_s: float
+    exit_code: int | None = None  # negative: the signal; None: it was lost before it ended
+    lost: LostBecause | None = None
+    killed_by_us: bool = False
+    record: RankRecord | None = None
+    log_tail: str = ""  # empty where the record says enough
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the rank left by itself, with a result."""
+        return self.exit_code == 0 and self.result is not None
+
+    @property
+    def result(self) -> Mapping[str, Any] | None:
+        """The result that the rank wrote, if it wrote one."""
+        return self.record.result if self.record is not None else None
+
+    @property
+    def error(self) -> RankError:
+        """The exception that ended the rank; empty where there was none."""
+        return (self.record.error if self.record is not None else None) or RankError()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A zygote has loaded torch, DeepSpeed and the workload. spawn_because: why it must not fork ranks."""
+
+    kind: Literal["ready"] = "ready"
+    pid: int
+    spawn_because: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed:
+    """The user's module raised while a zygote imported it."""
+
+    kind: Literal["load_failed"] = "load_failed"
+    error: RankError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBound:
+    """A zygote listens on `port` for the rendezvous of the next job's ranks."""
+
+    kind: Literal["store_bound"] = "store_bound"
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFailed:
+    """A zygote could not listen where the ranks of other nodes would look for it."""
+
+    kind: Literal["store_failed"] = "store_failed"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The phase and step of a node's slowest rank."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    phase: Phase = "start"
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """All ranks of a node's part of a job are gone, and so is everything they started."""
+
+    kind: Literal["report"] = "report"
+    ranks: tuple[RankExit, ...]
+    gone_at_s: float
+    host: HostMemory | None = None
+    killed_because: str | None = None  # why the watcher ended ranks that did not end by themselves
+    swap_bytes: int | None = None
+    notes: tuple[str, ...] = ()  # sentences for the user
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank left with a result."""
+        return all(rank.succeeded for rank in self.ranks)
+
+    def on_driver_clock(self, ahead_s: float) -> NodeReport:
+        """The report with the times of a clock that is `ahead_s` behind the node's. Zero means unknown and stays."""
+        ranks = tuple(
+            replace(
+                rank,
+                at_s=rank.at_s - ahead_s if rank.at_s else 0.0,
+                record=rank.record and replace(rank.record, at_s=rank.record.at_s - ahead_s),
+            )
+            for rank in self.ranks
+        )
+        return replace(self, ranks=ranks, gone_at_s=self.gone_at_s - ahead_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteDied:
+    """The process that forks a node's ranks died. how: 'killed by SIGKILL' or 'exit 3'."""
+
+    how: str
+    phase: Phase = "start"
+    step: int = 0
+    host: HostMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    """A node's agent does not answer any more. how: what shows it."""
+
+    address: str
+    how: str
+
+
+ZygoteMessage: TypeAlias = Ready | LoadFailed | StoreBound | StoreFailed | Heartbeat | NodeReport
+NodeResult: TypeAlias = NodeReport | ZygoteDied | NodeLost | LoadFailed | StoreFailed
+
+ABORT = b"abort"
+BIND = b"bind "  # then the address
+
+
+def encode(message: ZygoteMessage) -> bytes:
+    """One line of JSON."""
+    return json.dumps(asdict(message)).encode() + b"\n"
+
+
+def decode(line: bytes) -> ZygoteMessage:
+    """The inverse of `encode`. Raises ValueError for anything else."""
+    return read_as(cast(type[ZygoteMessage], ZygoteMessage), json.loads(line), name="message")
