@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from ..types import Fit, Outcome, OutOfMemory
 from .allocator import replay
-from .memory_model import need_of
-from .overheads import Constants, read_constants
-from .values import Ask, Ratios, Simulated
+from .memory_model import compute_rank_memory
+from .overheads import Overheads, read_overheads
+from .values import EngineSpec, Ratios, Simulation
 
 _WEIGHT_OF_ZERO = 1.0  # samples that say: the simulation is right
 _WEIGHT_OF_POOL = 1.0  # samples of each rung that say: it errs as the others do
@@ -19,7 +19,7 @@ _WIDTH = 2.0  # standard errors each way: about 95 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Observation:
     """One trial: what was forecast for its rung and knobs before calibration, and what it measured, bytes of one tier.
 
     at_least: the trial ran out there, so the truth is above; it counts only if it contradicts the forecast.
@@ -32,7 +32,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Centre:
+class RungError:
     """Of one rung: how many trials, and the mean logarithm of measured over predicted."""
 
     samples: int
@@ -50,7 +50,7 @@ class Calibration:
     least: float
     samples: int = 0
     mean: float = 0.0
-    rungs: Mapping[str, Centre] = field(default_factory=dict)
+    rungs: Mapping[str, RungError] = field(default_factory=dict)
 
     def ratios(self, rung: str) -> Ratios:
         """What the forecast of a rung is multiplied by."""
@@ -59,11 +59,11 @@ class Calibration:
         return Ratios(low=math.exp(centre - half), middle=math.exp(centre), high=math.exp(centre + half))
 
     def _centre(self, rung: str) -> float:
-        own = self.rungs.get(rung, Centre(samples=0, mean=0.0))
+        own = self.rungs.get(rung, RungError(samples=0, mean=0.0))
         return (own.samples * own.mean + _WEIGHT_OF_POOL * self.mean) / (own.samples + _WEIGHT_OF_POOL)
 
 
-def calibrated(pairs: Iterable[Pair], *, spread: float, least: float) -> Calibration:
+def fit_calibration(pairs: Iterable[Observation], *, spread: float, least: float) -> Calibration:
     """The calibration after these trials; `spread`, `least`: as the constants state them for the kind of device."""
     known = tuple(pairs)
     errors = [(pair.rung, _error(pair)) for pair in known if not pair.at_least]
@@ -77,7 +77,7 @@ def calibrated(pairs: Iterable[Pair], *, spread: float, least: float) -> Calibra
     return _fitted([*errors, *beyond], spread, least) if beyond else first
 
 
-def _error(pair: Pair) -> float:
+def _error(pair: Observation) -> float:
     return math.log(max(1, pair.measured_bytes) / max(1, pair.predicted_bytes))
 
 
@@ -85,7 +85,7 @@ def _fitted(errors: Sequence[tuple[str, float]], spread: float, least: float) ->
     by_rung: dict[str, list[float]] = {}
     for rung, error in errors:
         by_rung.setdefault(rung, []).append(error)
-    centres = {rung: Centre(samples=len(found), mean=sum(found) / len(found)) for rung, found in by_rung.items()}
+    centres = {rung: RungError(samples=len(found), mean=sum(found) / len(found)) for rung, found in by_rung.items()}
     mean = sum(error for _, error in errors) / (len(errors) + _WEIGHT_OF_ZERO)
     located = Calibration(spread=spread, least=least, samples=len(errors), mean=mean, rungs=centres)
     squares = sum((error - located._centre(rung)) ** 2 for rung, error in errors)
@@ -93,20 +93,20 @@ def _fitted(errors: Sequence[tuple[str, float]], spread: float, least: float) ->
     return Calibration(spread=math.sqrt(variance), least=least, samples=len(errors), mean=mean, rungs=centres)
 
 
-def pair_of(
-    ask: Ask,
-    simulated: Simulated,
+def observe_trial(
+    ask: EngineSpec,
+    simulated: Simulation,
     outcome: Outcome,
     *,
-    constants: Constants | None = None,
+    constants: Overheads | None = None,
     expandable: bool = False,
-) -> Pair | None:
+) -> Observation | None:
     """The device's pair, or None where the trial says nothing of it: it failed, or another tier ran out.
 
     `ask` and `simulated` are of the config that the trial ran: one with torch's optimizer in place of DeepSpeed's is
     another. On CUDA a trial measures what was reserved within its limit, which is more than it needed.
     """
-    need = need_of(ask, simulated, constants or read_constants(), expandable=expandable)
+    need = compute_rank_memory(ask, simulated, constants or read_overheads(), expandable=expandable)
     predicted = need.device.peak_bytes
     match outcome:
         case Fit():
@@ -118,14 +118,18 @@ def pair_of(
                 tried = replay(trace, expandable=expandable, limit_bytes=limit - beside_tensors)
                 if tried.ran_out is None:
                     predicted = max(tried.peak_reserved_bytes, need.live_bytes) + beside_tensors
-            return Pair(rung=ask.rung, predicted_bytes=predicted, measured_bytes=use.peak_bytes)
+            return Observation(rung=ask.rung, predicted_bytes=predicted, measured_bytes=use.peak_bytes)
         case OutOfMemory(tier="device") if outcome.limit_bytes is not None:
-            return Pair(rung=ask.rung, predicted_bytes=predicted, measured_bytes=outcome.limit_bytes, at_least=True)
+            return Observation(
+                rung=ask.rung, predicted_bytes=predicted, measured_bytes=outcome.limit_bytes, at_least=True
+            )
         case _:
             return None
 
 
-def learned(ask: Ask, pairs: Iterable[Pair], constants: Constants | None = None) -> Calibration:
+def calibrate_forecast(
+    ask: EngineSpec, pairs: Iterable[Observation], constants: Overheads | None = None
+) -> Calibration:
     """The calibration of a machine with this kind of device after its trials."""
-    rows = constants or read_constants()
-    return calibrated(pairs, spread=rows.spread[ask.device], least=rows.least[ask.device])
+    rows = constants or read_overheads()
+    return fit_calibration(pairs, spread=rows.spread[ask.device], least=rows.least[ask.device])

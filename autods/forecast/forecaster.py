@@ -14,9 +14,9 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..types import Outcome, Tier, Trial
 from .batch_search import largest
-from .calibration import Pair, learned, pair_of
-from .values import Ask, Engine, RungForecast, Simulated, Simulator
-from .verdict import judged
+from .calibration import Observation, calibrate_forecast, observe_trial
+from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
+from .verdict import judge_memory
 
 _AT_A_TIME = 2  # engines
 _LARGEST_BEGINNING = 8  # micro batch: as the walk, which tries no larger one first
@@ -33,15 +33,15 @@ class Foreseer:
     """
 
     simulator: Simulator
-    ask_of: Callable[[Trial], Ask]
+    ask_of: Callable[[Trial], EngineSpec]
     key_of: Callable[[Trial], str]
     limits: Mapping[Tier, int]
     emulated: bool
     tell: Callable[[str], None]
-    pairs: dict[str, Pair] = field(default_factory=dict)
+    pairs: dict[str, Observation] = field(default_factory=dict)
     expandable: bool = False
     said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
-    _seen: dict[str, Future[Simulated]] = field(default_factory=dict)
+    _seen: dict[str, Future[Simulation]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _least: int = 1  # micro batch: smaller ones cannot be trained
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,26 +102,26 @@ class Foreseer:
             self._failed(trial.rung, error)
             return None
 
-    def learn(self, trial: Trial, outcome: Outcome) -> Pair | None:
+    def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
         """What a trial adds to what is known of this machine, where its forecast is at hand."""
         future = self._seen.get(self._key(trial))
         key = self.key_of(trial)
         if future is None or not future.done() or future.cancelled() or future.exception() or key in self.pairs:
             return None
-        pair = pair_of(self.ask_of(trial), future.result(), outcome, expandable=self.expandable)
+        pair = observe_trial(self.ask_of(trial), future.result(), outcome, expandable=self.expandable)
         if pair is None:
             return None
         self.pairs[key] = pair
         return pair
 
-    def _judged(self, ask: Ask, simulated: Simulated) -> RungForecast:
-        calibration = learned(ask, self.pairs.values())
-        return judged(
+    def _judged(self, ask: EngineSpec, simulated: Simulation) -> RungForecast:
+        calibration = calibrate_forecast(ask, self.pairs.values())
+        return judge_memory(
             ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration,
             expandable=self.expandable,
         )  # fmt: skip
 
-    def _simulated(self, trial: Trial) -> Simulated | None:
+    def _simulated(self, trial: Trial) -> Simulation | None:
         try:
             return self._future(trial).result()
         except AutodsError as error:
@@ -139,18 +139,18 @@ class Foreseer:
     def _trainable(self, trial: Trial) -> Trial:
         return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
 
-    def _future(self, trial: Trial) -> Future[Simulated]:
+    def _future(self, trial: Trial) -> Future[Simulation]:
         key = self._key(trial)
         with self._lock:
             if key not in self._seen:
                 self._seen[key] = self._pool.submit(self._simulate, trial)
             return self._seen[key]
 
-    def _simulate(self, trial: Trial) -> Simulated:
+    def _simulate(self, trial: Trial) -> Simulation:
         return self.simulator.simulate(self.ask_of(trial), [trial.knobs.micro_batch])[0]
 
-    def _keep(self, trial: Trial, simulated: Simulated) -> None:
-        future: Future[Simulated] = Future()
+    def _keep(self, trial: Trial, simulated: Simulation) -> None:
+        future: Future[Simulation] = Future()
         future.set_result(simulated)
         with self._lock:
             self._seen[self._key(trial)] = future

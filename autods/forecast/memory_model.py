@@ -9,15 +9,15 @@ from ..config.deepspeed import enabled_half_precision, get_key
 from ..types import Tier
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
-from .overheads import Constants
-from .values import Ask, ForecastPhase, Interval, Simulated, exactly
+from .overheads import Overheads
+from .values import EngineSpec, ForecastPhase, Interval, Simulation, exact_interval
 
 _DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
 _OF_WHAT_IS_CACHED = 0.1  # how much of what could be given back may have to be kept after all; estimated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class RankMemory:
     """Bytes. device: what a trial's measure counts, a rank; beside: what the card holds besides, a rank.
 
     host: pageable and pinned of a rank, the loading peak included; pinned of that alone. nvme: of a node.
@@ -35,7 +35,9 @@ class Need:
     by_phase: Mapping[ForecastPhase, int]
 
 
-def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable: bool) -> Need:
+def compute_rank_memory(
+    ask: EngineSpec, simulated: Simulation, constants: Overheads, *, expandable: bool
+) -> RankMemory:
     """What a rank needs."""
     live = _live(simulated, "device")
     tensors, by_phase = _tensors(ask, simulated, expandable=expandable)
@@ -47,23 +49,23 @@ def need_of(ask: Ask, simulated: Simulated, constants: Constants, *, expandable:
     }
     own = constants.of(ask, "device", "inside", shares)
     pinned = _pinned(simulated)
-    return Need(
+    return RankMemory(
         device=tensors + own,
         beside=constants.of(ask, "device", "outside", shares),
         host=_host(simulated, pinned) + constants.of(ask, "host", "outside", {}),
         pinned=pinned,
-        nvme=exactly(simulated.nvme_bytes * min(ask.ranks_per_node, ask.world_size)),
+        nvme=exact_interval(simulated.nvme_bytes * min(ask.ranks_per_node, ask.world_size)),
         live_bytes=live,
         tensors_bytes=tensors.peak_bytes,
         by_phase={phase: held + own.peak_bytes for phase, held in by_phase.items()},
     )
 
 
-def _live(simulated: Simulated, tier: Tier) -> int:
+def _live(simulated: Simulation, tier: Tier) -> int:
     return max((peaks.get(tier, 0) for peaks in simulated.live_bytes.values()), default=0)
 
 
-def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Interval, dict[ForecastPhase, int]]:
+def _tensors(ask: EngineSpec, simulated: Simulation, *, expandable: bool) -> tuple[Interval, dict[ForecastPhase, int]]:
     """The allocator's bytes, and its peak by phase.
 
     The middle is the least limit at which it runs well (`find_least_limit`): a larger card caches more, but does not
@@ -89,16 +91,16 @@ def _tensors(ask: Ask, simulated: Simulated, *, expandable: bool) -> tuple[Inter
     return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high), by_phase
 
 
-def _pinned(simulated: Simulated) -> Interval:
+def _pinned(simulated: Simulation) -> Interval:
     """Page-locked bytes of a rank."""
     live = _live(simulated, "pinned")
     if (trace := simulated.traces.get("pinned")) is None:
-        return exactly(live)
+        return exact_interval(live)
     held = max(peak_pinned_bytes(trace), live)
     return Interval(low_bytes=live, peak_bytes=held, high_bytes=held)
 
 
-def _host(simulated: Simulated, pinned: Interval) -> Interval:
+def _host(simulated: Simulation, pinned: Interval) -> Interval:
     """Pageable and pinned together, of a rank. Their peaks coincide after init, where states only stay.
 
     In init a state is copied from one to the other, so that at least the larger of the two, and at most both count.
@@ -112,6 +114,6 @@ def _host(simulated: Simulated, pinned: Interval) -> Interval:
     return Interval(low_bytes=min(max(one, later), top), peak_bytes=top, high_bytes=top)
 
 
-def _bucket_bytes(ask: Ask) -> int:
+def _bucket_bytes(ask: EngineSpec) -> int:
     elements = get_key(ask.ds_config, "zero_optimization.reduce_bucket_size")
     return int(elements or _DEFAULT_BUCKET) * (2 if enabled_half_precision(ask.ds_config) else 4)

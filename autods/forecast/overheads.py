@@ -12,14 +12,14 @@ from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Device, Tier
 from ..units import parse_bytes
-from .values import Ask, Interval, total
+from .values import EngineSpec, Interval, total
 
 Held = Literal["inside", "outside"]
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
+class Overhead:
     """One row. Either `bytes` or `share` of `share_of`, as (low, typical, high); both a rank."""
 
     name: str
@@ -35,10 +35,10 @@ class Constant:
     each: Literal["rank", "expert_group"] = "rank"  # what the bytes are of
     share: tuple[float, ...] = ()
 
-    def counts(self, ask: Ask) -> bool:
+    def counts(self, ask: EngineSpec) -> bool:
         """Whether the row holds for this engine."""
         zero = ask.ds_config.get("zero_optimization") or {}
-        default = overlaps(ask) if self.needs == "overlap_comm" else False
+        default = overlaps_communication(ask) if self.needs == "overlap_comm" else False
         needed = self.needs is None or bool(zero.get(self.needs, default))
         large = ask.world_size >= self.least_world_size and zero.get("stage", 0) >= self.least_stage
         return self.device == ask.device and large and needed
@@ -54,20 +54,20 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constants:
+class Overheads:
     """The rows, and how sure a forecast is before any trial: relative standard error, and the least half-width."""
 
-    rows: tuple[Constant, ...]
+    rows: tuple[Overhead, ...]
     spread: Mapping[str, float]
     least: Mapping[str, float]
 
-    def of(self, ask: Ask, tier: Tier, held: Held, of: Mapping[str, int]) -> Interval:
+    def of(self, ask: EngineSpec, tier: Tier, held: Held, of: Mapping[str, int]) -> Interval:
         """The sum of what counts, bytes a rank."""
         rows = (row for row in self.rows if row.tier == tier and row.held == held and row.counts(ask))
         return total(row.interval(of) for row in rows)
 
 
-def overlaps(ask: Ask) -> bool:
+def overlaps_communication(ask: EngineSpec) -> bool:
     """Whether communication overlaps the backward pass: DeepSpeed's default is only to at stage 3."""
     zero = ask.ds_config.get("zero_optimization") or {}
     said = zero.get("overlap_comm")
@@ -75,7 +75,7 @@ def overlaps(ask: Ask) -> bool:
 
 
 @cache
-def read_constants(path: Path | None = None) -> Constants:
+def read_overheads(path: Path | None = None) -> Overheads:
     """The shipped rows, or a file of one's own. Raises InputError that says which row is wrong."""
     path = path or data_folder("configs") / "forecast" / "constants.toml"
     file = read_checked(
@@ -87,7 +87,7 @@ def read_constants(path: Path | None = None) -> Constants:
         hint="compare with the shipped file",
         refusal="does not hold the forecast's constants",
     )
-    return Constants(rows=file.constant, spread=file.spread, least=file.least)
+    return Overheads(rows=file.constant, spread=file.spread, least=file.least)
 
 
 _KINDS = ("cuda", "cpu")
@@ -97,7 +97,7 @@ _KINDS = ("cuda", "cpu")
 class _File:
     spread: Mapping[str, float]
     least: Mapping[str, float]
-    constant: tuple[Constant, ...] = ()
+    constant: tuple[Overhead, ...] = ()
 
 
 def _check(file: _File) -> None:
@@ -109,7 +109,7 @@ def _check(file: _File) -> None:
             raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_KINDS)}")
 
 
-def _check_row(row: Constant) -> None:
+def _check_row(row: Overhead) -> None:
     """Raises ValueError."""
     values = row.bytes or row.share
     if bool(row.bytes) == bool(row.share) or len(values) != 3:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from ..types import Device, ModelFacts, Tier
 from .simulator.client import SimulationFailed
-from .values import Ask, Engine, ForecastPhase, Simulated, Simulator, Trace
+from .values import Engine, EngineSpec, ForecastPhase, Simulation, Simulator, Trace
 
 # Engine and micro batch → what it allocates; raises SimulationFailed.
-Script = Callable[[Ask, int], Simulated]
+Script = Callable[[EngineSpec, int], Simulation]
 
 
-def allocates(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> Simulated:
+def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> Simulation:
     """`allocates(1, init=4 * GIB, backward=6 * GIB)`: one tensor in each phase, of these bytes a rank."""
     phases: Mapping[str, ForecastPhase] = {
         "init": "init", "forward": "forward", "backward": "backward", "step": "step",
@@ -27,18 +27,18 @@ def allocates(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> 
     marks = tuple((2 * number, phases[phase]) for number, phase in enumerate(device))
     trace = Trace(events=events, marks=marks)
     shares = {"parameters": most // 2, "activations": most - most // 2}
-    return Simulated(
+    return Simulation(
         micro_batch=micro_batch, live_bytes=live, traces={"device": trace}, nvme_bytes=nvme, breakdown=shares
     )
 
 
 @dataclass(slots=True)
-class Scripted(Simulator):
+class ScriptedSimulator(Simulator):
     """Shipped beside the real one, see `protocol.Simulator`. engines, measured: what it was asked for, in order."""
 
     known: ModelFacts
     script: Script
-    engines: list[Ask] = field(default_factory=list)
+    engines: list[EngineSpec] = field(default_factory=list)
     measured: list[tuple[str, int]] = field(default_factory=list)
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
@@ -46,7 +46,7 @@ class Scripted(Simulator):
         return self.known
 
     @contextmanager
-    def engine(self, ask: Ask) -> Iterator[Engine]:
+    def engine(self, ask: EngineSpec) -> Iterator[Engine]:
         """An engine that answers by the script."""
         self.engines.append(ask)
         yield _ScriptedEngine(self, ask)
@@ -54,18 +54,18 @@ class Scripted(Simulator):
 
 @dataclass(frozen=True, slots=True)
 class _ScriptedEngine:
-    simulator: Scripted
-    ask: Ask
+    simulator: ScriptedSimulator
+    ask: EngineSpec
 
-    def measure(self, micro_batch: int) -> Simulated:
+    def measure(self, micro_batch: int) -> Simulation:
         self.simulator.measured.append((self.ask.rung, micro_batch))
         return self.simulator.script(self.ask, micro_batch)
 
 
-def failing(kind: str, what: str, *, where: str | None = None, hint: str | None = None) -> Script:
+def fail_with(kind: str, what: str, *, where: str | None = None, hint: str | None = None) -> Script:
     """A script that fails so."""
 
-    def script(ask: Ask, micro_batch: int) -> Simulated:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         raise SimulationFailed(kind=kind, what=what, where=where, hint=hint)
 
     return script

@@ -58,7 +58,7 @@ class Interval:
         return f"{peak} ({low} to {high})"
 
 
-def exactly(size: int) -> Interval:
+def exact_interval(size: int) -> Interval:
     """No doubt about it."""
     return Interval(low_bytes=size, peak_bytes=size, high_bytes=size)
 
@@ -75,7 +75,7 @@ PHASES: tuple[ForecastPhase, ...] = ("init", "forward", "backward", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class EngineSpec:
     """One engine to simulate: the rung with its whole DeepSpeed config, as one rank of `world_size` runs it.
 
     device_bytes: the card's memory; DeepSpeed asks for what is free and branches on it. zero_init: build the model
@@ -111,7 +111,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
+class Simulation:
     """One micro batch on a simulated engine, init and two optimizer steps.
 
     live_bytes: phase → tier → peak of the live tensors' bytes on the fullest rank (host, pinned: that rank's alone).
@@ -136,7 +136,7 @@ class Simulated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class TierForecast:
     """Peak bytes on one tier with an interval: device and pinned a rank, host and nvme a node."""
 
     peak_bytes: int
@@ -162,7 +162,7 @@ class RungForecast:
     verdict: Verdict
     reason: str
     micro_batch: int
-    memory: Mapping[Tier, Predicted] = field(default_factory=dict)
+    memory: Mapping[Tier, TierForecast] = field(default_factory=dict)
     live_peak_bytes: int = 0
     by_phase: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class RungForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulating:
+class SimulationStarted:
     """A micro batch of a rung is being simulated."""
 
     rung: str
@@ -192,7 +192,7 @@ class Simulating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecasted:
+class RungFinished:
     """A rung is done on a machine; `done` of `total` rungs are."""
 
     machine: str
@@ -201,14 +201,14 @@ class Forecasted:
     total: int
 
 
-ForecastEvent = Note | Simulating | Forecasted
+ForecastEvent = Note | SimulationStarted | RungFinished
 ForecastListener = Callable[[ForecastEvent], None]
 
 
 class Engine(Protocol):
     """A simulated engine that is initialised and stays so."""
 
-    def measure(self, micro_batch: int) -> Simulated: ...
+    def measure(self, micro_batch: int) -> Simulation: ...
 
 
 class Simulator(Protocol):
@@ -216,12 +216,12 @@ class Simulator(Protocol):
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts: ...
 
-    def engine(self, ask: Ask) -> AbstractContextManager[Engine]: ...
+    def engine(self, ask: EngineSpec) -> AbstractContextManager[Engine]: ...
 
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+    def simulate(self, ask: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
         """Each micro batch in turn on one engine."""
         with self.engine(ask) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
 
-Start = Callable[[WorkloadSource], AbstractContextManager[Simulator]]
+StartSimulator = Callable[[WorkloadSource], AbstractContextManager[Simulator]]

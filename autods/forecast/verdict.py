@@ -8,10 +8,19 @@ from dataclasses import replace
 from ..types import Tier
 from ..units import format_bytes
 from .allocator import find_least_limit, replay
-from .calibration import Calibration, learned
-from .memory_model import Need, need_of
-from .overheads import Constants, read_constants
-from .values import Ask, ForecastPhase, Interval, Predicted, RungForecast, Simulated, Trace, Verdict, exactly
+from .calibration import Calibration, calibrate_forecast
+from .memory_model import RankMemory, compute_rank_memory
+from .overheads import Overheads, read_overheads
+from .values import (
+    EngineSpec,
+    ForecastPhase,
+    Interval,
+    RungForecast,
+    Simulation,
+    TierForecast,
+    Trace,
+    Verdict,
+)
 
 PHASE_WORDS: dict[ForecastPhase, str] = {
     "init": "building and initialising",
@@ -22,7 +31,7 @@ PHASE_WORDS: dict[ForecastPhase, str] = {
 _WORTH_SAYING = 0.02  # of the limit
 
 
-def advice_for(trace: Trace, *, limit_bytes: int, least_bytes: int, expandable: bool) -> str | None:
+def advise_on_allocator(trace: Trace, *, limit_bytes: int, least_bytes: int, expandable: bool) -> str | None:
     """Half a sentence for a limit of the allocator below the least at which the trace runs well; None: nothing new."""
     if not expandable:
         other, _ = find_least_limit(trace, replay(trace, expandable=True), expandable=True)
@@ -45,14 +54,14 @@ _WHERE: Mapping[Tier, str] = {
 }
 
 
-def judged(
-    ask: Ask,
-    simulated: Simulated,
+def judge_memory(
+    ask: EngineSpec,
+    simulated: Simulation,
     *,
     limits: Mapping[Tier, int],
     emulated: bool = False,
     calibration: Calibration | None = None,
-    constants: Constants | None = None,
+    constants: Overheads | None = None,
     expandable: bool = False,
 ) -> RungForecast:
     """The forecast of one rung at one micro batch.
@@ -64,12 +73,12 @@ def judged(
     of torch's allocator on a larger card, as a fit with --gpu-memory sets it, and what lies beside the allocator does
     not count. calibration: None: no trial has been seen.
     """
-    rows = constants or read_constants()
-    need = need_of(ask, simulated, rows, expandable=expandable)
-    ratios = (calibration or learned(ask, (), rows)).ratios(ask.rung)
+    rows = constants or read_overheads()
+    need = compute_rank_memory(ask, simulated, rows, expandable=expandable)
+    ratios = (calibration or calibrate_forecast(ask, (), rows)).ratios(ask.rung)
     inside = need.device.times(ratios)
     device = inside if emulated else inside + need.beside
-    memory: dict[Tier, Predicted] = {
+    memory: dict[Tier, TierForecast] = {
         "device": _predicted(device, limits.get("device")),
         "host": _predicted(_host(ask, need, device), limits.get("host")),
         "pinned": _predicted(need.pinned, limits.get("pinned")),
@@ -90,57 +99,57 @@ def judged(
     return _said(forecast, _advice(ask, simulated, need, device, limits.get("device"), expandable=expandable))
 
 
-def tier_verdict(held: Predicted) -> Verdict:
+def judge_tier(held: TierForecast) -> Verdict:
     """What one tier says."""
     if held.limit_bytes is None or held.high_bytes <= held.limit_bytes:
         return "fits"
     return "cannot_fit" if held.low_bytes > held.limit_bytes else "tight"
 
 
-def deciding(memory: Mapping[Tier, Predicted]) -> Tier:
+def find_deciding_tier(memory: Mapping[Tier, TierForecast]) -> Tier:
     """The tier that decides the verdict: the worst one, of equally bad ones the fullest; the device while all fit."""
     order: tuple[Verdict, ...] = ("fits", "tight", "cannot_fit")
-    worst = max(memory, key=lambda tier: (order.index(tier_verdict(memory[tier])), memory[tier].fill))
-    return "device" if tier_verdict(memory[worst]) == "fits" and "device" in memory else worst
+    worst = max(memory, key=lambda tier: (order.index(judge_tier(memory[tier])), memory[tier].fill))
+    return "device" if judge_tier(memory[worst]) == "fits" and "device" in memory else worst
 
 
 def _advice(
-    ask: Ask, simulated: Simulated, need: Need, device: Interval, limit: int | None, *, expandable: bool
+    ask: EngineSpec, simulated: Simulation, need: RankMemory, device: Interval, limit: int | None, *, expandable: bool
 ) -> str | None:
     """What the allocator could still do where the limit lies within the interval."""
     trace = simulated.traces.get("device")
     if limit is None or trace is None or ask.device == "cpu" or not device.low_bytes <= limit < device.peak_bytes:
         return None
     left = limit - (device.peak_bytes - need.tensors_bytes)
-    return advice_for(trace, limit_bytes=left, least_bytes=need.tensors_bytes, expandable=expandable)
+    return advise_on_allocator(trace, limit_bytes=left, least_bytes=need.tensors_bytes, expandable=expandable)
 
 
 def _said(forecast: RungForecast, advice: str | None) -> RungForecast:
     """With the verdict, and its reason in a sentence."""
-    tier = deciding(forecast.memory)
+    tier = find_deciding_tier(forecast.memory)
     held = forecast.memory[tier]
     interval = Interval(low_bytes=held.low_bytes, peak_bytes=held.peak_bytes, high_bytes=held.high_bytes)
-    limit = "" if held.limit_bytes is None else f" of {exactly(held.limit_bytes)}"
+    limit = "" if held.limit_bytes is None else f" of {format_bytes(held.limit_bytes)}"
     reason = f"needs {interval}{limit}{_WHERE[tier]}"
     if tier == "device" and forecast.decides is not None:
         reason += f"; {PHASE_WORDS[forecast.decides]} decides"
         reason += f"; {advice}" if advice else ""
-    return replace(forecast, verdict=tier_verdict(held), reason=reason)
+    return replace(forecast, verdict=judge_tier(held), reason=reason)
 
 
-def _predicted(held: Interval, limit_bytes: int | None) -> Predicted:
-    return Predicted(
+def _predicted(held: Interval, limit_bytes: int | None) -> TierForecast:
+    return TierForecast(
         peak_bytes=held.peak_bytes, low_bytes=held.low_bytes, high_bytes=held.high_bytes, limit_bytes=limit_bytes
     )
 
 
-def _host(ask: Ask, need: Need, device: Interval) -> Interval:
+def _host(ask: EngineSpec, need: RankMemory, device: Interval) -> Interval:
     """A node's: of CPU ranks the device is the host's memory."""
     ranks = min(ask.ranks_per_node, ask.world_size)
     return (device if ask.device == "cpu" else need.host).times(ranks)
 
 
-def _by_phase(need: Need, device: Interval) -> dict[ForecastPhase, int]:
+def _by_phase(need: RankMemory, device: Interval) -> dict[ForecastPhase, int]:
     """What the card must hold in each phase: the largest is the forecast's peak."""
     top = max(need.by_phase.values(), default=0)
     return {phase: device.peak_bytes - (top - held) for phase, held in need.by_phase.items()}

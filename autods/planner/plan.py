@@ -14,7 +14,7 @@ from ..events import Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
-from ..forecast.values import ForecastListener, Simulator, Start
+from ..forecast.values import ForecastListener, Simulator, StartSimulator
 from ..report.results import Forecast, SiteForecast
 from ..requests import Question, Site, plan_with_workloads_config
 from ..system.host import installed_versions
@@ -26,7 +26,7 @@ _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
 
 
-def plan(question: Question, *, listen: ForecastListener, start: Start | None = None) -> Forecast:
+def plan(question: Question, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
     """The forecast of every rung on the machine that was asked about.
 
     Several machines share simulations, and of each only the rungs up to the fastest that fits are forecast. Raises

@@ -15,8 +15,17 @@ from ..config.strategies import Rung
 from ..errors import InputError
 from ..forecast.batch_search import MOST_MICRO_BATCH, Largest, largest
 from ..forecast.simulator.client import SimulationFailed
-from ..forecast.values import Ask, Engine, Forecasted, ForecastListener, RungForecast, Simulated, Simulating, Simulator
-from ..forecast.verdict import judged
+from ..forecast.values import (
+    Engine,
+    EngineSpec,
+    ForecastListener,
+    RungFinished,
+    RungForecast,
+    Simulation,
+    SimulationStarted,
+    Simulator,
+)
+from ..forecast.verdict import judge_memory
 from ..requests import Question, Site
 from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
@@ -44,7 +53,7 @@ def groups_of(sites: tuple[Site, ...]) -> tuple[tuple[Sizing, tuple[Site, ...]],
     return tuple((_shared(group), tuple(group)) for group in groups.values())
 
 
-def holds_for(simulated: Simulated, ask: Ask, device_bytes: int) -> bool:
+def holds_for(simulated: Simulation, ask: EngineSpec, device_bytes: int) -> bool:
     """Whether what was simulated for a larger device is right for this one too.
 
     DeepSpeed looks at the free memory once: stages 1 and 2 flatten the parameters on the device when they fit there
@@ -70,7 +79,7 @@ def checkpointing_of(question: Question, facts: ModelFacts) -> bool:
     return facts.checkpointing if question.checkpointing is None else question.checkpointing
 
 
-def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizing: Sizing) -> Ask | RungForecast:
+def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizing: Sizing) -> EngineSpec | RungForecast:
     """The engine of a rung there, or why it does not apply."""
     reason = (
         site.problem
@@ -94,7 +103,7 @@ def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizin
         own_optimizer=facts.has_optimizer,
         nvme_path=site.nvme_path,
     )
-    return Ask(
+    return EngineSpec(
         rung=rung.name,
         ds_config=config,
         world_size=site.world_size,
@@ -115,7 +124,7 @@ def _settings(rung: Rung, site: Site, question: Question, facts: ModelFacts, siz
     return {key: value for key, value in values.items() if get_key(site.base, key) is None}
 
 
-def overruled(ask: Ask, base: Mapping[str, Any]) -> tuple[str, ...]:
+def overruled(ask: EngineSpec, base: Mapping[str, Any]) -> tuple[str, ...]:
     """Numbers of the base config's ZeRO section that the forecast's engine does not have, in sentences.
 
     As a fit does, it starts with buckets that suit the device.
@@ -129,7 +138,7 @@ def overruled(ask: Ask, base: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def on_site(ask: Ask, site: Site) -> Ask:
+def on_site(ask: EngineSpec, site: Site) -> EngineSpec:
     """The same engine, as it stands on that machine."""
     return replace(ask, device_bytes=site.machine.device_bytes, ranks_per_node=site.ranks_per_node)
 
@@ -181,7 +190,7 @@ class Work:
     simulator: Simulator
     listen: ForecastListener
     expandable: bool = False
-    seen: dict[tuple[str, int], Simulated] = field(default_factory=dict)
+    seen: dict[tuple[str, int], Simulation] = field(default_factory=dict)
     found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
     failures: list[SimulationFailed] = field(default_factory=list)
     sample_bytes: float | None = None  # on the device, as the last search found; rungs share their activations
@@ -195,7 +204,7 @@ class Work:
                 return
             self.found[site.machine.name, forecast.rung] = forecast
             total = len(self.question.ladder) * len(self.question.sites)
-            self.listen(Forecasted(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
+            self.listen(RungFinished(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
 
     def settled(self, site: Site) -> bool:
         """Whether a rung is known to fit there."""
@@ -209,11 +218,11 @@ def forecast_rung(work: Work, rung: Rung, sites: Sequence[Site], sizing: Sizing,
 
     Raises SimulationFailed for what no rung would survive; what only this one does not is said of it.
     """
-    own: list[tuple[Site, Ask]] = []
-    shared: list[tuple[Site, Ask]] = []
+    own: list[tuple[Site, EngineSpec]] = []
+    shared: list[tuple[Site, EngineSpec]] = []
     for site in sites:
         ask = ask_for(rung, site, work.question, work.facts, sizing)
-        if isinstance(ask, Ask):
+        if isinstance(ask, EngineSpec):
             shared.append((site, ask))
         else:
             work.tell(site, ask)
@@ -223,9 +232,11 @@ def forecast_rung(work: Work, rung: Rung, sites: Sequence[Site], sizing: Sizing,
         _on_one_engine(work, [(site, on_site(ask, site))], search=search)
 
 
-def _on_one_engine(work: Work, asked: Sequence[tuple[Site, Ask]], *, search: bool) -> list[tuple[Site, Ask]]:
+def _on_one_engine(
+    work: Work, asked: Sequence[tuple[Site, EngineSpec]], *, search: bool
+) -> list[tuple[Site, EngineSpec]]:
     """Forecast those for which the engine's device size makes no difference; the others come back."""
-    left: list[tuple[Site, Ask]] = []
+    left: list[tuple[Site, EngineSpec]] = []
     ask = asked[0][1]
     try:
         with _Measure(work, ask) as measure:
@@ -244,12 +255,12 @@ def _on_one_engine(work: Work, asked: Sequence[tuple[Site, Ask]], *, search: boo
     return left
 
 
-def _forecast_site(work: Work, site: Site, ask: Ask, measure: _Measure, *, search: bool) -> None:
+def _forecast_site(work: Work, site: Site, ask: EngineSpec, measure: _Measure, *, search: bool) -> None:
     limits = limits_of(site, work.question)
     here = on_site(ask, site)
 
     def said_of(micro_batch: int) -> RungForecast:
-        said = judged(
+        said = judge_memory(
             here, measure(micro_batch), limits=limits, emulated=here.device == "cpu", expandable=work.expandable
         )
         return replace(said, assumed=(*said.assumed, *overruled(ask, site.base)))
@@ -288,14 +299,14 @@ def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:
     return replace(forecast, largest_micro_batch=found.micro_batch, assumed=(*forecast.assumed, *said))
 
 
-def _without(ask: Ask, site: Site, reason: str) -> RungForecast:
+def _without(ask: EngineSpec, site: Site, reason: str) -> RungForecast:
     return RungForecast(rung=ask.rung, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
 
 
 class _Measure:
     """Micro batch → what is simulated, on one engine that is started when something new is asked."""
 
-    def __init__(self, work: Work, ask: Ask) -> None:
+    def __init__(self, work: Work, ask: EngineSpec) -> None:
         self._work, self._ask = work, ask
         self._key = json.dumps(asdict(ask), sort_keys=True, default=str)
         self._context: AbstractContextManager[Engine] | None = None
@@ -308,12 +319,12 @@ class _Measure:
         if self._context is not None:
             self._context.__exit__(None, None, None)
 
-    def __call__(self, micro_batch: int) -> Simulated:
+    def __call__(self, micro_batch: int) -> Simulation:
         seen = self._work.seen.get((self._key, micro_batch))
         if seen is None:
             if self._work.stopped:
                 raise SimulationFailed(kind="crashed", what="stopped")
-            self._work.listen(Simulating(rung=self._ask.rung, micro_batch=micro_batch))
+            self._work.listen(SimulationStarted(rung=self._ask.rung, micro_batch=micro_batch))
             if self._engine is None:
                 context = self._work.simulator.engine(self._ask)
                 self._engine, self._context = context.__enter__(), context

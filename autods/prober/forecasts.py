@@ -13,8 +13,8 @@ from ..events import Listener, Note
 from ..forecast.batch_search import MOST_MICRO_BATCH, largest
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
-from ..forecast.values import Ask, RungForecast, Simulator, Start
-from ..forecast.verdict import judged
+from ..forecast.values import EngineSpec, RungForecast, Simulator, StartSimulator
+from ..forecast.verdict import judge_memory
 from ..requests import NVME_PLACE
 from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
@@ -40,7 +40,7 @@ class Foreseen:
 class Simulators:
     """One for each kind of workload, started when it is needed; a few stay, for the next that is asked of it."""
 
-    def __init__(self, device: Device, start: Start | None = None) -> None:
+    def __init__(self, device: Device, start: StartSimulator | None = None) -> None:
         self._device, self._start = device, start
         self._open: dict[str, tuple[Simulator, ExitStack]] = {}
         self._facts: dict[str, ModelFacts] = {}
@@ -134,7 +134,7 @@ class Forecasts:
                             raise
                         beyond.append(f"; {size} {NOT_SIMULATED}: {' '.join(str(failed.what).split())}")
                         return math.inf
-                    said[size] = judged(ask, simulated, limits=self._limits(), emulated=self._emulated)
+                    said[size] = judge_memory(ask, simulated, limits=self._limits(), emulated=self._emulated)
                     return said[size].fill
 
                 found = largest(fill, sizes)
@@ -144,13 +144,13 @@ class Forecasts:
             return Foreseen(largest=None, reason=said[min(said)].reason)
         return Foreseen(largest=found.micro_batch, reason=f"{found.micro_batch} fits{beyond[-1]}" if beyond else "")
 
-    def _ask(self, trial: Trial) -> Ask:
+    def _ask(self, trial: Trial) -> EngineSpec:
         settings, machine = self.question.settings, self.question.machine
         accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
         trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
         ranks = apply_conditions(settings, trial.conditions).gpus
         stage = next(rung.stage for rung in settings.ladder if rung.name == trial.rung)
-        return Ask(
+        return EngineSpec(
             rung=trial.rung,
             zero_init=settings.source.zero_init and stage == 3,
             ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),

@@ -12,7 +12,7 @@ from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Listener, Note
 from ..forecast.simulator.client import SimulationFailed
-from ..forecast.values import Start as StartSimulator
+from ..forecast.values import StartSimulator
 from ..journal import JOURNAL, History, Journal, TrialStore, check_disk_space, workspace
 from ..report.results import CellResult, ProbeReport
 from ..report.serialize import write_probe

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..config.catalogue import ASKED, HERE
 from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
-from ..forecast.values import Forecasted, ForecastEvent, RungForecast, Simulating
+from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
 from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Skipped, Trial
 from . import text
 from .plan_view import MARKS, format_predicted, rung_table
@@ -193,12 +193,12 @@ class PlanProgress(LiveView):
                     self._note = event.text
                     if self._live is None:
                         self._print_plain(event.text)
-                case Simulating():
+                case SimulationStarted():
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
-                case Forecasted():
+                case RungFinished():
                     self._finished(event)
 
-    def _finished(self, event: Forecasted) -> None:
+    def _finished(self, event: RungFinished) -> None:
         said = event.forecast
         before = self._rows.get((event.machine, said.rung))
         self._rows[event.machine, said.rung] = said

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..forecast.values import Predicted, RungForecast, Verdict
+from ..forecast.values import RungForecast, TierForecast, Verdict
 from ..types import TIERS, Tier
 from ..units import choose_unit, format_bytes, format_count
 from .results import Forecast, SiteForecast
@@ -98,7 +98,7 @@ def sentences(forecast: Forecast, said: SiteForecast) -> Iterator[str]:
         yield "prove it on the machine itself: autods fit"
 
 
-def missing(rung: RungForecast) -> tuple[Tier, Predicted] | None:
+def missing(rung: RungForecast) -> tuple[Tier, TierForecast] | None:
     """The tier that is overdrawn most, by share of its limit, if one is."""
     over = [(tier, said) for tier, said in rung.memory.items() if said.fill > 1]
     return max(over, key=lambda item: item[1].fill, default=None)
@@ -255,7 +255,7 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
     return table
 
 
-def format_predicted(said: Predicted) -> str:
+def format_predicted(said: TierForecast) -> str:
     """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
     name, factor = choose_unit(said.peak_bytes)
     low, peak, high = (f"{size / factor:.1f}" for size in (said.low_bytes, said.peak_bytes, said.high_bytes))

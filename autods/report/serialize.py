@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError
-from ..forecast.values import PHASES, Predicted, RungForecast
+from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..journal import read_record
 from ..schema import read_as
 from ..types import TIERS, Knobs, Record, Skipped, Tier, TierUse
@@ -208,7 +208,7 @@ def _unwritable(path: Path, why: str | None) -> InputError:
     return InputError(f"cannot be written: {why}", where=str(path), hint="give another file")
 
 
-_NOTHING = Predicted(peak_bytes=0, low_bytes=0, high_bytes=0)
+_NOTHING = TierForecast(peak_bytes=0, low_bytes=0, high_bytes=0)
 _PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from ..config.deepspeed import without_monitors
 from ..events import Listener, Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
-from ..forecast.calibration import Pair
+from ..forecast.calibration import Observation
 from ..forecast.forecaster import Foreseer
-from ..forecast.values import Ask, RungForecast, Start
+from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..requests import Settings
 from ..schema import read_as
@@ -84,7 +84,7 @@ def open_forecaster(
     config_of: Callable[[Trial], dict[str, Any]],
     memory: TrialStore,
     listen: Listener,
-    start: Start | None = None,
+    start: StartSimulator | None = None,
 ) -> Iterator[Forecaster]:
     """A forecaster of this fit's trials; one that knows nothing when the settings want no forecast.
 
@@ -107,7 +107,7 @@ def open_forecaster(
             limits=_memory_limits(settings),
             emulated=settings.device == "cpu" or settings.device_bytes_asked,
             tell=lambda text: listen(Note(text=text)),
-            pairs={key: read_as(Pair, row) for key, row in memory.past.forecasts.items()},
+            pairs={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
             expandable=allocator.expandable,
         )
 
@@ -124,12 +124,12 @@ def open_forecaster(
             forecaster.close()
 
 
-def _request_of(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]) -> Callable[[Trial], Ask]:
+def _request_of(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]) -> Callable[[Trial], EngineSpec]:
     """A function from a trial to the engine that its forecast simulates."""
     stages = {rung.name: rung.stage for rung in settings.ladder}
 
-    def request(trial: Trial) -> Ask:
-        return Ask(
+    def request(trial: Trial) -> EngineSpec:
+        return EngineSpec(
             rung=trial.rung,
             ds_config=without_monitors(config_of(trial)),
             world_size=settings.gpus,

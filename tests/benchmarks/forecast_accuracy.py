@@ -143,7 +143,7 @@ def main() -> int:
 def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
     """What the real engine allocates, beside what the tools say."""
     from autods.forecast.simulator import SimulationFailed, Simulator
-    from autods.forecast.values import Ask
+    from autods.forecast.values import EngineSpec
     from autods.trial.preload import preload
     from autods.workload import make_source
     from tests.support import golden_cases as golden
@@ -160,7 +160,7 @@ def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
             source = make_source(golden.workload_file(architecture, Path(folder), plain=False))
             with Simulator(source, processes=1) as simulator:
                 for rung, checkpointing in product(options.rungs.split(","), options.checkpointing.split(",")):
-                    ask = Ask(
+                    ask = EngineSpec(
                         rung=rung, ds_config=golden.config_of(rung, accumulation=1), world_size=WORLD,
                         ranks_per_node=WORLD, device_bytes=16 << 30, device="cpu", checkpointing=checkpointing == "on",
                     )  # fmt: skip

@@ -37,7 +37,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 from autods.config.strategies import read_rungs
 from autods.forecast.simulator import SimulationFailed, Simulator
-from autods.forecast.values import PHASES, Ask
+from autods.forecast.values import PHASES, EngineSpec
 from autods.trial.preload import preload, settle
 from autods.workload import make_source
 from tests.support import golden_cases as golden
@@ -62,12 +62,12 @@ class Case:
         """With kernels that are the same on both devices."""
         return bool(self.device == "cuda")
 
-    def ask(self) -> Ask:
+    def ask(self) -> EngineSpec:
         config = golden.config_of(
             self.rung, accumulation=self.accumulation, pinned=not self.plain, precision=self.precision,
             optimizer=self.optimizer,
         )  # fmt: skip
-        return Ask(
+        return EngineSpec(
             rung=self.rung, ds_config=config, world_size=golden.WORLD, ranks_per_node=golden.WORLD,
             device_bytes=16 << 30, device=self.device, checkpointing=self.checkpointing == "on",
         )  # fmt: skip

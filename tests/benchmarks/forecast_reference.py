@@ -18,7 +18,7 @@ from rich.table import Table
 
 from autods.api import ask as pose
 from autods.forecast.simulator import Simulator
-from autods.forecast.values import Ask
+from autods.forecast.values import EngineSpec
 from autods.planner.simulate import Sizing, ask_for
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
@@ -64,7 +64,7 @@ def simulated(model: str, *, gpus: int, rungs: tuple[str, ...]) -> dict[str, tup
         facts = simulator.facts()
         asks = [ask_for(rung, question.sites[0], question, facts, sizing) for rung in question.ladder]
         for ask in asks:
-            if isinstance(ask, Ask):
+            if isinstance(ask, EngineSpec):
                 (answer,) = simulator.simulate(ask, [1])
                 peak = max(tiers.get("device", 0) for tiers in answer.live_bytes.values())
                 found[ask.rung] = (peak, answer.optimizer_elements)

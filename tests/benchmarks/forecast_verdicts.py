@@ -33,10 +33,10 @@ from typing import Any
 from autods.config.deepspeed import compose, start_settings
 from autods.config.strategies import read_rungs
 from autods.errors import AutodsError
-from autods.forecast.calibration import Pair, learned
+from autods.forecast.calibration import Observation, calibrate_forecast
 from autods.forecast.simulator import SimulationFailed, Simulator
-from autods.forecast.values import Ask, Predicted, Simulated
-from autods.forecast.verdict import judged, tier_verdict
+from autods.forecast.values import EngineSpec, Simulation, TierForecast
+from autods.forecast.verdict import judge_memory, judge_tier
 from autods.types import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.units import parse_bytes
 from autods.workload import make_source
@@ -104,8 +104,8 @@ class Row:
     seen: bool
     measured_bytes: int | None = None
     problem: str | None = None
-    before: Predicted | None = None
-    after: Predicted | None = None
+    before: TierForecast | None = None
+    after: TierForecast | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +235,8 @@ def forecast(setup: Setup, rows: Iterable[Row], scratch: Path) -> list[Row]:
     for row in own:
         if row.measured_bytes is not None:
             ran.setdefault(row.rung, []).append(row)
-    asks: dict[str, Ask] = {}
-    found: dict[tuple[str, int], Simulated] = {}
+    asks: dict[str, EngineSpec] = {}
+    found: dict[tuple[str, int], Simulation] = {}
     with Simulator(source(setup.workload, scratch), processes=1) as simulator:
         facts = simulator.facts("cpu")
         for rung, of_rung in ran.items():
@@ -261,26 +261,28 @@ def forecast(setup: Setup, rows: Iterable[Row], scratch: Path) -> list[Row]:
     ]
 
 
-def pairs_of(rows: Iterable[Row]) -> tuple[Pair, ...]:
+def pairs_of(rows: Iterable[Row]) -> tuple[Observation, ...]:
     """What the trials at micro batch 1 teach."""
     return tuple(
-        Pair(rung=row.rung, predicted_bytes=row.before.peak_bytes, measured_bytes=row.measured_bytes)
+        Observation(rung=row.rung, predicted_bytes=row.before.peak_bytes, measured_bytes=row.measured_bytes)
         for row in rows
         if row.micro_batch == 1 and row.before is not None and row.measured_bytes is not None
     )
 
 
-def _device(ask: Ask, said: Simulated, pairs: Iterable[Pair]) -> Predicted:
-    return judged(ask, said, limits={}, emulated=True, calibration=learned(ask, pairs)).memory["device"]
+def _device(ask: EngineSpec, said: Simulation, pairs: Iterable[Observation]) -> TierForecast:
+    return judge_memory(ask, said, limits={}, emulated=True, calibration=calibrate_forecast(ask, pairs)).memory[
+        "device"
+    ]
 
 
-def ask_of(setup: Setup, rung: str, facts: ModelFacts) -> Ask:
+def ask_of(setup: Setup, rung: str, facts: ModelFacts) -> EngineSpec:
     """The engine of that rung."""
     config = compose(
         read_rungs()[rung], knobs_of(setup, rung, 1, facts), base=BASE, world_size=setup.world_size,
         own_optimizer=False, nvme_path=Path("/local_nvme"),
     )  # fmt: skip
-    return Ask(
+    return EngineSpec(
         rung=rung, ds_config=config, world_size=setup.world_size, ranks_per_node=setup.world_size,
         device_bytes=parse_bytes(setup.sized_for), device="cpu", checkpointing=setup.checkpointing,
     )  # fmt: skip
@@ -321,7 +323,9 @@ def source(workload: str, scratch: Path) -> WorkloadSource:
 # ---- what the verdicts are worth
 
 
-def tally(rows: Iterable[Row], said: Callable[[Row], Predicted | None], budgets_mib: Sequence[int] = BUDGETS) -> Tally:
+def tally(
+    rows: Iterable[Row], said: Callable[[Row], TierForecast | None], budgets_mib: Sequence[int] = BUDGETS
+) -> Tally:
     """Of the rows that were measured and forecast, each at every budget."""
     counts = dict.fromkeys(("rows", "cases", "false_cannot_fit", "false_fits", "tight", "far", "right_far"), 0)
     errors = []
@@ -332,7 +336,7 @@ def tally(rows: Iterable[Row], said: Callable[[Row], Predicted | None], budgets_
         counts["rows"] += 1
         errors.append(held.peak_bytes / row.measured_bytes - 1)
         for budget in (size * MIB for size in budgets_mib):
-            verdict = tier_verdict(replace(held, limit_bytes=budget))
+            verdict = judge_tier(replace(held, limit_bytes=budget))
             fits = row.measured_bytes <= budget
             counts["cases"] += 1
             counts["false_cannot_fit"] += fits and verdict == "cannot_fit"
@@ -358,7 +362,7 @@ def tallies(rows: Sequence[Row]) -> Iterator[tuple[str, Tally]]:
     yield "micro batch > 1, after", tally(later, lambda row: row.after)
 
 
-def _before(row: Row) -> Predicted | None:
+def _before(row: Row) -> TierForecast | None:
     return row.before
 
 

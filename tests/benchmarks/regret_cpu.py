@@ -60,7 +60,7 @@ from recorded import (
 
 from autods.config.profiles import Budget
 from autods.errors import AutodsError
-from autods.forecast.values import Ask, Engine, Simulated, Simulator
+from autods.forecast.values import Engine, EngineSpec, Simulation, Simulator
 from autods.journal import Journal, TrialStore
 from autods.requests import Settings, resolve
 from autods.system.host import installed_versions, read_hardware
@@ -369,18 +369,18 @@ class Remembered:
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
-        self.known: dict[tuple[str, int], Simulated] = {}
+        self.known: dict[tuple[str, int], Simulation] = {}
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
         return self.simulator.facts(device)
 
     @contextlib.contextmanager
-    def engine(self, ask: Ask) -> Iterator[Engine]:
+    def engine(self, ask: EngineSpec) -> Iterator[Engine]:
         """An engine that begins to exist with the first question that is new."""
         with contextlib.ExitStack() as stack:
             yield _RememberedEngine(self, ask, stack)
 
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+    def simulate(self, ask: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
         with self.engine(ask) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
@@ -388,11 +388,11 @@ class Remembered:
 @dataclass(slots=True)
 class _RememberedEngine:
     simulator: Remembered
-    ask: Ask
+    ask: EngineSpec
     stack: contextlib.ExitStack
     real: Engine | None = None
 
-    def measure(self, micro_batch: int) -> Simulated:
+    def measure(self, micro_batch: int) -> Simulation:
         key = (json.dumps(asdict(self.ask), sort_keys=True), micro_batch)
         if key not in self.simulator.known:
             self.real = self.real or self.stack.enter_context(self.simulator.simulator.engine(self.ask))

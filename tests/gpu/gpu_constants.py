@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_results as results
 
-from autods.forecast.overheads import read_constants
+from autods.forecast.overheads import read_overheads
 from autods.system.host import data_folder
 
 MIB = 2**20
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.out is not None:
         shipped = (data_folder("configs") / "forecast" / "constants.toml").read_text()
         asked.out.write_text(replaced(shipped, found))
-        read_constants(asked.out)  # raises InputError where a row is wrong
+        read_overheads(asked.out)  # raises InputError where a row is wrong
         print(f"written: {asked.out}")
     return 0
 

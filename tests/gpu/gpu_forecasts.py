@@ -11,12 +11,12 @@ from typing import Any
 from gpu_cells import source
 
 from autods.forecast.allocator import replay
-from autods.forecast.calibration import pair_of
-from autods.forecast.memory_model import need_of
-from autods.forecast.overheads import read_constants
+from autods.forecast.calibration import observe_trial
+from autods.forecast.memory_model import compute_rank_memory
+from autods.forecast.overheads import read_overheads
 from autods.forecast.simulator import SimulationFailed, Simulator
-from autods.forecast.values import Ask, Simulated
-from autods.forecast.verdict import judged
+from autods.forecast.values import EngineSpec, Simulation
+from autods.forecast.verdict import judge_memory
 from autods.schema import read_as
 from autods.types import Device, Fit, ModelFacts
 from autods.units import format_bytes
@@ -51,29 +51,29 @@ def _of_engine(
         yield from ({**cell, "forecast": problem} for cell in cells)
 
 
-def ask_of(cell: Mapping[str, Any], device: Device, usable_bytes: int) -> Ask:
+def ask_of(cell: Mapping[str, Any], device: Device, usable_bytes: int) -> EngineSpec:
     """The engine that the trial ran."""
     facts = ModelFacts(**cell["facts"])
-    return Ask(
+    return EngineSpec(
         rung=cell["rung"], ds_config=cell["ds_config"], world_size=cell["world_size"],
         ranks_per_node=cell["world_size"], device_bytes=cell["card_bytes"] or usable_bytes, device=device,
         checkpointing=cell["checkpointing"] and facts.checkpointing,
     )  # fmt: skip
 
 
-def said_of(cell: Mapping[str, Any], ask: Ask, simulated: Simulated) -> Row:
+def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> Row:
     """Bytes a rank. at_limit_bytes: what is expected to be reserved within the limit, inside_bytes of it by constants.
 
     peak_bytes, low and high: what the card must hold: a trial may reserve more where it has more. The verdict is that
     of the tier that trials limit, the device.
     """
-    rows, emulated = read_constants(), cell["card_bytes"] is not None or ask.device == "cpu"
-    forecast = judged(ask, simulated, limits={"device": ask.device_bytes}, emulated=emulated)
-    need = need_of(ask, simulated, rows, expandable=False)
+    rows, emulated = read_overheads(), cell["card_bytes"] is not None or ask.device == "cpu"
+    forecast = judge_memory(ask, simulated, limits={"device": ask.device_bytes}, emulated=emulated)
+    need = compute_rank_memory(ask, simulated, rows, expandable=False)
     held = forecast.memory["device"]
     at_limit = held.peak_bytes
     if cell["outcome"]["kind"] == "fit":
-        pair = pair_of(ask, simulated, read_as(Fit, cell["outcome"]))
+        pair = observe_trial(ask, simulated, read_as(Fit, cell["outcome"]))
         at_limit = at_limit if pair is None else pair.predicted_bytes
     inside = need.device.peak_bytes - need.tensors_bytes
     trace = simulated.traces.get("device")

@@ -9,8 +9,8 @@ import pytest
 
 from autods.events import Note
 from autods.forecast.simulator import Simulator
-from autods.forecast.values import Ask
-from autods.forecast.verdict import judged
+from autods.forecast.values import EngineSpec
+from autods.forecast.verdict import judge_memory
 from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
@@ -165,14 +165,14 @@ def test_experts_are_forecast_with_the_groups_that_they_make(runners, rung):
     runner = runners("experts.py")
     asked = Knobs(checkpointing=False, micro_batch=8, settings=BUCKETS)
     trial = Trial(rung=rung, knobs=asked, purpose="race")
-    ask = Ask(
+    ask = EngineSpec(
         rung=rung, ds_config=runner.final_config(trial), world_size=2, ranks_per_node=2, device_bytes=2**30,
         device="cpu", checkpointing=False,
     )  # fmt: skip
     with Simulator(runner.settings.source, processes=1) as simulator:
         simulated = simulator.simulate(ask, [8])[0]
     assert simulated.expert_groups == 2
-    said = judged(ask, simulated, limits={"device": 2**30}, emulated=True).memory["device"]
+    said = judge_memory(ask, simulated, limits={"device": 2**30}, emulated=True).memory["device"]
     assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 
 

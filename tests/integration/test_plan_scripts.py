@@ -16,7 +16,7 @@ from autods.config.deepspeed import compose
 from autods.config.strategies import read_rungs, select_rungs
 from autods.errors import InputError
 from autods.forecast.simulator import Simulator
-from autods.forecast.values import Ask
+from autods.forecast.values import EngineSpec
 from autods.types import Knobs
 from autods.workload import make_source
 
@@ -111,7 +111,7 @@ def _ask(name):
     values = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
     knobs = Knobs(micro_batch=8, accumulation=2, checkpointing=False, settings=values)
     config = compose(rung, knobs, base={}, world_size=4, own_optimizer=False)
-    return Ask(
+    return EngineSpec(
         rung=name, ds_config=config, world_size=4, ranks_per_node=4, device_bytes=8 << 30, checkpointing=False
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autods.forecast.simulator import SimulationFailed, Simulator
-from autods.forecast.values import PHASES, Ask, Simulated
+from autods.forecast.values import PHASES, EngineSpec, Simulation
 from autods.workload import make_source
 from tests.support import golden_cases as golden
 from tests.support.watching import wait_for
@@ -32,10 +32,10 @@ def build_batch(n):
 """
 
 
-def ask(rung: str, **said: object) -> Ask:
+def ask(rung: str, **said: object) -> EngineSpec:
     """One engine of a small model on 8 ranks of 16 GiB."""
     world = int(str(said.get("world_size", golden.WORLD)))
-    asked = Ask(
+    asked = EngineSpec(
         rung=rung, ds_config=golden.config_of(rung, accumulation=1, world=world), world_size=world, ranks_per_node=8,
         device_bytes=16 << 30, checkpointing=False,
     )  # fmt: skip
@@ -49,7 +49,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
         yield simulator
 
 
-def simulated(folder: Path, line: str = "pass", moved: str = "", head: str = HEAD) -> Simulated:
+def simulated(folder: Path, line: str = "pass", moved: str = "", head: str = HEAD) -> Simulation:
     """Two steps of a model with that line in its forward, under ZeRO-1."""
     path = folder / "model.py"
     path.write_text(head + MODEL.format(line=line, moved=moved))
@@ -234,7 +234,7 @@ def alive_in(group: int) -> list[int]:
     return found
 
 
-def with_optimizer(name: str, rung: str = "zero1", **params: object) -> Ask:
+def with_optimizer(name: str, rung: str = "zero1", **params: object) -> EngineSpec:
     """One engine with that optimizer of `golden_cases`."""
     config = golden.config_of(rung, accumulation=1, optimizer=name)
     if params:

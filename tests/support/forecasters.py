@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autods.forecast.values import Predicted, RungForecast, Verdict
+from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.types import Trial
 
 
 def said(rung: str, verdict: Verdict, *, low: int = 1, limit: int = 1) -> RungForecast:
-    device = Predicted(peak_bytes=low, low_bytes=low, high_bytes=low, limit_bytes=limit)
+    device = TierForecast(peak_bytes=low, low_bytes=low, high_bytes=low, limit_bytes=limit)
     return RungForecast(rung=rung, verdict=verdict, reason="needs more", micro_batch=1, memory={"device": device})
 
 

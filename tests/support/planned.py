@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from autods.forecast.scripted import Script, Scripted, allocates
-from autods.forecast.values import Ask, ForecastEvent, Simulated
+from autods.forecast.scripted import Script, ScriptedSimulator, simulate_peaks
+from autods.forecast.values import EngineSpec, ForecastEvent, Simulation
 from autods.planner.plan import plan
 from autods.report.results import Forecast
 from autods.requests import Question, pose
@@ -33,9 +33,9 @@ NEEDS = {
 }  # fmt: skip
 
 
-def shrinking(ask: Ask, micro_batch: int) -> Simulated:
+def shrinking(ask: EngineSpec, micro_batch: int) -> Simulation:
     """GiB by rung, and half of one more for each sample."""
-    return allocates(micro_batch, init=GIB, backward=int((NEEDS[ask.rung] + micro_batch / 2) * GIB))
+    return simulate_peaks(micro_batch, init=GIB, backward=int((NEEDS[ask.rung] + micro_batch / 2) * GIB))
 
 
 def question(**said: Any) -> Question:
@@ -48,7 +48,7 @@ class Planned:
     """A plan on a scripted simulator: what it said, what it was asked, what it told while it worked."""
 
     def __init__(self, asked: Question, script: Script = shrinking, facts: ModelFacts = FACTS) -> None:
-        self.simulator = Scripted(facts, script)
+        self.simulator = ScriptedSimulator(facts, script)
         self.events: list[ForecastEvent] = []
         self.forecast: Forecast = plan(
             asked, listen=self.events.append, start=lambda source: nullcontext(self.simulator)

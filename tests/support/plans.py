@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autods.config.catalogue import find_machines
-from autods.forecast.values import Predicted, RungForecast, Verdict
+from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.report.results import Forecast, SiteForecast
 from autods.requests import Site, pose
 from autods.system.host import Hardware
@@ -23,16 +23,16 @@ FACTS = ModelFacts(
 )  # fmt: skip
 
 
-def predicted(gib: float, limit: int | None = LIMIT) -> Predicted:
+def predicted(gib: float, limit: int | None = LIMIT) -> TierForecast:
     """An interval of 10 % about that many GiB."""
     peak = int(gib * GIB)
-    return Predicted(peak_bytes=peak, low_bytes=int(0.9 * peak), high_bytes=int(1.1 * peak), limit_bytes=limit)
+    return TierForecast(peak_bytes=peak, low_bytes=int(0.9 * peak), high_bytes=int(1.1 * peak), limit_bytes=limit)
 
 
 def rung(
     name: str, gib: float, *, verdict: Verdict, largest: int | None = None, host: float | None = None, **said: object
 ) -> RungForecast:
-    memory: dict[Tier, Predicted] = {"device": predicted(gib)}
+    memory: dict[Tier, TierForecast] = {"device": predicted(gib)}
     if host is not None:
         memory["host"] = predicted(host, 1024 * GIB)
         memory["pinned"] = predicted(host / 16, None)

@@ -20,7 +20,7 @@ from typing import Any
 from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
 from autods.config.strategies import Dimension, Rung, read_rungs
-from autods.forecast.values import Predicted, RungForecast
+from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.requests import Settings
 from autods.runner.testing import fit, out_of_memory
@@ -231,7 +231,7 @@ class SurfaceForecaster:
     def forecast(self, trial: Trial) -> RungForecast:
         peak = self.surface.peak_bytes(trial) * self._off[trial.rung]
         limit = self.surface.limit_bytes
-        use = Predicted(
+        use = TierForecast(
             peak_bytes=int(peak), low_bytes=int(peak * 0.92), high_bytes=int(peak * 1.08), limit_bytes=limit
         )
         verdict = "cannot_fit" if use.low_bytes > limit else "fits" if use.high_bytes <= limit else "tight"

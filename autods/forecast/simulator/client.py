@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from ...errors import AutodsError
 from ...types import Device, ModelFacts, WorkloadSource
-from ..values import Ask, Simulated, Trace
+from ..values import EngineSpec, Simulation, Trace
 
 _GONE_S = 5.0  # killed engines are gone at once, but on a machine that is very busy
 
@@ -48,7 +48,7 @@ class SimulatedEngine:
         self._connection, self._log = connection, log
         self._lines = connection.makefile("rb")
 
-    def measure(self, micro_batch: int) -> Simulated:
+    def measure(self, micro_batch: int) -> Simulation:
         """The first call initialises the engine and runs two steps; later ones run a step. Raises SimulationFailed."""
         return _simulated(self._ask({"measure": micro_batch})["simulated"])
 
@@ -93,13 +93,13 @@ class Simulator:
         with self._process({"facts": True, "ranks": ranks}, device) as process:
             return ModelFacts(**process._ask(None)["facts"])
 
-    def simulate(self, ask: Ask, micro_batches: Sequence[int]) -> tuple[Simulated, ...]:
+    def simulate(self, ask: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
         """Each micro batch in turn on one engine. Raises SimulationFailed."""
         with self.engine(ask) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
     @contextlib.contextmanager
-    def engine(self, ask: Ask) -> Iterator[SimulatedEngine]:
+    def engine(self, ask: EngineSpec) -> Iterator[SimulatedEngine]:
         """An engine that lives until the block ends; waits until fewer than `processes` do."""
         with self._process({"engine": asdict(ask)}, ask.device) as engine:
             yield engine
@@ -196,7 +196,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _simulated(said: dict[str, Any]) -> Simulated:
+def _simulated(said: dict[str, Any]) -> Simulation:
     traces = {}
     for tier, packed in said.pop("traces").items():
         events = array("q", base64.b64decode(packed["events"]))
@@ -208,4 +208,4 @@ def _simulated(said: dict[str, Any]) -> Simulated:
             copied=tuple((count, size) for count, size in packed.get("copied", ())),
         )
     assumed = tuple(said.pop("assumed"))
-    return Simulated(traces=traces, assumed=assumed, **said)
+    return Simulation(traces=traces, assumed=assumed, **said)

@@ -17,7 +17,7 @@ from ...trial.pipeline import whole
 from ...trial.training import build, initialize, optimizer_step
 from ...types import Phase
 from ...workload.protocol import Workload
-from ..values import Ask, ForecastPhase
+from ..values import EngineSpec, ForecastPhase
 from . import attribution, deepspeed_patches, dispatch, padding, protocol
 from .ledger import DEVICE, PINNED, Ledger
 
@@ -57,7 +57,7 @@ class Stage:
 class Rank:
     """What engines of one rank share until DeepSpeed sees the model: the world that was joined, and the model."""
 
-    def __init__(self, stage: Stage, workload: Workload, ask: Ask) -> None:
+    def __init__(self, stage: Stage, workload: Workload, ask: EngineSpec) -> None:
         self.error: BaseException | None = None  # what the user's code raised; every engine passes it on
         self.model: Any = None
         stand(stage.ledger, ask)
@@ -71,7 +71,9 @@ class Rank:
 class Engine:
     """Lives in a process of its own, forked from one that has built its rank."""
 
-    def __init__(self, stage: Stage, workload: Workload, ask: Ask, scratch: str, rank: Rank | None = None) -> None:
+    def __init__(
+        self, stage: Stage, workload: Workload, ask: EngineSpec, scratch: str, rank: Rank | None = None
+    ) -> None:
         self._stage, self._workload, self._ask, self._rank = stage, workload, ask, rank
         self._config = in_scratch(ask.ds_config, scratch)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
@@ -144,7 +146,7 @@ class Engine:
         return report_of(ledger, micro_batch, elements, seconds) | {"live_bytes": peaks}
 
 
-def stand(ledger: Ledger, ask: Ask) -> None:
+def stand(ledger: Ledger, ask: EngineSpec) -> None:
     """This process becomes the rank that is asked about, and its books are opened."""
     ledger.device_bytes = ask.device_bytes
     dispatch.join(ask.world_size, ask.ranks_per_node)

@@ -28,7 +28,7 @@ from ...trial.script.session import Session
 from ...trial.script.user_errors import find_raiser
 from ...types import Phase, Steps, WorkloadSource
 from ...workload.protocol import WorkloadError
-from ..values import Ask, ForecastPhase
+from ..values import EngineSpec, ForecastPhase
 from . import attribution, protocol, script_patches
 from .engine import Stage, in_scratch, report_of, stand
 from .protocol import say, told
@@ -47,7 +47,7 @@ DRAWN = "the batches of the script's first two optimizer steps were simulated: l
 
 def live(own: socket.socket, job: Mapping[str, Any], stage: Stage, source: WorkloadSource, scratch: str) -> None:
     """Answer each line with a run of the script."""
-    asked = Ask(**job["engine"]) if "engine" in job else None
+    asked = EngineSpec(**job["engine"]) if "engine" in job else None
     questions = (int(json.loads(line)["measure"]) for line in own.makefile()) if asked else iter([1])
     for micro_batch in questions:
         parent = os.getpid()
@@ -91,7 +91,7 @@ class _Run:
     """
 
     def __init__(
-        self, own: socket.socket, stage: Stage, source: WorkloadSource, scratch: str, ask: Ask,
+        self, own: socket.socket, stage: Stage, source: WorkloadSource, scratch: str, ask: EngineSpec,
          micro_batch: int, *, only_looks: bool,
     ) -> None:  # fmt: skip
         self.own, self.stage, self.source, self.scratch = own, stage, source, scratch
@@ -172,11 +172,11 @@ class _Run:
         os._exit(_ANSWERED)
 
 
-def _looked_at(stage: Stage, source: WorkloadSource, ranks: int) -> Ask:
+def _looked_at(stage: Stage, source: WorkloadSource, ranks: int) -> EngineSpec:
     """For a look, as the survey's ranks: without any sharding."""
     base = source.base_config if isinstance(source.base_config, Mapping) else {}
     config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, strip_rung_keys(base))
-    return Ask(
+    return EngineSpec(
         rung="", ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=1 << 40,
         device="cpu" if stage.ledger.one_memory else "cuda",
     )  # fmt: skip

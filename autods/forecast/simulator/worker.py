@@ -25,7 +25,7 @@ from typing import Any
 
 from ...system import processes
 from ...types import WorkloadSource
-from ..values import Ask
+from ..values import EngineSpec
 from .protocol import answer, say, told
 
 
@@ -132,7 +132,7 @@ def _build(client: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
     from .engine import Rank
 
     try:
-        stand.rank = Rank(stand.stage, stand.workload, Ask(**job["engine"]))
+        stand.rank = Rank(stand.stage, stand.workload, EngineSpec(**job["engine"]))
         preload.settle()
         _serve(client, stand)
     except BaseException:
@@ -185,7 +185,7 @@ def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
             elif "facts" in job:
                 answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
             else:
-                engine = Engine(stand.stage, stand.workload, Ask(**job["engine"]), scratch, stand.rank)
+                engine = Engine(stand.stage, stand.workload, EngineSpec(**job["engine"]), scratch, stand.rank)
                 for line in own.makefile():
                     micro_batch = int(json.loads(line)["measure"])
                     if not answer(own, stand.source, lambda: {"simulated": engine.measure(micro_batch)}):  # noqa: B023

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.forecast.values import Predicted
+from autods.forecast.values import TierForecast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def row(measured_mib: int, *, low: int, peak: int, high: int, micro_batch: int = 1) -> verdicts.Row:
-    said = Predicted(low_bytes=low * MIB, peak_bytes=peak * MIB, high_bytes=high * MIB)
+    said = TierForecast(low_bytes=low * MIB, peak_bytes=peak * MIB, high_bytes=high * MIB)
     return verdicts.Row(
         setup="gpt",
         rung="zero2",

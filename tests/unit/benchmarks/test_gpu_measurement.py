@@ -18,9 +18,9 @@ import gpu_results as results
 import measure
 from gpu_cells import Cell, Site, cells, config_of, rungs_for
 
-from autods.forecast.overheads import read_constants
-from autods.forecast.scripted import allocates
-from autods.forecast.values import Simulated, Trace
+from autods.forecast.overheads import read_overheads
+from autods.forecast.scripted import simulate_peaks
+from autods.forecast.values import Simulation, Trace
 from autods.runner.testing import fit
 from autods.system.host import Hardware
 from autods.types import ModelFacts
@@ -172,9 +172,9 @@ def test_there_is_no_part_of_another_name(capsys: pytest.CaptureFixture[str]) ->
 # ---- the forecasts
 
 
-def twelve_gib() -> Simulated:
+def twelve_gib() -> Simulation:
     traces = {"device": Trace(events=(12 * GIB,), marks=((0, "backward"),))}
-    return replace(allocates(1, init=GIB, backward=12 * GIB), traces=traces)
+    return replace(simulate_peaks(1, init=GIB, backward=12 * GIB), traces=traces)
 
 
 def test_a_cell_is_forecast_for_the_card_it_ran_on() -> None:
@@ -250,13 +250,13 @@ def test_the_whole_file_is_written_and_the_forecast_reads_it(
     path, out = tmp_path / "h100.json", tmp_path / "constants.toml"
     results.write(path, measured_file(*range(0, 100, 10)))
     assert constants.main([str(path), "--out", str(out)]) == 0
-    rows = {row.name: row for row in read_constants(out).rows}
+    rows = {row.name: row for row in read_overheads(out).rows}
     assert rows["CUDA context"].bytes == ("520MiB", "520MiB", "572MiB")
     assert rows["NCCL"].source.startswith("measured, 1 readings")
-    before = {row.name: row for row in read_constants().rows}
+    before = {row.name: row for row in read_overheads().rows}
     kept = set(before) - {"CUDA context", "NCCL", "cuBLAS workspaces"}
     assert all(rows[name] == before[name] for name in kept)
-    assert read_constants(out).spread["cpu"] == read_constants().spread["cpu"]
+    assert read_overheads(out).spread["cpu"] == read_overheads().spread["cpu"]
     assert "written" in capsys.readouterr().out
 
 

@@ -7,16 +7,16 @@ from dataclasses import asdict
 
 import pytest
 
-from autods.forecast.calibration import Calibration, Pair, calibrated
+from autods.forecast.calibration import Calibration, Observation, fit_calibration
 from autods.schema import read_as
 
 
-def pair(ratio: float, rung: str = "zero2", *, at_least: bool = False) -> Pair:
-    return Pair(rung=rung, predicted_bytes=10**9, measured_bytes=int(ratio * 10**9), at_least=at_least)
+def pair(ratio: float, rung: str = "zero2", *, at_least: bool = False) -> Observation:
+    return Observation(rung=rung, predicted_bytes=10**9, measured_bytes=int(ratio * 10**9), at_least=at_least)
 
 
-def after(*pairs: Pair) -> Calibration:
-    return calibrated(pairs, spread=0.03, least=0.01)
+def after(*pairs: Observation) -> Calibration:
+    return fit_calibration(pairs, spread=0.03, least=0.01)
 
 
 def width(calibration: Calibration, rung: str = "zero2") -> float:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autods.forecast.calibration import learned, pair_of
-from autods.forecast.overheads import read_constants
-from autods.forecast.values import Ask, Simulated, Trace
+from autods.forecast.calibration import calibrate_forecast, observe_trial
+from autods.forecast.overheads import read_overheads
+from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.types import Failed, Fit, OutOfMemory, TierUse, Timing
 
 MIB = 2**20
-ASK = Ask(
+ASK = EngineSpec(
     rung="zero2", ds_config={"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}, world_size=2,
     ranks_per_node=2, device_bytes=4096 * MIB, device="cpu",
 )  # fmt: skip
-SIMULATED = Simulated(
+SIMULATED = Simulation(
     micro_batch=1,
     live_bytes={"step": {"device": 400 * MIB}},
     traces={"device": Trace(events=(400 * MIB,), marks=((0, "step"),))},
@@ -29,7 +29,7 @@ def fit(mib: int, limit: int | None = None) -> Fit:
 
 
 def test_a_fit_pairs_what_was_measured_with_tensors_and_what_the_rank_needs_beside_them() -> None:
-    pair = pair_of(ASK, SIMULATED, fit(500))
+    pair = observe_trial(ASK, SIMULATED, fit(500))
     assert pair is not None
     assert (pair.rung, pair.measured_bytes, pair.at_least) == ("zero2", 500 * MIB, False)
     assert 470 * MIB < pair.predicted_bytes < 490 * MIB
@@ -37,7 +37,7 @@ def test_a_fit_pairs_what_was_measured_with_tensors_and_what_the_rank_needs_besi
 
 def test_running_out_says_that_at_least_the_limit_was_needed() -> None:
     out = OutOfMemory(tier="device", rank=0, phase="step", evidence="", limit_bytes=600 * MIB)
-    pair = pair_of(ASK, SIMULATED, out)
+    pair = observe_trial(ASK, SIMULATED, out)
     assert pair is not None
     assert (pair.measured_bytes, pair.at_least) == (600 * MIB, True)
 
@@ -45,8 +45,8 @@ def test_running_out_says_that_at_least_the_limit_was_needed() -> None:
 def test_a_failure_or_another_tier_teaches_nothing_of_the_device() -> None:
     host = OutOfMemory(tier="host", rank=0, phase="step", evidence="", limit_bytes=600 * MIB)
     failed = Failed(failure="user_code", rank=0, phase="build", evidence="", action="fix_code", advice="")
-    assert pair_of(ASK, SIMULATED, host) is None
-    assert pair_of(ASK, SIMULATED, failed) is None
+    assert observe_trial(ASK, SIMULATED, host) is None
+    assert observe_trial(ASK, SIMULATED, failed) is None
 
 
 def test_on_cuda_a_trial_is_compared_with_what_is_reserved_within_its_limit() -> None:
@@ -54,13 +54,13 @@ def test_on_cuda_a_trial_is_compared_with_what_is_reserved_within_its_limit() ->
     events = (300 * MIB, -1, 400 * MIB)
     traces = {"device": Trace(events=events, marks=((0, "init"),))}
     cuda, made = replace(ASK, device="cuda", device_bytes=2**36), replace(SIMULATED, traces=traces)
-    large, small = pair_of(cuda, made, fit(740)), pair_of(cuda, made, fit(440, limit=600 * MIB))
+    large, small = observe_trial(cuda, made, fit(740)), observe_trial(cuda, made, fit(440, limit=600 * MIB))
     assert large is not None
     assert small is not None
     assert large.predicted_bytes - small.predicted_bytes == 300 * MIB
 
 
 def test_a_machine_is_calibrated_by_the_spread_of_its_kind_of_device() -> None:
-    stated = read_constants().spread
-    assert learned(ASK, ()).spread == stated["cpu"]
-    assert learned(replace(ASK, device="cuda"), ()).spread == stated["cuda"]
+    stated = read_overheads().spread
+    assert calibrate_forecast(ASK, ()).spread == stated["cpu"]
+    assert calibrate_forecast(replace(ASK, device="cuda"), ()).spread == stated["cuda"]

@@ -10,8 +10,8 @@ import pytest
 
 from autods.config.deepspeed import compose
 from autods.forecast.forecaster import Foreseer
-from autods.forecast.scripted import Script, Scripted, allocates, failing
-from autods.forecast.values import Ask, Simulated, Trace
+from autods.forecast.scripted import Script, ScriptedSimulator, fail_with, simulate_peaks
+from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import list_candidates
@@ -29,18 +29,20 @@ def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> T
     return Trial(rung=rung, knobs=replace(knobs, micro_batch=micro_batch, accumulation=accumulation), purpose="walk")
 
 
-def ask_of(trial: Trial) -> Ask:
+def ask_of(trial: Trial) -> EngineSpec:
     rung = next(one.rung for one in CANDIDATES if one.rung.name == trial.rung)
     config = compose(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
-    return Ask(rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu")
+    return EngineSpec(
+        rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu"
+    )
 
 
-def grows(ask: Ask, micro_batch: int) -> Simulated:
-    return allocates(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
+def grows(ask: EngineSpec, micro_batch: int) -> Simulation:
+    return simulate_peaks(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
 
 
-def foreseer(script: Script = grows) -> tuple[Foreseer, Scripted, list[str]]:
-    simulator, told = Scripted(FACTS, script), []
+def foreseer(script: Script = grows) -> tuple[Foreseer, ScriptedSimulator, list[str]]:
+    simulator, told = ScriptedSimulator(FACTS, script), []
     made = Foreseer(
         simulator=simulator,
         ask_of=ask_of,
@@ -63,8 +65,8 @@ def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: st
 def test_a_trial_whose_allocator_has_expandable_segments_is_forecast_with_them() -> None:
     events, marks = grown(steps=3)
 
-    def pieces(ask: Ask, micro_batch: int) -> Simulated:
-        made = allocates(micro_batch, init=GIB, backward=3020 * MIB)
+    def pieces(ask: EngineSpec, micro_batch: int) -> Simulation:
+        made = simulate_peaks(micro_batch, init=GIB, backward=3020 * MIB)
         return replace(made, traces={"device": Trace(events=events, marks=marks)})
 
     held = []
@@ -76,7 +78,7 @@ def test_a_trial_whose_allocator_has_expandable_segments_is_forecast_with_them()
     assert held[1] < 0.9 * held[0]
 
 
-def on_card(ask: Ask) -> Ask:
+def on_card(ask: EngineSpec) -> EngineSpec:
     return replace(ask, device="cuda")
 
 
@@ -95,7 +97,7 @@ def test_the_first_forecast_of_a_rung_is_kept_for_the_report() -> None:
 
 
 def test_a_simulation_that_fails_is_told_once_and_foresees_nothing() -> None:
-    made, _, told = foreseer(failing("unsupported", "flash_attn has no fake implementation"))
+    made, _, told = foreseer(fail_with("unsupported", "flash_attn has no fake implementation"))
     assert made.forecast(trial()) is None
     assert made.forecast(trial("zero2")) is None
     assert made.largest(trial(), range(1, 9), 15 * GIB) is None
@@ -111,9 +113,9 @@ def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
 
 
 def test_a_batch_that_cannot_be_simulated_bounds_the_search_and_ends_no_forecast() -> None:
-    def little_data(ask: Ask, micro_batch: int) -> Simulated:
+    def little_data(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
-            failing("user_code", "its data ends before a micro batch is full")(ask, micro_batch)
+            fail_with("user_code", "its data ends before a micro batch is full")(ask, micro_batch)
         return grows(ask, micro_batch)
 
     made, _, told = foreseer(little_data)
@@ -157,11 +159,11 @@ def test_a_trial_without_the_limit_teaches_what_it_measured() -> None:
 def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
     under_way, begin = threading.Barrier(3), threading.Event()
 
-    def slow(ask: Ask, micro_batch: int) -> Simulated:
+    def slow(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch < 3:
             under_way.wait(20)
         assert begin.wait(20)
-        return allocates(micro_batch, init=GIB)
+        return simulate_peaks(micro_batch, init=GIB)
 
     made, simulator, _ = foreseer(slow)
     made.prepare(trial(micro_batch=size) for size in range(1, 10))
@@ -176,9 +178,9 @@ def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
     assert made.forecast(trial(micro_batch=9)) is not None
 
 
-def of_two_at_least(ask: Ask, micro_batch: int) -> Simulated:
+def of_two_at_least(ask: EngineSpec, micro_batch: int) -> Simulation:
     if micro_batch < 2:
-        failing("user_code", "Expected more than 1 value per channel when training, got [1, 64]")(ask, micro_batch)
+        fail_with("user_code", "Expected more than 1 value per channel when training, got [1, 64]")(ask, micro_batch)
     return grows(ask, micro_batch)
 
 
@@ -197,7 +199,7 @@ def test_a_search_for_the_largest_begins_where_the_model_can_be_trained() -> Non
 
 
 def test_what_wants_ever_more_samples_gets_no_forecast_and_that_is_told_once() -> None:
-    made, simulator, told = foreseer(failing("user_code", "Expected more than 1 value per channel when training"))
+    made, simulator, told = foreseer(fail_with("user_code", "Expected more than 1 value per channel when training"))
     assert made.forecast(trial()) is None
     assert [size for _, size in simulator.measured] == [1, 2, 4, 8]
     assert len(told) == 1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from autods.forecast.values import Ask, RungForecast, Simulated, Trace
-from autods.forecast.verdict import judged
+from autods.forecast.values import EngineSpec, RungForecast, Simulation, Trace
+from autods.forecast.verdict import judge_memory
 
 MIB = 2**20
 BUCKET = 16_106_126  # elements, as a fit with 6 GiB a rank sizes it
@@ -34,7 +34,7 @@ LLAMA = [  # 6 layers of width 512, vocabulary 4096, sequence 128
 
 
 def forecast(rung: str, stage: int, tensors_mib: float, budget_mib: int) -> RungForecast:
-    ask = Ask(
+    ask = EngineSpec(
         rung=rung,
         ds_config={
             "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET},
@@ -47,8 +47,8 @@ def forecast(rung: str, stage: int, tensors_mib: float, budget_mib: int) -> Rung
     )
     tensors = int(tensors_mib * MIB)
     trace = Trace(events=(tensors,), marks=((0, "step"),))
-    made = Simulated(micro_batch=1, live_bytes={"step": {"device": tensors}}, traces={"device": trace})
-    return judged(ask, made, limits={"device": budget_mib * MIB})
+    made = Simulation(micro_batch=1, live_bytes={"step": {"device": tensors}}, traces={"device": trace})
+    return judge_memory(ask, made, limits={"device": budget_mib * MIB})
 
 
 @pytest.mark.parametrize(("rung", "stage", "tensors", "measured"), GPT + LLAMA)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.forecast.overheads import read_constants
-from autods.forecast.values import Ask, Interval
+from autods.forecast.overheads import read_overheads
+from autods.forecast.values import EngineSpec, Interval
 
 HEAD = """
 [spread]
@@ -35,8 +35,8 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def ask(stage: int = 2, **zero: object) -> Ask:
-    return Ask(
+def ask(stage: int = 2, **zero: object) -> EngineSpec:
+    return EngineSpec(
         rung="any", ds_config={"zero_optimization": {"stage": stage, **zero}}, world_size=2, ranks_per_node=2,
         device_bytes=1,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def ask(stage: int = 2, **zero: object) -> Ask:
 
 def test_a_row_of_bytes_and_a_row_of_a_share_add_up(tmp_path: Path) -> None:
     rows = ROW + 'bytes = ["1MiB", "2MiB", "4MiB"]\n' + ROW + 'share_of = "activations"\nshare = [0.0, 0.5, 1.0]\n'
-    constants = read_constants(written(tmp_path, HEAD + rows))
+    constants = read_overheads(written(tmp_path, HEAD + rows))
     assert constants.of(ask(), "device", "inside", {"activations": 100}) == Interval(
         low_bytes=2**20, peak_bytes=2**21 + 50, high_bytes=2**22 + 100
     )
@@ -56,16 +56,16 @@ def test_a_row_of_bytes_and_a_row_of_a_share_add_up(tmp_path: Path) -> None:
     [(ask(2), False), (ask(3), True), (ask(2, overlap_comm=True), True), (ask(3, overlap_comm=False), False)],
 )
 def test_overlap_of_communication_is_deepspeeds_default_at_stage_3_only(
-    tmp_path: Path, engine: Ask, counts: bool
+    tmp_path: Path, engine: EngineSpec, counts: bool
 ) -> None:
     row = ROW + 'needs = "overlap_comm"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
-    constants = read_constants(written(tmp_path, HEAD + row))
+    constants = read_overheads(written(tmp_path, HEAD + row))
     assert bool(constants.of(engine, "device", "inside", {}).peak_bytes) == counts
 
 
 def test_a_row_can_begin_at_a_stage_and_a_world_size(tmp_path: Path) -> None:
     row = ROW + 'least_stage = 3\nleast_world_size = 2\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
-    constants = read_constants(written(tmp_path, HEAD + row))
+    constants = read_overheads(written(tmp_path, HEAD + row))
     assert constants.of(ask(2), "device", "inside", {}) == Interval()
     assert constants.of(ask(3), "device", "inside", {}).peak_bytes == 2**20
     assert constants.of(replace(ask(3), world_size=1), "device", "inside", {}) == Interval()
@@ -84,5 +84,5 @@ def test_a_row_can_begin_at_a_stage_and_a_world_size(tmp_path: Path) -> None:
 )
 def test_a_wrong_row_is_said_with_the_files_name(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError, match=said) as raised:
-        read_constants(written(tmp_path, text))
+        read_overheads(written(tmp_path, text))
     assert "constants.toml" in str(raised.value)

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from autods.forecast.calibration import Pair, calibrated
-from autods.forecast.overheads import Constants, read_constants
-from autods.forecast.values import Ask, ForecastPhase, Predicted, RungForecast, Simulated, Trace
-from autods.forecast.verdict import judged
+from autods.forecast.calibration import Observation, fit_calibration
+from autods.forecast.overheads import Overheads, read_overheads
+from autods.forecast.values import EngineSpec, ForecastPhase, RungForecast, Simulation, TierForecast, Trace
+from autods.forecast.verdict import judge_memory
 from autods.types import Tier
 from tests.support.growth import GIB, MIB, grown
 
-NOTHING_BESIDE = Constants(rows=(), spread={"cuda": 0.02, "cpu": 0.02}, least={"cuda": 0.01, "cpu": 0.01})
+NOTHING_BESIDE = Overheads(rows=(), spread={"cuda": 0.02, "cpu": 0.02}, least={"cuda": 0.01, "cpu": 0.01})
 
 
-def ask(**changes: Any) -> Ask:
-    zero2 = Ask(
+def ask(**changes: Any) -> EngineSpec:
+    zero2 = EngineSpec(
         rung="zero2",
         ds_config={"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}},
         world_size=8,
@@ -31,7 +31,7 @@ def ask(**changes: Any) -> Ask:
 
 def simulated(
     *, device: int = 10 * GIB, host: int = 0, pinned: int = 0, nvme: int = 0, traces: Mapping[Tier, Trace] | None = None
-) -> Simulated:
+) -> Simulation:
     """An engine whose optimizer step needs `device`, and half of it before."""
     phases: tuple[ForecastPhase, ...] = ("init", "forward", "backward", "step")
     sizes = {"init": device // 2, "forward": device // 2, "backward": device // 2, "step": device}
@@ -39,7 +39,7 @@ def simulated(
         "device": Trace(events=(device // 2, device - device // 2), marks=((0, "init"), (1, "step"))),
         "pinned": Trace(events=(pinned,) if pinned else (), marks=((0, "init"),)),
     }
-    return Simulated(
+    return Simulation(
         micro_batch=1,
         live_bytes={phase: {"device": sizes[phase], "host": host, "pinned": pinned} for phase in phases},
         traces=made if traces is None else traces,
@@ -48,7 +48,7 @@ def simulated(
 
 
 def said(*, limit: int = 24 * GIB, **changes: Any) -> RungForecast:
-    return judged(ask(), simulated(**changes), limits={"device": limit}, constants=NOTHING_BESIDE)
+    return judge_memory(ask(), simulated(**changes), limits={"device": limit}, constants=NOTHING_BESIDE)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +72,20 @@ def test_the_largest_phase_is_the_forecasts_peak() -> None:
 
 
 def test_a_card_also_holds_what_lies_beside_the_allocator_and_a_budget_does_not_count_it() -> None:
-    card = judged(ask(), simulated(), limits={"device": 24 * GIB}).memory["device"]
-    budget = judged(ask(), simulated(), limits={"device": 24 * GIB}, emulated=True).memory["device"]
+    card = judge_memory(ask(), simulated(), limits={"device": 24 * GIB}).memory["device"]
+    budget = judge_memory(ask(), simulated(), limits={"device": 24 * GIB}, emulated=True).memory["device"]
     assert card.peak_bytes - budget.peak_bytes == (480 + 600) * MIB  # the context and NCCL
     assert card.high_bytes - budget.high_bytes == (700 + 1600) * MIB
 
 
 def test_one_rank_has_no_nccl() -> None:
-    alone = judged(ask(world_size=1, ranks_per_node=1), simulated(), limits={}).memory["device"]
-    several = judged(ask(), simulated(), limits={}).memory["device"]
+    alone = judge_memory(ask(world_size=1, ranks_per_node=1), simulated(), limits={}).memory["device"]
+    several = judge_memory(ask(), simulated(), limits={}).memory["device"]
     assert several.peak_bytes - alone.peak_bytes == 600 * MIB
 
 
 def test_host_memory_is_counted_for_all_ranks_of_a_node_and_can_decide() -> None:
-    forecast = judged(
+    forecast = judge_memory(
         ask(), simulated(host=20 * GIB, pinned=8 * GIB), limits={"device": 24 * GIB, "host": 64 * GIB},
         constants=NOTHING_BESIDE,
     )  # fmt: skip
@@ -96,25 +96,27 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node_and_can_decide() -> None
 
 def test_while_everything_fits_the_device_is_spoken_of() -> None:
     limits: Mapping[Tier, int] = {"device": 240 * GIB, "host": 130 * GIB}
-    forecast = judged(ask(), simulated(host=28 * GIB), limits=limits, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, constants=NOTHING_BESIDE)
     assert forecast.verdict == "fits"
     assert forecast.reason.startswith("needs 10.0 GiB (9.6 to 10.4) of 240.0 GiB; the optimizer step")
 
 
 def test_of_two_tiers_that_do_not_fit_the_fuller_one_is_the_reason() -> None:
     limits: Mapping[Tier, int] = {"device": 9 * GIB, "host": 20 * GIB}
-    forecast = judged(ask(), simulated(host=28 * GIB), limits=limits, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, constants=NOTHING_BESIDE)
     assert "host memory" in forecast.reason
 
 
 def test_a_job_smaller_than_a_node_counts_its_own_ranks() -> None:
-    forecast = judged(ask(world_size=2, ranks_per_node=8), simulated(host=5 * GIB), limits={}, constants=NOTHING_BESIDE)
+    forecast = judge_memory(
+        ask(world_size=2, ranks_per_node=8), simulated(host=5 * GIB), limits={}, constants=NOTHING_BESIDE
+    )
     assert forecast.memory["host"].peak_bytes == 10 * GIB
 
 
 def test_pinned_memory_is_rounded_to_powers_of_two_for_the_rank_and_for_the_node() -> None:
-    forecast = judged(ask(), simulated(pinned=5 * GIB), limits={}, constants=NOTHING_BESIDE)
-    assert forecast.memory["pinned"] == Predicted(
+    forecast = judge_memory(ask(), simulated(pinned=5 * GIB), limits={}, constants=NOTHING_BESIDE)
+    assert forecast.memory["pinned"] == TierForecast(
         peak_bytes=8 * GIB, low_bytes=5 * GIB, high_bytes=8 * GIB, limit_bytes=None
     )
     assert forecast.memory["host"].peak_bytes == 4 * 8 * GIB
@@ -123,12 +125,12 @@ def test_pinned_memory_is_rounded_to_powers_of_two_for_the_rank_and_for_the_node
 def test_buffers_that_deepspeed_locks_itself_are_not_rounded() -> None:
     own = Trace(events=(5 * GIB,), marks=((0, "init"),), unrounded=frozenset({0}))
     traces: Mapping[Tier, Trace] = {"device": simulated().traces["device"], "pinned": own}
-    forecast = judged(ask(), simulated(pinned=5 * GIB, traces=traces), limits={}, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(pinned=5 * GIB, traces=traces), limits={}, constants=NOTHING_BESIDE)
     assert forecast.memory["pinned"].high_bytes == 5 * GIB
 
 
 def test_swap_files_of_a_node_are_held_against_its_nvme() -> None:
-    forecast = judged(
+    forecast = judge_memory(
         ask(), simulated(nvme=100 * GIB), limits={"device": 24 * GIB, "nvme": 300 * GIB}, constants=NOTHING_BESIDE
     )
     assert (forecast.verdict, forecast.memory["nvme"].peak_bytes) == ("cannot_fit", 400 * GIB)
@@ -136,13 +138,13 @@ def test_swap_files_of_a_node_are_held_against_its_nvme() -> None:
 
 
 def test_what_no_limit_is_known_of_cannot_fail() -> None:
-    assert judged(ask(), simulated(host=900 * GIB, nvme=900 * GIB), limits={"device": 24 * GIB}).verdict == "fits"
+    assert judge_memory(ask(), simulated(host=900 * GIB, nvme=900 * GIB), limits={"device": 24 * GIB}).verdict == "fits"
 
 
 def of_events(events: list[int], device: int, limit: int, marks: tuple[tuple[int, ForecastPhase], ...]) -> RungForecast:
     traces: Mapping[Tier, Trace] = {"device": Trace(events=events, marks=marks)}
     made = replace(simulated(device=device), traces=traces)
-    return judged(ask(), made, limits={"device": limit}, constants=NOTHING_BESIDE)
+    return judge_memory(ask(), made, limits={"device": limit}, constants=NOTHING_BESIDE)
 
 
 def test_what_is_cached_once_and_never_used_again_need_not_be_held() -> None:
@@ -163,10 +165,10 @@ def test_memory_that_each_step_would_have_to_give_back_counts_as_needed_and_expa
 
 
 def test_trials_that_measured_more_move_the_forecast_of_the_machine_up() -> None:
-    seen = [Pair(rung=rung, predicted_bytes=100, measured_bytes=110) for rung in ("ddp", "zero1", "zero2") * 3]
-    learned = calibrated(seen, spread=0.02, least=0.01)
+    seen = [Observation(rung=rung, predicted_bytes=100, measured_bytes=110) for rung in ("ddp", "zero1", "zero2") * 3]
+    learned = fit_calibration(seen, spread=0.02, least=0.01)
     before = said().memory["device"]
-    after = judged(
+    after = judge_memory(
         ask(), simulated(), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE, calibration=learned
     ).memory["device"]
     assert 1.08 < after.peak_bytes / before.peak_bytes < 1.1
@@ -176,16 +178,16 @@ def test_trials_that_measured_more_move_the_forecast_of_the_machine_up() -> None
 def test_a_phase_that_the_trace_does_not_hold_counts_its_live_bytes() -> None:
     later = Trace(events=(2 * GIB,), marks=((0, "forward"),))
     made = replace(simulated(device=10 * GIB), traces={"device": later})
-    assert judged(ask(), made, limits={}, constants=NOTHING_BESIDE).memory["device"].peak_bytes == 10 * GIB
+    assert judge_memory(ask(), made, limits={}, constants=NOTHING_BESIDE).memory["device"].peak_bytes == 10 * GIB
 
 
 def test_cpu_ranks_hold_their_tensors_in_the_nodes_memory() -> None:
-    forecast = judged(ask(device="cpu"), simulated(), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(device="cpu"), simulated(), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE)
     assert forecast.memory["host"].peak_bytes == 4 * forecast.memory["device"].peak_bytes
     assert forecast.memory["device"].peak_bytes == pytest.approx(10 * GIB, rel=0.001)
 
 
 def test_the_shipped_constants_are_read_and_each_has_a_source() -> None:
-    rows = read_constants().rows
+    rows = read_overheads().rows
     assert {row.device for row in rows} == {"cuda", "cpu"}
     assert all(row.source for row in rows)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
-from autods.forecast.scripted import Scripted, allocates, failing
+from autods.forecast.scripted import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.simulator import SimulationFailed
-from autods.forecast.values import Ask, Forecasted, Simulated
+from autods.forecast.values import EngineSpec, RungFinished, Simulation
 from autods.planner.plan import plan
 from autods.planner.simulate import Sizing, ask_for, groups_of
 from autods.types import ModelFacts
@@ -33,7 +33,7 @@ def test_every_rung_of_the_ladder_gets_a_verdict_and_the_fastest_that_fits_is_th
 
 def test_each_rung_is_told_when_it_is_done() -> None:
     planned = Planned(question(largest=False))
-    done = [event for event in planned.events if isinstance(event, Forecasted)]
+    done = [event for event in planned.events if isinstance(event, RungFinished)]
     assert {event.forecast.rung for event in done} == set(NEEDS)
     assert max(event.done for event in done) == done[0].total == 8
 
@@ -59,9 +59,9 @@ def test_the_largest_micro_batch_of_a_rung_that_is_too_large_as_asked_is_a_small
 
 @pytest.mark.parametrize("kind", ["user_code", "crashed"])
 def test_a_larger_batch_that_cannot_be_simulated_bounds_the_search_and_is_said(kind: str) -> None:
-    def little_data(ask: Ask, micro_batch: int) -> Simulated:
+    def little_data(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
-            failing(kind, "its data ends")(ask, micro_batch)
+            fail_with(kind, "its data ends")(ask, micro_batch)
         return shrinking(ask, micro_batch)
 
     (rung,) = Planned(question(ladder=("zero3",)), little_data).forecast.sites[0].rungs
@@ -82,7 +82,7 @@ def test_that_nothing_fits_is_a_result() -> None:
 
 
 def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
-    def script(ask: Ask, micro_batch: int) -> Simulated:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         if ask.rung == "zero1":
             raise SimulationFailed(kind="engine", what="AssertionError: zero1 is out of order")
         return shrinking(ask, micro_batch)
@@ -96,29 +96,29 @@ def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
 
 def test_when_no_rung_can_be_simulated_the_first_failure_is_the_answer() -> None:
     with pytest.raises(InputError, match="refused"):
-        Planned(question(), failing("engine", "ValueError: refused"))
+        Planned(question(), fail_with("engine", "ValueError: refused"))
 
 
 @pytest.mark.parametrize("kind", ["user_code", "data_dependent", "unsupported"])
 def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None:
     with pytest.raises(InputError) as caught:
-        Planned(question(), failing(kind, "NameError: x", where="model.py:3", hint="define x"))
+        Planned(question(), fail_with(kind, "NameError: x", where="model.py:3", hint="define x"))
     assert str(caught.value) == "model.py:3: NameError: x\n  define x"
 
 
 def test_a_model_that_wants_more_samples_is_told_how_to_give_them() -> None:
     said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
     with pytest.raises(InputError, match="--micro-batch 2"):
-        Planned(question(), failing("user_code", said, where="model.py:3", hint="real trials measure it"))
+        Planned(question(), fail_with("user_code", said, where="model.py:3", hint="real trials measure it"))
 
 
 def test_a_missing_compiler_is_a_broken_environment() -> None:
     with pytest.raises(EnvironmentBroken, match="g\\+\\+"):
-        Planned(question(), failing("no_compiler", "no C++ compiler", hint="apt-get install g++"))
+        Planned(question(), fail_with("no_compiler", "no C++ compiler", hint="apt-get install g++"))
 
 
 def test_ctrl_c_is_an_interrupt() -> None:
-    def script(ask: Ask, micro_batch: int) -> Simulated:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         raise KeyboardInterrupt
 
     before = set(threading.enumerate())
@@ -171,9 +171,9 @@ def test_of_several_machines_only_the_best_rung_of_each_is_searched() -> None:
 
 def test_a_smaller_card_is_simulated_itself_where_deepspeed_would_branch_on_its_free_memory() -> None:
     # Flattened on the device, init needs 50 GiB: on the smaller card DeepSpeed flattens in host memory instead.
-    def script(ask: Ask, micro_batch: int) -> Simulated:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         init = 50 if ask.device_bytes > 60 * GIB else 12
-        return allocates(micro_batch, init=init * GIB, backward=20 * GIB)
+        return simulate_peaks(micro_batch, init=init * GIB, backward=20 * GIB)
 
     planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
     assert len(planned.simulator.engines) == 2
@@ -181,8 +181,8 @@ def test_a_smaller_card_is_simulated_itself_where_deepspeed_would_branch_on_its_
 
 
 def test_it_is_not_simulated_again_where_another_phase_decides_anyway() -> None:
-    def script(ask: Ask, micro_batch: int) -> Simulated:
-        return allocates(micro_batch, init=50 * GIB, backward=70 * GIB)
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(micro_batch, init=50 * GIB, backward=70 * GIB)
 
     planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
     assert len(planned.simulator.engines) == 1
@@ -200,14 +200,14 @@ def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
     asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
     sizing = Sizing(buckets_bytes=40 * GIB, device_bytes=40 * GIB)
     asks = [ask_for(rung, asked.sites[0], asked, FACTS, sizing) for rung in asked.ladder]
-    assert all(isinstance(ask, Ask) for ask in asks)
+    assert all(isinstance(ask, EngineSpec) for ask in asks)
     nvme = asks[-1]
-    assert isinstance(nvme, Ask)
+    assert isinstance(nvme, EngineSpec)
     assert nvme.ds_config["zero_optimization"]["offload_param"]["nvme_path"] == "/local_nvme"
     assert nvme.ds_config["train_batch_size"] == 8
     assert (nvme.zero_init, nvme.checkpointing, nvme.device_bytes) == (True, False, 40 * GIB)
     ddp = asks[0]
-    assert isinstance(ddp, Ask)
+    assert isinstance(ddp, EngineSpec)
     assert not ddp.zero_init
 
 
@@ -233,7 +233,7 @@ def test_a_config_is_forecast_as_written_where_that_is_asked() -> None:
     assert not [said for said in planned.forecast.all_assumed if "base config's" in said]
 
 
-class Crowd(Scripted):
+class Crowd(ScriptedSimulator):
     """Of a script that insists on its number of ranks."""
 
     def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autods.forecast.scripted import Scripted, allocates
+from autods.forecast.scripted import ScriptedSimulator, simulate_peaks
 from autods.forecast.simulator import SimulationFailed
-from autods.forecast.values import Ask, Simulated
+from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS
 from autods.prober.request import Question
 from autods.report.results import CellResult
@@ -17,12 +17,12 @@ from autods.runner.testing import failed, surface
 from autods.types import Outcome, Trial, WorkloadSource
 from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed
 
-Script = Callable[[Ask, int], Simulated]
+Script = Callable[[EngineSpec, int], Simulation]
 
 
 def simulating(sample_mib: float, state_mib: float = 100) -> Script:
-    def script(ask: Ask, micro_batch: int) -> Simulated:
-        return allocates(
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(
             micro_batch, init=int(state_mib * MIB), backward=int((state_mib + sample_mib * micro_batch) * MIB)
         )
 
@@ -39,8 +39,8 @@ def searched(
     return report.cells[0], [trial.knobs.micro_batch for trial in bench.asked]
 
 
-def started(script: Script) -> Callable[[WorkloadSource], Scripted]:
-    class Started(Scripted):
+def started(script: Script) -> Callable[[WorkloadSource], ScriptedSimulator]:
+    class Started(ScriptedSimulator):
         def __enter__(self) -> Started:
             return self
 
@@ -132,7 +132,7 @@ def test_a_forecast_alone_runs_no_trial(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_simulated_is_said_and_tried_all_the_same(tmp_path: Path) -> None:
-    def script(ask: Ask, micro_batch: int) -> Simulated:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         raise SimulationFailed(kind="unsupported", what="no fake implementation of my_op")
 
     cell, tried = searched(ask(tmp_path, "rung=zero1", capacity=True), script)
@@ -151,7 +151,7 @@ def test_forecasts_are_remembered_with_the_trials(tmp_path: Path) -> None:
     question = ask(tmp_path, "rung=zero1,zero2", capacity=True)
     searched(question, NEARLY_RIGHT)
 
-    def never(source: WorkloadSource) -> Scripted:
+    def never(source: WorkloadSource) -> ScriptedSimulator:
         raise AssertionError("something was simulated again")
 
     again = probed(question, Bench(lambda trial: pytest.fail("a trial was run again")), simulate=never)
@@ -159,7 +159,7 @@ def test_forecasts_are_remembered_with_the_trials(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_that_cannot_be_simulated_ends_the_forecast_at_what_fits(tmp_path: Path) -> None:
-    def script(ask: Ask, micro_batch: int) -> Simulated:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
             raise SimulationFailed(kind="user_code", what="its data ends")
         return NEARLY_RIGHT(ask, micro_batch)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from autods.events import Note
-from autods.forecast.values import Forecasted, Simulating
+from autods.forecast.values import RungFinished, SimulationStarted
 from autods.report.live import PlanProgress
 from autods.report.plan_view import bar, format_predicted, print_plan, shares
 from autods.report.results import Forecast
@@ -181,10 +181,10 @@ def test_progress_on_a_terminal_leaves_nothing_behind_but_shows_the_rows() -> No
     assert "2 of at most 5" in shown.file.getvalue()  # type: ignore[attr-defined]
 
 
-def events() -> Iterator[Note | Simulating | Forecasted]:
+def events() -> Iterator[Note | SimulationStarted | RungFinished]:
     without = rung("zero2", 40, verdict="fits")
     yield Note(text="preparing the simulated device")
-    yield Simulating(rung="zero2", micro_batch=1)
-    yield Forecasted(machine="asked", forecast=without, done=1, total=5)
-    yield Forecasted(machine="asked", forecast=RUNGS[2], done=1, total=5)
-    yield Forecasted(machine="asked", forecast=RUNGS[4], done=2, total=5)
+    yield SimulationStarted(rung="zero2", micro_batch=1)
+    yield RungFinished(machine="asked", forecast=without, done=1, total=5)
+    yield RungFinished(machine="asked", forecast=RUNGS[2], done=1, total=5)
+    yield RungFinished(machine="asked", forecast=RUNGS[4], done=2, total=5)

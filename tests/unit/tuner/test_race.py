@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import Budget
-from autods.forecast.values import Predicted, RungForecast
+from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.requests import Settings
 from autods.runner.testing import fit, out_of_memory
@@ -115,7 +115,7 @@ class Foreseeing:
         if trial.rung not in self.machine.rungs:
             return None
         peak = int(self.machine.peak_gib(trial) * GIB)
-        use = Predicted(peak_bytes=peak, low_bytes=peak, high_bytes=peak, limit_bytes=LIMIT)
+        use = TierForecast(peak_bytes=peak, low_bytes=peak, high_bytes=peak, limit_bytes=LIMIT)
         return RungForecast(
             rung=trial.rung, verdict="fits" if peak <= LIMIT else "cannot_fit", reason=f"needs {peak // GIB} GiB",
             micro_batch=trial.knobs.micro_batch, memory={"device": use},
@@ -224,7 +224,7 @@ def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_run
 ) -> None:
     class Hopeful(Foreseeing):
         def forecast(self, trial: Trial) -> RungForecast | None:
-            fits = Predicted(peak_bytes=1, low_bytes=1, high_bytes=1, limit_bytes=LIMIT)
+            fits = TierForecast(peak_bytes=1, low_bytes=1, high_bytes=1, limit_bytes=LIMIT)
             return RungForecast(rung=trial.rung, verdict="fits", reason="", memory={"device": fits}, micro_batch=1)
 
     machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=7, sample_s=0.05)})  # room for 24 samples, and for 16
