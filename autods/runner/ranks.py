@@ -133,7 +133,7 @@ def _exec_rank(slot: int, board_fd: int, store_fd: int, job: RankJob, keep: int)
         if fd >= 0:
             os.set_inheritable(fd, True)
     words = [str(slot), str(board_fd), str(store_fd), str(_job_file(job))]
-    os.execv(sys.executable, [sys.executable, "-m", "autods.trial.spawned", *words])
+    os.execv(sys.executable, [sys.executable, "-m", "autods.trial.worker", *words])
 
 
 def _job_file(job: RankJob) -> Path:

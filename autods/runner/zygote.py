@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from ..schema import read_as
 from ..system import processes
-from ..trial import lean, preload
+from ..trial import preload
 from ..trial.job import RankJob, describe
 from ..trial.progress import Beat
 from ..types import WorkloadSource
@@ -62,7 +62,6 @@ def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, 
     rank imports it.
     """
     gc.disable()  # nearly all that imports make stays
-    lean.install()
     preload.preload()
     reason = preload.unfit_to_fork()
     workload = None
@@ -75,7 +74,6 @@ def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, 
         except BaseException as error:
             traceback.print_exc()  # into our log, where the user is sent
             return LoadFailed(error=read_as(RankError, describe(error, source.path))), None
-        lean.load_what_is_named(source.path)
         reason = preload.unfit_to_fork()
         if reason is not None:
             os.execv(sys.executable, [sys.executable, "-m", "autods.runner.zygote", *argv, "--plain"])

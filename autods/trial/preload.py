@@ -10,13 +10,11 @@ import importlib.util
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..types import WorkloadSource
 from ..workload.script_source import script_imports
-from . import lean
-from .processor import remember
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _MOST_OPEN = 64
@@ -88,14 +86,12 @@ _LATE = (
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def preload(processor: Mapping[str, Any] | None = None) -> None:
-    """Import torch and DeepSpeed and everything that they import late. processor: what py-cpuinfo is to say."""
+def preload() -> None:
+    """Import torch and DeepSpeed, and the modules that DeepSpeed would import in its first step."""
     import torch
 
     torch.set_num_threads(1)  # a parent that ran a parallel OpenMP region makes children with threads hang
-    remember(processor)
-    with lean.nothing_compiled():  # DeepSpeed's Muon decorates three functions; that alone loads inductor
-        _import_all()
+    _import_all()
 
 
 def preload_script(source: WorkloadSource) -> None:
