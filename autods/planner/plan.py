@@ -134,7 +134,8 @@ def _of_site(work: Work, site: Site) -> SiteForecast:
     rungs = tuple(forecast for forecast in said if forecast is not None)
     reason = why_not_forecast(work.facts)
     to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
-    return SiteForecast(site=site, rungs=rungs, to_try=to_try)
+    lacks_nvme = tuple(rung.name for rung in work.question.ladder if rung.needs_nvme_path and site.nvme_path is None)
+    return SiteForecast(site=site, rungs=rungs, to_try=to_try, lacks_nvme=lacks_nvme)
 
 
 def _looked(simulator: Simulator, question: Question, listen: ForecastListener) -> ModelFacts:

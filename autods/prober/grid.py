@@ -13,7 +13,7 @@ from ..config.deepspeed import compose, get_key, merge, nest_key, required_ops, 
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..journal import History, Journal, trial_key
-from ..report.probe_view import format_value
+from ..report.text import format_value
 from ..requests import Settings, with_workloads_config
 from ..schema import read_as
 from ..tuner.candidates import check_ranks, refusal_reason

@@ -1,4 +1,4 @@
-"""A diagnosis on the terminal: what died, how sure, the lines that prove it, what to do."""
+"""A diagnosis on the terminal: what died, how sure that is, the lines that prove it, and what to do."""
 
 from __future__ import annotations
 
@@ -6,48 +6,47 @@ from rich.console import Console
 from rich.text import Text
 
 from ..diagnosis.values import Diagnosis
+from .ui import TIER_NAMES
 
-_TIERS = {
-    "device": "the GPU's memory", "host": "the host's memory", "pinned": "pinned host memory",
-    "shm": "shared memory (/dev/shm)", "nvme": "disk space",
-}  # fmt: skip
 _KINDS = {
-    "memory_pressure": "Memory pressure, no failure",
-    "config": "The configuration is refused",
+    "memory_pressure": "Memory was short, nothing failed",
+    "config": "The configuration was refused",
     "toolchain": "The environment cannot build or load something",
-    "communication": "The ranks could not talk",
-    "secondary": "Another rank failed first; this log shows only who noticed",
+    "communication": "The ranks could not communicate",
+    "secondary": "Another rank failed first; this log only shows who noticed",
     "user_code": "The training code failed",
-    "infrastructure": "The machine or the scheduler ended it",
-    "none": "No failure is seen",
-    "unknown": "Something failed, and the evidence does not say why",
+    "infrastructure": "The machine or the scheduler ended the run",
+    "none": "No failure was found",
 }
+_CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
 
 
-def print_diagnosis(said: Diagnosis, console: Console) -> None:
-    """Print it; reads nothing but the diagnosis."""
-    style = "green" if said.kind == "none" else "yellow" if said.kind == "memory_pressure" else "red"
-    console.print(Text.assemble((headline(said), f"bold {style}"), (f"  ({sureness(said.confidence)})", "dim")))
-    for line in said.evidence:
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")
+    confidence = format_confidence(diagnosis.confidence)
+    console.print(Text.assemble((headline(diagnosis), f"bold {style}"), (f"  ({confidence})", "dim")))
+    for line in diagnosis.evidence:
         console.print(Text(f"  {line}", style="dim"))
-    for place in said.places:
+    for place in diagnosis.places:
         console.print(Text(f"  at {place}", style="dim"))
-    if said.advice:
-        console.print(Text.assemble(("What to do: ", "bold"), said.advice))
+    if diagnosis.advice:
+        console.print(Text.assemble(("What to do: ", "bold"), diagnosis.advice))
 
 
-def headline(said: Diagnosis) -> str:
-    """'Out of the GPU's memory on rank 3 in backward'."""
-    what = (
-        f"Out of {_TIERS[said.tier]}"
-        if said.kind == "out_of_memory" and said.tier
-        else _KINDS.get(said.kind, said.kind)
-    )
-    rank = f" on rank {said.rank}" if said.rank is not None else ""
-    return f"{what}{rank}{f' in {said.phase}' if said.phase else ''}"
+def headline(diagnosis: Diagnosis) -> str:
+    """'Out of device memory on rank 3 in backward'."""
+    if diagnosis.kind == "unknown":
+        failed = "The run" if diagnosis.rank is None else f"Rank {diagnosis.rank}"
+        return f"{failed} failed; the cause is not in the log"
+    if diagnosis.kind == "out_of_memory" and diagnosis.tier:
+        cause = f"Out of {TIER_NAMES[diagnosis.tier]}"
+    else:
+        cause = _KINDS.get(diagnosis.kind, diagnosis.kind)
+    rank = f" on rank {diagnosis.rank}" if diagnosis.rank is not None else ""
+    return f"{cause}{rank}{f' in {diagnosis.phase}' if diagnosis.phase else ''}"
 
 
-def sureness(confidence: float) -> str:
-    """A word for the number."""
-    words = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
-    return next(word for least, word in words if confidence >= least) + f", {confidence:.2f}"
+def format_confidence(confidence: float) -> str:
+    """'likely, 0.60'."""
+    word = next(word for least, word in _CONFIDENCE_WORDS if confidence >= least)
+    return f"{word}, {confidence:.2f}"

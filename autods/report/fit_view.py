@@ -5,141 +5,299 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..types import TIERS, Collective, Communication, Failed, Fit, OutOfMemory, Record, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
-from . import text
 from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
-from .live import mark_of
-from .results import Report
+from .results import ClosestRung, Report
 from .serialize import REPORT
-from .text import pairs_grid
+from .text import (
+    format_batch,
+    format_number_of,
+    format_outcome,
+    format_ranks,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_use,
+)
+from .ui import MARKS, WIDE_FIT, pairs_grid, plain_table
 
 _MIB = 2**20
-_ROOM = 1.05  # a trial's peak varies a little from run to run
+_PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run
+_LEAST_SHARE = 0.01  # of the bytes sent, from which a collective is named
+_MOST_IMPORTANCES = 3
+Row = TypeVar("Row")
 
 
-def shortage(report: Report) -> str:
-    """'zero3-nvme comes closest, at least 61.2 MiB of device memory are missing'."""
-    closest = report.closest
-    if closest is None:
-        failed = any(isinstance(record.outcome, Failed) for record in report.trials)
-        return "no rung could be run to its end" if failed else "no rung could be tried"
-    missing = closest.get("missing_bytes")
-    if missing is None:
-        return f"{closest['rung']} comes closest"
-    bound = "" if closest.get("exact") else "at least "
-    return f"{closest['rung']} comes closest, {bound}{format_bytes(missing)} of {_tier(closest)} memory are missing"
+def print_fit(report: Report, console: Console) -> None:
+    """Print the report. It needs nothing but the report, so a finished fit can be shown again."""
+    wide = console.width >= WIDE_FIT
+    console.print(Text.assemble("\n", (_question(report), "bold")))
+    console.print(ladder_table(report, wide=wide))
+    for reason, rungs in untried_rungs(report).items():
+        console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
+    if not wide:
+        console.print(pairs_grid((rung, Text(reason)) for rung, reason in _reasons(report)))
+        console.print()
+    if variants := list(_variant_reasons(report)):
+        console.print(pairs_grid((name, Text(reason)) for name, reason in variants))
+        console.print()
+    if communication := list(communication_lines(report)):
+        console.print(Text("communication of a rank in an optimizer step", style="bold"))
+        console.print(pairs_grid(communication))
+        console.print()
+    if report.status == "nothing_fits":
+        console.print(_nothing_fits(report))
+        return
+    console.print(_winner(report))
+    for line in _next_steps(report):
+        console.print(line, soft_wrap=True)
 
 
-def remedies(report: Report) -> Iterator[str]:
-    """Sentences, the surest first."""
-    yield from dict.fromkeys(
-        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
-        for record in report.trials
-        if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
-    )
-    if report.closest is None:
-        yield from dict.fromkeys(
-            f"{record.trial.rung}: {first_line(record.outcome.advice)}"
-            for record in report.trials
-            if isinstance(record.outcome, Failed) and record.outcome.advice
-        )
-    elif (missing := report.closest.get("missing_bytes")) is not None:
-        yield _more_memory(report, report.closest, int(missing))
-    else:
-        yield "more memory per rank (--gpu-memory)"
+def _question(report: Report) -> str:
+    """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
+    question = report.question
+    size = f", {format_count(question['parameters'])} parameters," if question.get("parameters") else ""
+    if question.get("pipeline_stages"):
+        size = f"{size} a pipeline of {question['pipeline_stages']} stages,"
+    if question.get("experts"):
+        size = f"{size} {question['experts']} experts,"
+    memory = f" × {format_bytes(question['device_bytes'])}" if question.get("device_bytes") else ""
+    ranks = format_ranks(report.gpus, question.get("device", ""))
+    return f"{question.get('workload', 'workload')}{size} on {ranks}{memory}"
+
+
+# The ladder.
+
+
+def ladder_table(report: Report, *, wide: bool) -> Table:
+    """A row a rung: its outcome, memory and speed. wide: with the reason."""
+    table = plain_table(expand=wide)
+    table.add_column("rung", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("peak / limit", no_wrap=True)
+    table.add_column("samples/s", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("why", ratio=1)
+    reasons, forecasts = dict(_reasons(report)), _refused_by_forecast(report)
+    for rung, row in ladder_rows(report).items():
+        winner = report.status == "fit" and rung == report.rung
+        cells: list[RenderableType] = [Text(rung, style="bold" if winner else "")]
+        if rung in forecasts:
+            cells += [MARKS["cannot_fit"].text(), _memory_line("device", forecasts[rung], sign="~"), Text()]
+        elif isinstance(row, str):
+            cells += [MARKS["skipped"].text(), Text(), Text()]
+        else:
+            cells += [MARKS[row.outcome.kind].text(), _memory(report, row, winner), _rate(report, row, winner)]
+        table.add_row(*cells, *([Text(reasons.get(rung, ""))] if wide else []))
+    return table
+
+
+def ladder_rows(report: Report) -> dict[str, Record | str]:
+    """Rung → its most telling trial, or why it was skipped; in the ladder's order."""
+    rows: dict[str, Record | str] = {}
+    for record in report.trials:
+        if record.trial.limited:  # an unlimited trial only measures how much would have been enough
+            earlier = rows.get(record.trial.rung)
+            rows[record.trial.rung] = _more_telling(report, earlier, record) if isinstance(earlier, Record) else record
     for skipped in report.skipped:
-        if "nvme" in skipped.reason.lower():
-            yield f"--nvme-path DIR on a fast disk: {skipped.rung} was skipped for want of it"
-    gpus = int(report.question.get("gpus", 1))
-    yield f"more ranks (--gpus {gpus * 2}): ZeRO splits the model over them"
-    yield "a smaller workload: a shorter sequence in build_batch, or a smaller model"
+        rows.setdefault(skipped.rung, skipped.reason)
+    return _in_ladder_order(report, rows)
 
 
-def _more_memory(report: Report, closest: Mapping[str, Any], missing: int) -> str:
-    limit = report.question.get("device_bytes")
-    if _tier(closest) != "device" or not isinstance(limit, int):
-        return f"{format_bytes(missing)} more {_tier(closest)} memory"
-    enough = -(-int((limit + missing) * _ROOM) // (16 * _MIB)) * 16
-    size = f"{enough}MiB" if enough < 10240 else f"{-(-enough // 1024)}GiB"
-    if report.question.get("device") == "cuda":
-        return f"a card with {size} or more for each rank (--gpu-memory {size})"
-    known = "" if closest.get("exact") else ", or more: the shortage is a lower bound"
-    return f"--gpu-memory {size}{known}"
+def untried_rungs(report: Report) -> dict[str, list[str]]:
+    """Reason → the rungs of the ladder that were neither tried nor skipped for it."""
+    rows, groups = ladder_rows(report), dict[str, list[str]]()
+    for rung in report.ladder:
+        if rung not in rows and rung in report.reasons:
+            groups.setdefault(report.reasons[rung], []).append(rung)
+    return groups
 
 
-def _tier(closest: Mapping[str, Any]) -> str:
-    return str(closest.get("tier", "device"))
+def _more_telling(report: Report, earlier: Record, later: Record) -> Record:
+    """The trial with the winning knobs, else the fastest fit, else the later trial."""
+    for record in (earlier, later):
+        if record.trial.rung == report.rung and record.trial.knobs == report.knobs:
+            return record
+    if not isinstance(earlier.outcome, Fit):
+        return later
+    if not isinstance(later.outcome, Fit) or later.trial.exam is not None:
+        return earlier
+    return earlier if earlier.outcome.samples_per_second >= later.outcome.samples_per_second else later
 
 
-_LEAST = 0.01  # share of the bytes from which a collective is named
+def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
+    places = {rung: place for place, rung in enumerate(report.ladder)}
+    return dict(sorted(rows.items(), key=lambda row: places.get(row[0], len(places))))
+
+
+def _refused_by_forecast(report: Report) -> dict[str, TierUse]:
+    """Rungs that were not tried because their forecast cannot fit → the forecast of their device memory."""
+    tried = {record.trial.rung for record in report.trials}
+    return {
+        row["rung"]: TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=row["device"]["limit_bytes"])
+        for row in report.forecast
+        if row["verdict"] == "cannot_fit" and row.get("device") and row["rung"] not in tried
+    }
+
+
+def _memory(report: Report, record: Record, winner: bool) -> Text:
+    """One line a tier. A rung that ran out shows the least that it would have needed."""
+    match record.outcome:
+        case Fit():
+            memory = report.memory if winner and report.memory else record.outcome.memory
+            return Text("\n").join(_memory_line(tier, memory[tier]) for tier in TIERS if tier in memory)
+        case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
+            return _memory_line(tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), sign="≥")
+        case OutOfMemory(tier=tier, limit_bytes=int(limit)):
+            return Text.assemble((f"{tier:<8}", "dim"), f"full: {format_bytes(limit)}")
+        case _:
+            return Text()
+
+
+def _memory_line(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
+    """sign: ≥ for a lower bound, ~ for a forecast."""
+    return Text.assemble((f"{tier:<7}", "dim"), sign, format_use(use))
+
+
+def _rate(report: Report, record: Record, winner: bool) -> Text:
+    if winner and report.throughput:
+        return Text(format_rate(report.throughput.samples_per_second), style="bold")
+    return Text(format_rate(record.outcome.samples_per_second)) if isinstance(record.outcome, Fit) else Text()
+
+
+def _reasons(report: Report) -> Iterator[tuple[str, str]]:
+    """Each rung with the search's reason for it, else with the outcome of its trial."""
+    for rung, row in ladder_rows(report).items():
+        yield rung, report.reasons.get(rung, row if isinstance(row, str) else format_outcome(row.outcome))
+
+
+def _variant_reasons(report: Report) -> Iterator[tuple[str, str]]:
+    """Variants of rungs that raced too, such as 'zero2 without checkpointing', and what came of them."""
+    for name, reason in report.reasons.items():
+        if name not in report.ladder and name.partition(" ")[0] in report.ladder:
+            yield name, reason
+
+
+# Communication.
 
 
 def communication_lines(report: Report) -> Iterator[tuple[str, Text]]:
-    """Rung → what a rank sends in an optimizer step, and what share of the step that takes where it was timed."""
-    for rung, fit in _fits(report).items():
+    """Rung → bytes a rank sends in an optimizer step, and the share of the step that this takes where it was timed."""
+    fits: dict[str, Fit] = {}
+    for record in sorted(report.trials, key=_communication_order):
+        if isinstance(record.outcome, Fit) and _sends(record.outcome):
+            fits[record.trial.rung] = record.outcome
+    for rung, fit in _in_ladder_order(report, fits).items():
         assert fit.communication is not None
         samples = round(fit.samples_per_second * statistics.median(fit.step_s))
-        yield rung, Text.assemble(_sum(fit.communication), (f"; a step of {_counted(samples, 'sample')}", "dim"))
+        line = _communication(fit.communication)
+        yield rung, Text.assemble(line, (f"; a step of {format_number_of(samples, 'sample')}", "dim"))
 
 
-def _fits(report: Report) -> dict[str, Fit]:
-    """Rung → the fastest of its trials; one whose collectives were timed wins over one where they were only counted."""
-    best: dict[str, Fit] = {}
-    for record in sorted(report.trials, key=_order):
-        fit = record.outcome
-        if isinstance(fit, Fit) and fit.communication is not None and fit.communication.sent_bytes:
-            best[record.trial.rung] = fit
-    order = {rung: place for place, rung in enumerate(report.question.get("ladder", ()))}
-    return dict(sorted(best.items(), key=lambda row: order.get(row[0], len(order))))
-
-
-def _order(record: Record) -> tuple[bool, float]:
-    """The last is the most telling."""
+def _communication_order(record: Record) -> tuple[bool, float]:
+    """Sorts the most telling trial of a rung last: one with timed collectives, then the fastest."""
     fit = record.outcome
     if not isinstance(fit, Fit) or fit.communication is None:
         return False, 0.0
     return fit.communication.share is not None, fit.samples_per_second
 
 
-def _sum(said: Communication) -> str:
-    share = f", {said.share:.0%} of a step where nothing overlaps" if said.share is not None else ""
-    named = {name: op for name, op in said.ops.items() if op.sent_bytes >= _LEAST * said.sent_bytes}
-    parts = ", ".join(_op(name, op) for name, op in sorted(named.items(), key=lambda item: -item[1].sent_bytes))
-    return f"sends {format_bytes(said.sent_bytes)}{share}: {parts}"
+def _sends(fit: Fit) -> bool:
+    return fit.communication is not None and fit.communication.sent_bytes > 0
 
 
-def _op(name: str, op: Collective) -> str:
-    return f"{name} {format_bytes(op.sent_bytes)} in {_counted(op.calls, 'call')}"
+def _communication(communication: Communication) -> str:
+    share = communication.share
+    of_step = f", {share:.0%} of a step where nothing overlaps" if share is not None else ""
+    least = _LEAST_SHARE * communication.sent_bytes
+    large = [(name, op) for name, op in communication.ops.items() if op.sent_bytes >= least]
+    parts = ", ".join(_collective(name, op) for name, op in sorted(large, key=lambda item: -item[1].sent_bytes))
+    return f"sends {format_bytes(communication.sent_bytes)}{of_step}: {parts}"
 
 
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+def _collective(name: str, op: Collective) -> str:
+    return f"{name} {format_bytes(op.sent_bytes)} in {format_number_of(op.calls, 'call')}"
 
 
-Certificate = Mapping[str, Any]  # "certificate" of report.json, see `tuner.certificate.Certificate`
+# The winner.
 
 
-def headline(certificate: Certificate) -> Text:
+def _winner(report: Report) -> RenderableType:
+    raced = report.question.get("stop") == "fastest"
+    claim = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
+    head = Text.assemble((f"{report.rung}", "bold green"), (claim, "bold"), _effort(report))
+    certificate: list[RenderableType] = []
+    if report.certificate:
+        certificate = [certificate_headline(report.certificate), pairs_grid(certificate_lines(report.certificate))]
+    return Group(head, pairs_grid(_winner_facts(report)), *certificate, Text("\nNext", style="bold"))
+
+
+def _effort(report: Report) -> Text:
+    return Text(f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})", style="dim")
+
+
+def _winner_facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
+    assert report.knobs is not None
+    yield "batch", Text(report.reasons.get("batch") or format_batch(report.knobs, report.gpus))
+    if report.throughput:
+        tokens = report.throughput.tokens_per_second
+        rate = f"{format_rate(report.throughput.samples_per_second)} samples/s"
+        yield "throughput", Text(rate + (f", {format_rate(tokens)} tokens/s" if tokens is not None else ""))
+    if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
+        yield "largest", Text(f"micro batch {report.largest_micro_batch} also fits")
+    yield "recompute", Text(f"gradient checkpointing {'on' if report.knobs.checkpointing else 'off'}")
+    settings = (f"{key.rpartition('.')[2]} {_setting(value)}" for key, value in report.knobs.settings.items())
+    if line := ", ".join(settings):
+        yield "settings", Text(line)
+    for step in ("grow", "tune"):
+        if reason := report.reasons.get(step):
+            yield step, Text(reason, style="dim")
+    if shares := sorted(report.importances.items(), key=lambda item: -item[1])[:_MOST_IMPORTANCES]:
+        line = ", ".join(f"{key.rpartition('.')[2]} {share:.0%}" for key, share in shares)
+        yield "mattered", Text(f"{line} of the variation in tuning", style="dim")
+
+
+def _setting(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _next_steps(report: Report) -> Iterator[Text]:
+    """Commands on whole lines, so that they can be copied."""
+    for name, command in launch_lines(report):
+        yield _command_line(name, command)
+    files = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}"
+    yield _command_line("files", files)
+
+
+def _command_line(name: str, command: str) -> Text:
+    return Text.assemble((f"  {name:<10}  ", "cyan"), command)
+
+
+# The certificate.
+
+
+def certificate_headline(certificate: Mapping[str, Any]) -> Text:
     """'Certificate: passed'."""
     if certificate.get("passed"):
-        return Text.assemble(("\nCertificate: ", "bold"), ("passed", "bold green"))
-    failed = bool(certificate.get("failures"))
-    said = "not passed" if failed else "incomplete, what was checked holds"
-    return Text.assemble(("\nCertificate: ", "bold"), (said, "bold red" if failed else "bold yellow"))
+        verdict, style = "passed", "bold green"
+    elif certificate.get("failures"):
+        verdict, style = "not passed", "bold red"
+    else:
+        verdict, style = "incomplete, what was checked holds", "bold yellow"
+    return Text.assemble(("\nCertificate: ", "bold"), (verdict, style))
 
 
-def certificate_lines(certificate: Certificate) -> Iterator[tuple[str, Text]]:
-    """Names and what is said of them; a part that was never reached is left out."""
+def certificate_lines(certificate: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
+    """The checks by name, each with its result; a check that was never reached is left out."""
     if shape := certificate.get("batch_shape"):
-        yield "longest batch", Text(_batch(shape, certificate.get("draws") or 0))
+        yield "longest batch", Text(_longest_batch(shape, certificate.get("draws") or 0))
     if steps := certificate.get("optimizer_steps"):
         yield "steps", Text(_steps(steps, certificate.get("alloc_retries")))
     if certificate.get("evaluated"):
@@ -159,26 +317,25 @@ def certificate_lines(certificate: Certificate) -> Iterator[tuple[str, Text]]:
             yield "" if number else name, Text(sentence, style=style)
 
 
-def _batch(shape: tuple[int, ...], draws: int) -> str:
+def _longest_batch(shape: tuple[int, ...], draws: int) -> str:
     sizes = " × ".join(f"{size:,}" for size in shape)
-    return (
-        f"{sizes}, the longest of {draws:,} draws" if draws else f"{sizes}, by the workload's own build_longest_batch"
-    )
+    origin = f"the longest of {draws:,} draws" if draws else "by the workload's own build_longest_batch"
+    return f"{sizes}, {origin}"
 
 
 def _steps(steps: int, retries: int | None) -> str:
-    said = f"{steps} optimizer step{'s' if steps > 1 else ''}"
+    count = format_number_of(steps, "optimizer step")
     if retries is None:
-        return said
-    return f"{said}, the allocator ran full {retries} times" if retries else f"{said} without an allocation retry"
+        return count
+    return f"{count}, the allocator ran full {retries} times" if retries else f"{count} without an allocation retry"
 
 
 def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     size, save_s, load_s = checkpoint.get("bytes"), checkpoint.get("save_s"), checkpoint.get("load_s")
     saved = "saved" if size is None else f"{format_bytes(size)} saved"
-    yield saved if save_s is None else f"{saved} in {text.format_seconds(save_s)}"
+    yield saved if save_s is None else f"{saved} in {format_seconds(save_s)}"
     if load_s is not None:
-        yield f"loaded in {text.format_seconds(load_s)}"
+        yield f"loaded in {format_seconds(load_s)}"
     if (restored := checkpoint.get("restored")) is not None:
         yield "evaluates to the same loss" if restored else "evaluates to another loss"
     if (gathered := checkpoint.get("gathered")) is not None:
@@ -191,250 +348,70 @@ def _headroom(headroom: Mapping[str, int], kept: bool | None) -> str:
 
 
 def _parity(parity: Mapping[str, Any]) -> str:
-    apart, reference, steps = parity.get("largest_difference"), parity["reference"], parity["steps"]
-    over = f"over {steps} step{'s' if steps != 1 else ''}, tolerance {_share(parity['tolerance'])}"
-    if apart is None or apart == float("inf"):  # JSON has no infinity
-        said = f"a loss is not finite where {reference}'s is, {over}"
+    difference, reference = parity.get("largest_difference"), parity["reference"]
+    over = f"over {format_number_of(parity['steps'], 'step')}, tolerance {format_share(parity['tolerance'])}"
+    if difference is None or difference == float("inf"):  # JSON has no infinity
+        result = f"a loss is not finite where {reference}'s is, {over}"
     elif parity["within"]:
-        said = f"losses within {_share(apart)} of {reference}'s {over}"
+        result = f"losses within {format_share(difference)} of {reference}'s {over}"
     else:
-        said = f"losses differ by {_share(apart)} from {reference}'s {over}"
-    changed, taken_back = ", ".join(parity.get("changed_by") or ()), parity.get("taken_back")
-    if taken_back:
-        return f"{said}, since {taken_back}, which changed them, was taken back"
-    return f"{said}; changed by {changed}" if changed else said
+        result = f"losses differ by {format_share(difference)} from {reference}'s {over}"
+    if parity.get("taken_back"):
+        return f"{result}, since {parity['taken_back']}, which changed them, was taken back"
+    return f"{result}; changed by {', '.join(parity['changed_by'])}" if parity.get("changed_by") else result
 
 
-def _share(value: float) -> str:
-    """0.0041 → '0.41 %'."""
-    return f"{text.format_rate(100 * value)} %" if value else "0 %"
+# Nothing fits.
 
 
-def foretold(report: Report) -> dict[str, TierUse]:
-    """Rungs that were not tried because they cannot fit → what their device would have had to hold."""
-    tried = {record.trial.rung for record in report.trials}
-    return {
-        row["rung"]: TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=row["device"]["limit_bytes"])
-        for row in report.forecast
-        if row["verdict"] == "cannot_fit" and row.get("device") and row["rung"] not in tried
-    }
-
-
-def rows_of(report: Report) -> dict[str, Record | str]:
-    """Rung → the trial that stands for it, or why it was skipped; in the ladder's order where the question names it."""
-    rows: dict[str, Record | str] = {}
-    for record in report.trials:
-        if record.trial.limited:  # one without a limit only asks how much would have been enough
-            rows[record.trial.rung] = _telling(report, rows.get(record.trial.rung), record)
-    for skipped in report.skipped:
-        rows.setdefault(skipped.rung, skipped.reason)
-    order = {rung: place for place, rung in enumerate(report.question.get("ladder", ()))}
-    return dict(sorted(rows.items(), key=lambda row: order.get(row[0], len(order))))
-
-
-def untried(report: Report) -> dict[str, list[str]]:
-    """Why rungs of the ladder were neither tried nor skipped → those rungs."""
-    known, groups = rows_of(report), dict[str, list[str]]()
-    for rung in report.question.get("ladder", ()):
-        if rung not in known and rung in report.reasons:
-            groups.setdefault(report.reasons[rung], []).append(rung)
-    return groups
-
-
-def _telling(report: Report, before: Record | str | None, record: Record) -> Record:
-    """Which of two trials of one rung stands for it: the one with the winning knobs, else the fastest fit, else
-    the later one."""
-    if not isinstance(before, Record):
-        return record
-    for one in (before, record):
-        if one.trial.rung == report.rung and one.trial.knobs == report.knobs:
-            return one
-    if not isinstance(before.outcome, Fit):
-        return record
-    usual = isinstance(record.outcome, Fit) and record.trial.exam is None
-    return max(before, record, key=_speed) if usual else before
-
-
-def _speed(record: Record) -> float:
-    return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
-
-
-def ladder_table(report: Report, *, wide: bool) -> Table:
-    """rung, outcome, peak / limit, samples/s and, where there is room, why."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=wide)
-    table.add_column("rung", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
-    table.add_column("peak / limit", no_wrap=True)
-    table.add_column("samples/s", justify="right", no_wrap=True)
-    if wide:
-        table.add_column("why", ratio=1)
-    reasons, told = dict(reasons_of(report)), foretold(report)
-    for rung, row in rows_of(report).items():
-        winner = report.status == "fit" and rung == report.rung
-        cells: list[RenderableType] = [Text(rung, style="bold" if winner else "")]
-        if rung in told:
-            cells += [Text("✗ cannot fit", style="red"), _use("device", told[rung], sign="~"), Text()]
-        else:
-            cells += [_verdict(row), _memory(report, row, winner), _rate(report, row, winner)]
-        table.add_row(*cells, *([Text(reasons.get(rung, ""))] if wide else []))
-    return table
-
-
-def _verdict(row: Record | str) -> Text:
-    if isinstance(row, str):
-        return Text("– skipped", style="dim")
-    mark, style = mark_of(row.outcome)
-    said = {"fit": "fits", "out_of_memory": "out of memory", "failed": "failed"}[row.outcome.kind]
-    return Text(f"{mark} {said}", style=style)
-
-
-def _memory(report: Report, row: Record | str, winner: bool) -> Text:
-    """One line a tier. A rung that ran out shows the least it would have needed."""
-    if isinstance(row, str):
-        return Text()
-    match row.outcome:
-        case Fit():
-            memory = report.memory if winner and report.memory else row.outcome.memory
-            return Text("\n").join(_use(tier, memory[tier]) for tier in TIERS if tier in memory)
-        case OutOfMemory(limit_bytes=int(limit), missing_bytes=int(missing)):
-            return _use(row.outcome.tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), sign="≥")
-        case OutOfMemory(limit_bytes=int(limit)):
-            return Text.assemble((f"{row.outcome.tier:<8}", "dim"), f"full: {format_bytes(limit)}")
-        case _:
-            return Text()
-
-
-def _use(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
-    """sign: ≥ for a lower bound, ~ for a forecast."""
-    return Text.assemble((f"{tier:<7}", "dim"), sign, text.format_use(use))
-
-
-def _rate(report: Report, row: Record | str, winner: bool) -> Text:
-    if winner and report.throughput:
-        return Text(text.format_rate(report.throughput.samples_per_second), style="bold")
-    if isinstance(row, str) or not isinstance(row.outcome, Fit):
-        return Text()
-    return Text(text.format_rate(row.outcome.samples_per_second))
-
-
-def reasons_of(report: Report) -> Iterator[tuple[str, str]]:
-    """Each rung's reason: the search's own words, else what its trial said."""
-    for rung, row in rows_of(report).items():
-        said = row if isinstance(row, str) else text.format_outcome(row.outcome)
-        yield rung, report.reasons.get(rung, said)
-
-
-def variants_of(report: Report) -> Iterator[tuple[str, str]]:
-    """Rungs that also raced with something unusual, such as without checkpointing, and what came of it."""
-    rungs = report.question.get("ladder", ())
-    for name, reason in report.reasons.items():
-        if name not in rungs and name.partition(" ")[0] in rungs:
-            yield name, reason
-
-
-_MOST_SHARES = 3  # keys whose importance is shown
-_WIDE = 116  # columns from which the reasons stand in the table instead of under it
-
-
-def print_fit(report: Report, console: Console) -> None:
-    """Print the report. Reads nothing but the report, so a finished fit can be shown again."""
-    wide = console.width >= _WIDE
-    console.print(Text.assemble("\n", (_question(report), "bold")))
-    console.print(ladder_table(report, wide=wide))
-    for reason, rungs in untried(report).items():
-        console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
-    if not wide:
-        console.print(pairs_grid((rung, Text(reason)) for rung, reason in reasons_of(report)))
-        console.print()
-    if variants := list(variants_of(report)):
-        console.print(pairs_grid((name, Text(reason)) for name, reason in variants))
-        console.print()
-    if spent := list(communication_lines(report)):
-        console.print(Text("communication of a rank in an optimizer step", style="bold"))
-        console.print(pairs_grid(spent))
-        console.print()
-    if report.status == "nothing_fits":
-        console.print(_nothing(report))
-        return
-    console.print(_winner(report))
-    for line in _next(report):
-        console.print(line, soft_wrap=True)
-
-
-def _question(report: Report) -> str:
-    """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; what the question does not say is left out."""
-    asked = report.question
-    size = f", {format_count(asked['parameters'])} parameters," if asked.get("parameters") else ""
-    memory = f" × {format_bytes(asked['device_bytes'])}" if asked.get("device_bytes") else ""
-    if asked.get("pipeline_stages"):
-        size = f"{size} a pipeline of {asked['pipeline_stages']} stages,"
-    if asked.get("experts"):
-        size = f"{size} {asked['experts']} experts,"
-    return (
-        f"{asked.get('workload', 'workload')}{size} on "
-        f"{text.format_ranks(asked.get('gpus', 1), asked.get('device', ''))}{memory}"
-    )
-
-
-def _winner(report: Report) -> RenderableType:
-    assert report.knobs is not None
-    raced = report.question.get("stop") == "fastest"
-    how = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
-    head = Text.assemble((f"{report.rung}", "bold green"), (how, "bold"), _spent(report))
-    return Group(head, pairs_grid(_facts(report)), *_certified(report), Text("\nNext", style="bold"))
-
-
-def _certified(report: Report) -> Iterator[RenderableType]:
-    if report.certificate:
-        yield headline(report.certificate)
-        yield pairs_grid(certificate_lines(report.certificate))
-
-
-def _spent(report: Report) -> Text:
-    return Text(f"  ({len(report.trials)} trials, {text.format_seconds(report.seconds)})", style="dim")
-
-
-def _facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
-    """The winner, fact by fact."""
-    assert report.knobs is not None
-    yield (
-        "batch",
-        Text(report.reasons.get("batch") or text.format_batch(report.knobs, int(report.question.get("gpus", 1)))),
-    )
-    if report.throughput:
-        tokens = report.throughput.tokens_per_second
-        rate = f"{text.format_rate(report.throughput.samples_per_second)} samples/s"
-        yield "throughput", Text(rate + (f", {text.format_rate(tokens)} tokens/s" if tokens is not None else ""))
-    if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
-        yield "largest", Text(f"micro batch {report.largest_micro_batch} also fits")
-    recomputes = report.knobs.checkpointing
-    yield "recompute", Text("gradient checkpointing on" if recomputes else "gradient checkpointing off")
-    settings = (f"{key.rpartition('.')[2]} {_show(value)}" for key, value in report.knobs.settings.items())
-    if tuned := ", ".join(settings):
-        yield "settings", Text(tuned)
-    for act in ("grow", "tune"):
-        if reason := report.reasons.get(act):
-            yield act, Text(reason, style="dim")
-    if shares := sorted(report.importances.items(), key=lambda item: -item[1])[:_MOST_SHARES]:
-        said = ", ".join(f"{key.rpartition('.')[2]} {share:.0%}" for key, share in shares)
-        yield "mattered", Text(f"{said} of the variation in tuning", style="dim")
-
-
-def _next(report: Report) -> Iterator[Text]:
-    """What to type now: whole lines, so that they can be copied."""
-    for name, said in launch_lines(report):
-        yield _line(name, said)
-    yield _line("files", f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}")
-
-
-def _line(name: str, said: str) -> Text:
-    return Text.assemble((f"  {name:<10}  ", "cyan"), said)
-
-
-def _nothing(report: Report) -> RenderableType:
-    head = Text.assemble(("nothing fits: ", "bold red"), (shortage(report), "bold"), _spent(report))
+def _nothing_fits(report: Report) -> RenderableType:
+    head = Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), _effort(report))
     return Group(head, pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
 
 
-def _show(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+def describe_shortage(report: Report) -> str:
+    """'zero3-nvme comes closest, at least 61.2 MiB of device memory are missing'."""
+    closest = report.closest
+    if closest is None:
+        failed = any(isinstance(record.outcome, Failed) for record in report.trials)
+        return "no rung could be run to its end" if failed else "no rung could be tried"
+    if closest.missing_bytes is None:
+        return f"{closest.rung} comes closest"
+    bound = "" if closest.exact else "at least "
+    missing = f"{bound}{format_bytes(closest.missing_bytes)} of {closest.tier} memory"
+    return f"{closest.rung} comes closest, {missing} are missing"
+
+
+def remedies(report: Report) -> Iterator[str]:
+    """Ways to make something fit, the surest first."""
+    yield from dict.fromkeys(
+        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
+        for record in report.trials
+        if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
+    )
+    if report.closest is None:
+        yield from dict.fromkeys(
+            f"{record.trial.rung}: {first_line(record.outcome.advice)}"
+            for record in report.trials
+            if isinstance(record.outcome, Failed) and record.outcome.advice
+        )
+    elif report.closest.missing_bytes is not None:
+        yield _more_memory(report, report.closest, report.closest.missing_bytes)
+    else:
+        yield "more memory per rank (--gpu-memory)"
+    for rung in report.question.get("lacks_nvme", ()):
+        yield f"--nvme-path DIR on a fast disk: {rung} was skipped because it needs one"
+    yield f"more ranks (--gpus {report.gpus * 2}): ZeRO splits the model over them"
+    yield "a smaller workload: a shorter sequence in build_batch, or a smaller model"
+
+
+def _more_memory(report: Report, closest: ClosestRung, missing: int) -> str:
+    limit = report.question.get("device_bytes")
+    if closest.tier != "device" or not isinstance(limit, int):
+        return f"{format_bytes(missing)} more {closest.tier} memory"
+    enough_mib = -(-int((limit + missing) * _PEAK_VARIATION) // (16 * _MIB)) * 16
+    size = f"{enough_mib}MiB" if enough_mib < 10240 else f"{-(-enough_mib // 1024)}GiB"
+    if not report.on_cpu:
+        return f"a card with {size} or more for each rank (--gpu-memory {size})"
+    bound = "" if closest.exact else ", or more: the shortage is a lower bound"
+    return f"--gpu-memory {size}{bound}"

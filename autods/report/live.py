@@ -18,13 +18,14 @@ from rich.text import Text
 from ..config.catalogue import ASKED, HERE
 from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
-from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Skipped, Trial
-from . import text
-from .plan_view import MARKS, format_predicted, rung_table
+from ..types import Phase, Skipped, Trial
+from .plan_view import rung_table
+from .text import format_outcome, format_phase, format_record, format_seconds
+from .ui import MARKS, WIDE_PROGRESS, WIDEST_LIVE_TABLE, Mark
 
 
 class LiveView:
-    """A context manager around `_now`, which says what is redrawn; it writes to `console`, else to standard error."""
+    """A context manager that redraws `_current` on a terminal. It writes to `console`, else to standard error."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(stderr=True)
@@ -34,7 +35,7 @@ class LiveView:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, get_renderable=self._now, refresh_per_second=8, transient=True)
+            self._live = Live(console=self._console, get_renderable=self._current, refresh_per_second=8, transient=True)
             self._live.start()
         return self
 
@@ -45,22 +46,11 @@ class LiveView:
             self._live.stop()
             self._live = None
 
-    def _now(self) -> RenderableType:
+    def _current(self) -> RenderableType:
         raise NotImplementedError
 
     def _print_plain(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True, style=None)
-
-
-def mark_of(outcome: Outcome) -> tuple[str, str]:
-    """A one-letter mark and its style."""
-    match outcome:
-        case Fit():
-            return "✓", "green"
-        case OutOfMemory():
-            return "✗", "yellow"
-        case Failed():
-            return "!", "red"
 
 
 @dataclass(slots=True)
@@ -76,9 +66,9 @@ class _Running:
 class Progress(LiveView):
     """A `events.Listener` and a context manager.
 
-    On a terminal: finished trials as lines and the running one below them, with its phase and seconds. Elsewhere: one
-    plain line for each finished trial, skipped rung and note. Events may come from any thread.
-    label: what else is to be said of a trial, beside its rung and batch.
+    On a terminal it prints finished trials as lines, and below them the running one with its phase and seconds.
+    Elsewhere it prints one plain line for each finished trial, skipped rung and note. Events may come from any thread.
+    label: a trial's conditions, shown beside its rung and batch.
     """
 
     def __init__(
@@ -99,10 +89,9 @@ class Progress(LiveView):
                 self._doing, self._since = event, self._clock()
                 self._print(Text(event.text, style="dim"), event.text)
             case Skipped():
-                line = f"skipped {event.rung}: {event.reason}"
-                self._print(
-                    _row("–", "dim", event.rung, "", f"skipped: {event.reason}", "", "dim", wide=self._wide), line
-                )
+                text = f"skipped: {event.reason}"
+                row = _event_row(MARKS["skipped"], rung=event.rung, text=text, wide=self._wide)
+                self._print(row, f"skipped {event.rung}: {event.reason}")
             case TrialStarted():
                 self._running[event.id] = _Running(event.trial, self._clock())
             case TrialMoved():
@@ -112,8 +101,8 @@ class Progress(LiveView):
                 self._running.pop(event.record.id, None)
                 self._doing = Note(text="")
                 label = self._label(event.record.trial)
-                plain = text.format_record(event.record, replayed=event.replayed, label=label)
-                self._print(_finished(event, label, wide=self._wide), plain)
+                plain = format_record(event.record, replayed=event.replayed, label=label)
+                self._print(_finished_row(event, label, wide=self._wide), plain)
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
         if self._live is not None:
@@ -123,23 +112,23 @@ class Progress(LiveView):
 
     @property
     def _wide(self) -> bool:
-        return self._console.width >= 110
+        return self._console.width >= WIDE_PROGRESS
 
-    def _now(self) -> RenderableType:
-        """What is redrawn: a line for each running trial, or the last note while nothing runs."""
+    def _current(self) -> RenderableType:
+        """A line for each running trial, or the last note while nothing runs."""
         running = list(self._running.values())  # others may begin and end meanwhile
         if not running:
-            elapsed = text.format_seconds(self._clock() - self._since)
+            elapsed = format_seconds(self._clock() - self._since)
             self._spinner.update(text=Text(f"{self._doing.text or 'deciding'}  {elapsed}", style="dim"))
         else:
             self._spinner.update(text=Text("\n").join(map(self._line, running)))
         return self._spinner
 
     def _line(self, now: _Running) -> Text:
-        place, elapsed = text.format_phase(now.phase, now.step), text.format_seconds(self._clock() - now.since)
+        place, elapsed = format_phase(now.phase, now.step), format_seconds(self._clock() - now.since)
         return Text.assemble(
             (now.trial.rung, "bold"),
-            f"  {_asked(now.trial)}  ",
+            f"  {_describe(now.trial)}  ",
             self._label(now.trial),
             "  ",
             (place, "cyan"),
@@ -147,31 +136,36 @@ class Progress(LiveView):
         )
 
 
-def _finished(event: TrialFinished, label: str, *, wide: bool) -> RenderableType:
+def _finished_row(event: TrialFinished, label: str, *, wide: bool) -> Table:
     record = event.record
-    mark, style = mark_of(record.outcome)
-    end = "journal" if event.replayed else text.format_seconds(record.seconds)
-    said = f"{label}{': ' * bool(label)}{text.format_outcome(record.outcome)}"
-    return _row(
-        mark, style, record.trial.rung, _asked(record.trial), said, end, "dim" if event.replayed else "", wide=wide
+    return _event_row(
+        MARKS[record.outcome.kind],
+        rung=record.trial.rung,
+        trial=_describe(record.trial),
+        text=": ".join(filter(None, (label, format_outcome(record.outcome)))),
+        end="journal" if event.replayed else format_seconds(record.seconds),
+        style="dim" if event.replayed else "",
+        wide=wide,
     )
 
 
-def _asked(trial: Trial) -> str:
-    """'tune 4×2': why, and micro batch × accumulation."""
+def _describe(trial: Trial) -> str:
+    """'tune 4×2': the trial's purpose, micro batch and accumulation."""
     limit = "" if trial.limited else ", no limit"
     return f"{trial.purpose} {trial.knobs.micro_batch}×{trial.knobs.accumulation}{limit}"
 
 
-def _row(mark: str, mark_style: str, rung: str, asked: str, said: str, end: str, style: str, *, wide: bool) -> Table:
-    """One line with its columns at fixed places, so that lines printed one by one stand under each other."""
+def _event_row(
+    mark: Mark, *, rung: str, text: str, wide: bool, trial: str = "", end: str = "", style: str = "dim"
+) -> Table:
+    """One line whose columns have fixed places, so that lines printed one by one align."""
     table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(width=1, style=mark_style)
+    table.add_column(width=1, style=mark.style)
     table.add_column(width=19 if wide else 13, overflow="fold", style="bold")
     table.add_column(width=12 if wide else 9)
     table.add_column(ratio=1)
     table.add_column(width=7, justify="right", style="dim")
-    table.add_row(mark, Text(rung), Text(asked), Text(said), end, style=style)
+    table.add_row(mark.sign, Text(rung), Text(trial), Text(text), end, style=style)
     return table
 
 
@@ -199,37 +193,40 @@ class PlanProgress(LiveView):
                     self._finished(event)
 
     def _finished(self, event: RungFinished) -> None:
-        said = event.forecast
-        before = self._rows.get((event.machine, said.rung))
-        self._rows[event.machine, said.rung] = said
+        forecast, key = event.forecast, (event.machine, event.forecast.rung)
+        is_new = key not in self._rows
+        self._rows[key] = forecast
         self._share = f"{event.done} of at most {event.total}"
-        self._doing.pop(said.rung, None)
-        if self._live is None and before is None:
-            self._print_plain(f"{_of(event.machine)}{line_of(said)}")
-        elif self._live is None and said.largest_micro_batch is not None:
-            self._print_plain(f"{_of(event.machine)}{said.rung}: up to micro batch {said.largest_micro_batch}")
+        self._doing.pop(forecast.rung, None)
+        if self._live is not None:
+            return
+        if is_new:
+            self._print_plain(f"{_machine_prefix(event.machine)}{_format_rung(forecast)}")
+        elif forecast.largest_micro_batch is not None:
+            largest = f"{forecast.rung}: up to micro batch {forecast.largest_micro_batch}"
+            self._print_plain(f"{_machine_prefix(event.machine)}{largest}")
 
-    def _now(self) -> RenderableType:
-        """What is redrawn: the rows of the machine that is at work, and what is being simulated."""
+    def _current(self) -> RenderableType:
+        """The rows of the machine that is being simulated, and a line with the current simulation."""
         with self._lock:
             doing = ", ".join(list(self._doing.values())[-2:]) or self._note
             share, rows = self._share, dict(self._rows)
-        elapsed = text.format_seconds(self._clock() - self._since)
+        elapsed = format_seconds(self._clock() - self._since)
         self._spinner.update(text=Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim")))
         machines = {machine for machine, _ in rows}
         if len(machines) != 1:
             return self._spinner
-        return Group(rung_table(rows.values(), best=None, width=min(self._console.width, 130)), self._spinner)
+        return Group(
+            rung_table(rows.values(), best=None, width=min(self._console.width, WIDEST_LIVE_TABLE)), self._spinner
+        )
 
 
-def _of(machine: str) -> str:
-    """A machine of the catalogue by its name; the one that was described, or this one, needs none."""
+def _machine_prefix(machine: str) -> str:
+    """'a100-80gb: ' for a machine of the catalogue; empty for this machine or one described by options."""
     return "" if machine in (ASKED, HERE) else f"{machine}: "
 
 
-def line_of(said: RungForecast) -> str:
-    """A rung as one plain line; its reason says what it needs of what decides."""
-    mark, word, _ = MARKS[said.verdict]
-    device = said.memory.get("device")
-    peak = f"{format_predicted(device)}, " if device is not None and not said.reason.startswith("needs ") else ""
-    return f"{mark} {said.rung}: {word}: {peak}{said.reason}"
+def _format_rung(forecast: RungForecast) -> str:
+    """A rung as one plain line."""
+    mark = MARKS[forecast.verdict]
+    return f"{mark.sign} {forecast.rung}: {mark.word}: {forecast.reason}"

@@ -5,36 +5,100 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..types import TIERS, Scalar, Tier
+from ..types import TIERS, Tier
 from ..units import format_bytes
 from .results import PROBE_CSV, CellResult, ProbeReport, Ratio
-from .text import format_ranks, format_rate, format_seconds, pairs_grid
+from .text import format_ranks, format_rate, format_seconds, format_value
+from .ui import MARKS, pairs_grid, plain_table
 
-_MARKS = {"fit": ("✓", "green"), "out_of_memory": ("✗", "yellow"), "failed": ("!", "red"), "refused": ("–", "dim")}
+# Columns that a narrow terminal leaves out, in order.
+_DISPENSABLE = ("sent\na step", "host", "pinned", "nvme", "tokens/s", "forecast", "device")
+
+
+def print_probe(report: ProbeReport, console: Console) -> None:
+    """Print the probe; it needs nothing but the value."""
+    console.print(Text.assemble("\n", (_question(report), "bold")))
+    table, left_out = _table(report, console.width)
+    console.print(table)
+    if left_out:
+        where = f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE"
+        line = f"  {', '.join(left_out)}: on a wider terminal, and in {where}\n"
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    if reasons := list(_reasons(report)):
+        console.print(pairs_grid(reasons))
+        console.print()
+    for line_text in _conclusions(report):
+        console.print(line_text)
+    if report.notes:
+        console.print(pairs_grid(("·", Text(note, style="dim")) for note in report.notes))
+
+
+def _question(report: ProbeReport) -> str:
+    """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
+    question: Mapping[str, object] = report.question
+    ranks = "ranks"
+    if len(report.axes.get("gpus", ())) < 2:
+        ranks = format_ranks(int(str(question["gpus"])), str(question["device"]))
+    if int(str(question.get("nodes") or 1)) > 1:
+        ranks += f" of {question.get('nodes')} nodes"
+    fixed = [
+        f"{name} {format_value(values[0])}" if name != "rung" else str(values[0])
+        for name, values in report.axes.items()
+        if len(values) == 1
+    ]
+    precision = [] if "precision" in report.axes else [str(question.get("precision"))]
+    times = "once" if question.get("repeats") == 1 else f"{question.get('repeats')} times"
+    repeats = f"each cell {times}" if not question.get("capacity") else ""
+    details = ", ".join(part for part in (*fixed, *precision, repeats) if part)
+    memory = format_bytes(float(str(question.get("device_bytes") or 0)))
+    return f"{question.get('workload')} on {ranks} × {memory}, {details}"
+
+
+def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
+    """The table as far as it fits the terminal, and the names of the columns that were left out."""
+    columns = _columns(report)
+    left_out = []
+    for name in _DISPENSABLE:
+        if _table_width(report, columns) <= width:
+            break
+        left_out += [column.name.replace("\n", " ") for column in columns if column.name == name]
+        columns = [column for column in columns if column.name != name]
+    table = plain_table(padding=(0, 0, 0, 1))
+    for column in columns:
+        table.add_column(column.name, justify="right" if column.right else "left", overflow="fold")
+    for cell in report.cells:
+        style = "dim" if cell.same_as is not None or cell.status == "refused" else ""
+        table.add_row(*(column.cell(cell) for column in columns), style=style)
+    return table, left_out
+
+
+def _table_width(report: ProbeReport, columns: list[Column]) -> int:
+    """The widest text of each column, with two spaces before it."""
+    texts = [[*column.name.split("\n"), *(str(column.cell(cell)) for cell in report.cells)] for column in columns]
+    return sum(max(map(len, column_texts)) + 2 for column_texts in texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A heading and what stands under it; a column in which nothing stands is left out."""
+    """A heading, and the text that each cell has under it."""
 
     name: str
     cell: Callable[[CellResult], str | Text]
     right: bool = True
 
 
-def columns_of(report: ProbeReport) -> list[Column]:
-    """All that have something to say, the cell's number first."""
+def _columns(report: ProbeReport) -> list[Column]:
+    """The columns in which some cell has a value, the cell's number first."""
     columns = [Column("", lambda cell: str(cell.number)), *_axes(report), *_measures(report)]
     return [column for column in columns if any(str(column.cell(cell)) for cell in report.cells)]
 
 
 def _axes(report: ProbeReport) -> Iterator[Column]:
-    """Those that vary; what is the same in all cells stands in the headline, but where nothing varies at all."""
+    """The axes that vary; the others stand in the headline. Where none varies, the rung has a column."""
     alone = all(len(values) == 1 for values in report.axes.values())
     for name, values in report.axes.items():
         if len(values) > 1 or (alone and name == "rung"):
@@ -49,17 +113,8 @@ def _heading(name: str) -> str:
 
 
 def _value(cell: CellResult, name: str) -> Text:
-    said = format_value(cell.values.get(name))
-    return Text(f"({said})" if name in cell.unheeded else said)
-
-
-def format_value(value: Scalar | None) -> str:
-    """As it was given: 'on', '1,000,000', 'not set'."""
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+    text = format_value(cell.values.get(name))
+    return Text(f"({text})" if name in cell.unheeded else text)
 
 
 def _measures(report: ProbeReport) -> Iterator[Column]:
@@ -76,7 +131,7 @@ def _measures(report: ProbeReport) -> Iterator[Column]:
 
 
 def _outcome(cell: CellResult) -> Text:
-    mark, style = _MARKS[cell.status]
+    mark, _, style = MARKS[cell.status]
     if cell.same_as is not None:
         return Text(f"= {cell.same_as}", style="dim")
     if cell.status == "out_of_memory" and cell.tier is not None:
@@ -109,12 +164,12 @@ def _times(report: ProbeReport) -> Callable[[CellResult], Text]:
     def cell_text(cell: CellResult) -> Text:
         if cell.number == reference:
             return Text("1", style="dim")
-        return format_ratio(cell.ratio) if cell.ratio is not None else Text()
+        return _ratio(cell.ratio) if cell.ratio is not None else Text()
 
     return cell_text
 
 
-def format_ratio(ratio: Ratio) -> Text:
+def _ratio(ratio: Ratio) -> Text:
     """'1.32', or '≈ 1.01' where that is within the noise."""
     if ratio.differs:
         return Text(f"{ratio.times:.2f}", style="green" if ratio.times > 1 else "yellow")
@@ -122,80 +177,34 @@ def format_ratio(ratio: Ratio) -> Text:
 
 
 def _memory(tier: Tier) -> Callable[[CellResult], str]:
-    def text(cell: CellResult) -> str:
+    def cell_text(cell: CellResult) -> str:
         use = cell.memory.get(tier)
         if use is None or not use.peak_bytes:
             return ""
         return format_bytes(use.peak_bytes)
 
-    return text
+    return cell_text
 
 
 def _reference(report: ProbeReport) -> int | None:
     return report.compared[0] if report.compared is not None else None
 
 
-# What a narrow terminal does without, in order.
-_LESS = ("sent\na step", "host", "pinned", "nvme", "tokens/s", "forecast", "device")
-
-
-def print_probe(report: ProbeReport, console: Console) -> None:
-    """Print the probe; reads nothing but the value."""
-    console.print(Text.assemble("\n", (_question(report), "bold")))
-    table, left_out = _table(report, console.width)
-    console.print(table)
-    if left_out:
-        where = f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE"
-        console.print(
-            Text(f"  {', '.join(left_out)}: on a wider terminal, and in {where}\n", style="dim"), soft_wrap=True
-        )
-    if lines := list(_reasons(report)):
-        console.print(pairs_grid(lines))
-        console.print()
-    for line in _sentences(report):
-        console.print(line)
-    if report.notes:
-        console.print(pairs_grid(("·", Text(note, style="dim")) for note in report.notes))
-
-
-def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
-    """The table as far as the terminal is wide, and the columns that had to be left out."""
-    shown = columns_of(report)
-    left_out = []
-    for name in _LESS:
-        if _width(report, shown) <= width:
-            break
-        left_out += [column.name.replace("\n", " ") for column in shown if column.name == name]
-        shown = [column for column in shown if column.name != name]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    for column in shown:
-        table.add_column(column.name, justify="right" if column.right else "left", overflow="fold")
-    for cell in report.cells:
-        style = "dim" if cell.same_as is not None or cell.status == "refused" else ""
-        table.add_row(*(column.cell(cell) for column in shown), style=style)
-    return table, left_out
-
-
-def _width(report: ProbeReport, columns: list[Column]) -> int:
-    """Of the table: its widest cells, and two spaces before each."""
-    texts = [[*column.name.split("\n"), *(str(column.cell(cell)) for cell in report.cells)] for column in columns]
-    return sum(max(map(len, one)) + 2 for one in texts)
-
-
 def _reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
-    """What does not stand in the table: why a cell did not run, what a capacity rests on, which values mean nothing."""
-    said: dict[str, list[int]] = {}
+    """Cells → why they did not run, how their capacity was found, or which values have no effect there."""
+    cells_by_reason: dict[str, list[int]] = {}
     for cell in report.cells:
         if cell.same_as is None:
             for reason in filter(None, (cell.reason, cell.capacity.said if cell.capacity else "")):
-                said.setdefault(reason, []).append(cell.number)
+                cells_by_reason.setdefault(reason, []).append(cell.number)
         for name, why in cell.unheeded.items():
-            said.setdefault(f"{name} means nothing under {cell.values.get('rung')}: {why}", []).append(cell.number)
-    for reason, numbers in said.items():
-        yield f"cell{'s' if len(numbers) > 1 else ''} {_numbers(numbers)}", Text(reason)
+            reason = f"{name} has no effect under {cell.values.get('rung')}: {why}"
+            cells_by_reason.setdefault(reason, []).append(cell.number)
+    for reason, numbers in cells_by_reason.items():
+        yield f"cell{'s' if len(numbers) > 1 else ''} {_number_ranges(numbers)}", Text(reason)
 
 
-def _numbers(numbers: Iterable[int]) -> str:
+def _number_ranges(numbers: Iterable[int]) -> str:
     """'1-3, 7'."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -206,7 +215,7 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _sentences(report: ProbeReport) -> Iterator[Text]:
+def _conclusions(report: ProbeReport) -> Iterator[Text]:
     spent = f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})"
     if report.status == "nothing_fits":
         yield Text.assemble(("no cell fits", "bold red"), (spent, "dim"))
@@ -214,47 +223,31 @@ def _sentences(report: ProbeReport) -> Iterator[Text]:
     fitting = [cell for cell in report.cells if cell.status == "fit" and cell.same_as is None]
     if report.question.get("capacity"):
         best = max(fitting, key=lambda cell: cell.micro_batch or 0)
-        how = "by the forecast" if report.question.get("forecast_only") else "by trials"
-        head = f"largest micro batch: {best.micro_batch:,} with {_named(report, best)}, {how}"
+        source = "by the forecast" if report.question.get("forecast_only") else "by trials"
+        head = f"largest micro batch: {best.micro_batch:,} with {_distinction(report, best)}, {source}"
         yield Text.assemble((head, "bold green"), (spent, "dim"))
         return
     assert report.compared is not None
-    by = report.compared[1]
-    best = max(fitting, key=lambda cell: (cell.tokens_per_second if by == "tokens" else cell.samples_per_second) or 0)
-    rate = best.tokens_per_second if by == "tokens" else best.samples_per_second
-    head = f"fastest: cell {best.number}, {_named(report, best)}: {format_rate(rate or 0)} {by}/s"
-    within = best.ratio is not None and not best.ratio.differs
-    unsure = f", within the noise of cell {report.compared[0]}" if within else ""
+    reference, measure = report.compared
+    best = max(fitting, key=lambda cell: _speed(cell, measure))
+    rate = f"{format_rate(_speed(best, measure))} {measure}/s"
+    head = f"fastest: cell {best.number}, {_distinction(report, best)}: {rate}"
+    within_noise = best.ratio is not None and not best.ratio.differs
+    unsure = f", within the noise of cell {reference}" if within_noise else ""
     yield Text.assemble((head, "bold green"), unsure, (spent, "dim"))
     if any(cell.ratio is not None and not cell.ratio.differs for cell in report.cells):
-        yield Text(f"≈: not told apart from cell {report.compared[0]} by these measurements (95 %)", style="dim")
+        yield Text(f"≈: not told apart from cell {reference} by these measurements (95 %)", style="dim")
 
 
-def _named(report: ProbeReport, cell: CellResult) -> str:
-    """'zero1, micro_batch 4': what distinguishes the cell."""
+def _speed(cell: CellResult, measure: str) -> float:
+    return (cell.tokens_per_second if measure == "tokens" else cell.samples_per_second) or 0.0
+
+
+def _distinction(report: ProbeReport, cell: CellResult) -> str:
+    """'zero1, micro_batch 4': the values that distinguish the cell."""
     varied = [name for name, values in report.axes.items() if len(values) > 1 or name == "rung"]
     return ", ".join(
         str(cell.values[name]) if name == "rung" else f"{name} {format_value(cell.values[name])}"
         for name in varied
         if name not in cell.unheeded
     )
-
-
-def _question(report: ProbeReport) -> str:
-    """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
-    asked: Mapping[str, object] = report.question
-    ranks = (
-        format_ranks(int(str(asked["gpus"])), str(asked["device"])) if len(report.axes.get("gpus", ())) < 2 else "ranks"
-    )
-    if int(str(asked.get("nodes") or 1)) > 1:
-        ranks += f" of {asked.get('nodes')} nodes"
-    fixed = [
-        f"{name} {format_value(values[0])}" if name != "rung" else str(values[0])
-        for name, values in report.axes.items()
-        if len(values) == 1
-    ]
-    precision = [] if "precision" in report.axes else [str(asked.get("precision"))]
-    often = "once" if asked.get("repeats") == 1 else f"{asked.get('repeats')} times"
-    repeats = f"each cell {often}" if not asked.get("capacity") else ""
-    said = ", ".join(part for part in (*fixed, *precision, repeats) if part)
-    return f"{asked.get('workload')} on {ranks} × {format_bytes(float(str(asked.get('device_bytes') or 0)))}, {said}"

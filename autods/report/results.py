@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..forecast.values import RungForecast
 from ..requests import Site
-from ..types import Device, Knobs, ModelFacts, Record, Scalar, Skipped, Tier, TierUse, WorkloadSource
+from ..types import Device, Knobs, ModelFacts, Record, Scalar, ScriptKind, Skipped, Tier, TierUse, WorkloadSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +20,40 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClosestRung:
+    """The rung that came nearest to fitting, when none does.
+
+    missing_bytes is a lower bound unless `exact`, and None when it is not known.
+    """
+
+    rung: str
+    missing_bytes: int | None
+    exact: bool = False
+    tier: Tier = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLaunch:
+    """How an unmodified training script is started. argv still has its placeholders; module: started with -m."""
+
+    kind: ScriptKind
+    path: str
+    argv: tuple[str, ...]
+    takes_local_rank: bool = True
+    module: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a fit found. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
+    """The result of a fit. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
     memory: the winner's peaks; a tier that was not measured is absent.
-    reasons: rung (or a variant of one) → why it was left or chosen; "grow", "tune" and "certify" → why
-    these stopped; "batch" → how many samples an optimizer step trains on, and why.
+    certificate: see `tuner.certificate.Certificate`, as plain values.
+    reasons: rung (or a variant of one) → why it was left or chosen. "grow", "tune" and "certify" say why these steps
+    stopped; "batch" says how many samples an optimizer step trains on, and why.
     importances: tuned key → share of the variation in throughput.
-    closest: when nothing fits, {"rung", "missing_bytes", "exact"} of the rung that came nearest; missing_bytes is a
-    lower bound unless exact, and None when it is not known.
-    question: what was asked: workload, gpus, device, device_bytes, threads (of a rank), global_batch,
-    profile, ladder (names in order).
+    question: workload, parameters, gpus, nodes, device, device_bytes, threads (of a rank), global_batch, profile,
+    stop, ladder (names in order), lacks_nvme (rungs that need --nvme-path, which was not given), script.
     """
 
     status: Literal["fit", "nothing_fits"]
@@ -46,12 +69,37 @@ class Report:
     reasons: Mapping[str, str] = field(default_factory=dict)
     importances: Mapping[str, float] = field(default_factory=dict)
     largest_micro_batch: int | None = None
-    closest: Mapping[str, Any] | None = None
+    closest: ClosestRung | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
     question: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     out: str = ""
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of all nodes together."""
+        return int(self.question.get("gpus", 1))
+
+    @property
+    def nodes(self) -> int:
+        return int(self.question.get("nodes", 1))
+
+    @property
+    def on_cpu(self) -> bool:
+        """CPU ranks stood in for GPUs."""
+        return self.question.get("device") == "cpu"
+
+    @property
+    def ladder(self) -> tuple[str, ...]:
+        """The names of the rungs, in order."""
+        return tuple(self.question.get("ladder", ()))
+
+    @property
+    def script(self) -> ScriptLaunch | None:
+        """How to start the training script; None for any other workload."""
+        script = self.question.get("script")
+        return ScriptLaunch(**{**script, "argv": tuple(script["argv"])}) if script else None
 
 
 Status = Literal["fits", "tight", "nothing_fits", "not_forecast"]
@@ -59,29 +107,30 @@ Status = Literal["fits", "tight", "nothing_fits", "not_forecast"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteForecast:
-    """What is said of the rungs on one kind of machine, fastest first.
+    """The forecasts of all rungs on one kind of machine, fastest rung first.
 
-    to_try: those that could not be forecast and may fit; a fit tries them.
+    to_try: rungs that could not be forecast and may fit; a fit tries them.
+    lacks_nvme: rungs that need NVMe, which was not named.
     """
 
     site: Site
     rungs: tuple[RungForecast, ...]
     to_try: tuple[str, ...] = ()
+    lacks_nvme: tuple[str, ...] = ()
 
     @property
     def best(self) -> RungForecast | None:
-        """The fastest rung that fits, else the fastest that may."""
+        """The fastest rung that fits; if none fits, the fastest that may."""
         by_verdict = [[rung for rung in self.rungs if rung.verdict == verdict] for verdict in ("fits", "tight")]
         return next((rungs[0] for rungs in by_verdict if rungs), None)
 
     @property
     def best_rung(self) -> str | None:
-        """Its name."""
+        """The name of the best rung."""
         return self.best.rung if self.best else None
 
     @property
     def status(self) -> Status:
-        """Whether anything fits."""
         if self.best is None:
             return "not_forecast" if self.to_try else "nothing_fits"
         return "fits" if self.best.verdict == "fits" else "tight"
@@ -89,10 +138,10 @@ class SiteForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a plan found, machine by machine, smallest device first.
+    """The result of a plan, machine by machine, smallest device first.
 
-    assumed: what nobody said and the answer depends on, in sentences; each rung adds its own. zero_init: stage 3 was
-    built under `deepspeed.zero.Init`.
+    assumed: sentences about what the user left open and the result depends on; each rung adds its own.
+    zero_init: stage 3 was built under `deepspeed.zero.Init`.
     """
 
     sites: tuple[SiteForecast, ...]
@@ -107,30 +156,29 @@ class Forecast:
 
     @property
     def status(self) -> Status:
-        """The best of all machines."""
-        found = {site.status for site in self.sites}
+        """The best status of all machines."""
+        statuses = {site.status for site in self.sites}
         order: tuple[Status, ...] = ("fits", "tight", "not_forecast")
-        return next((status for status in order if status in found), "nothing_fits")
+        return next((status for status in order if status in statuses), "nothing_fits")
 
     @property
     def all_assumed(self) -> tuple[str, ...]:
-        """Once each, the plan's own first."""
-        own = (said for site in self.sites for rung in site.rungs for said in rung.assumed)
-        return tuple(dict.fromkeys((*self.assumed, *_of_workload(self), *own)))
+        """Each assumption once: the plan's, the workload's, then those of the rungs."""
+        of_rungs = (sentence for site in self.sites for rung in site.rungs for sentence in rung.assumed)
+        return tuple(dict.fromkeys((*self.assumed, *_workload_assumptions(self), *of_rungs)))
 
 
-def _of_workload(forecast: Forecast) -> list[str]:
-    """What a workload's own defaults decide."""
+def _workload_assumptions(forecast: Forecast) -> list[str]:
     source, facts = forecast.source, forecast.facts
-    said = []
+    sentences = []
     if source.seq_len is None and facts.tokens_per_sample is not None:
         why = "as build_batch makes them" if source.kind != "hf_config" else "the config's longest, at most 2048"
-        said.append(f"sequences of {facts.tokens_per_sample} tokens, {why} (--seq-len)")
+        sentences.append(f"sequences of {facts.tokens_per_sample} tokens, {why} (--seq-len)")
     if source.kind == "hf_config":
-        said.append(f"task {source.task} (--task), random weights built in fp32")
-    if not facts.checkpointing and source.kind != "script":  # a script's own affair
-        said.append("no gradient checkpointing: the model has no gradient_checkpointing_enable()")
-    return said
+        sentences.append(f"task {source.task} (--task), random weights built in fp32")
+    if not facts.checkpointing and source.kind != "script":  # a script decides that by itself
+        sentences.append("no gradient checkpointing: the model has no gradient_checkpointing_enable()")
+    return sentences
 
 
 PROBE = "probe.json"
@@ -140,7 +188,7 @@ CellStatus = Literal["fit", "out_of_memory", "failed", "refused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times as fast as the cell that all are compared with, with an interval of 95 %."""
+    """The speed of a cell divided by that of the reference cell, with its 95 % interval."""
 
     times: float
     low: float
@@ -148,17 +196,17 @@ class Ratio:
 
     @property
     def differs(self) -> bool:
-        """By more than the noise of the measurements."""
+        """Whether the interval leaves out 1: the two speeds differ by more than noise."""
         return not self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The largest micro batch.
+    """The largest micro batch of a cell.
 
-    forecast: by the simulated device; None: none fits, or it could not be simulated. verified: the largest that trials
-    showed to fit; None: none did, or there were no trials. refused: the smallest that trials showed not to fit.
-    exact: nothing is left between the two. said: how they compare, in a sentence.
+    forecast: on the simulated device; None when none fits or it could not be simulated.
+    verified: the largest that fitted in a trial. refused: the smallest that did not. exact: no size lies between them.
+    said: one sentence on how these compare.
     """
 
     forecast: int | None = None
@@ -170,12 +218,12 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """One combination of values, and what came of it.
+    """One combination of values and its measurements.
 
-    values: axis → value; None: not set. reason: why it did not fit or was not run. unheeded: axes that mean nothing
-    here, and why. same_as: the cell whose trials these are. samples_per_second, tokens_per_second: medians of
-    `repeats` trials; spread: their relative standard deviation. sent_bytes: by a rank in an optimizer step. memory: the
-    highest peaks. missing_bytes: on `tier`, at least. trials: ids.
+    values: axis → value; None: not set. reason: why it did not fit or was not run. unheeded: axis that has no effect
+    here → why. same_as: the cell whose trials are shared. samples_per_second and tokens_per_second are medians of
+    `repeats` trials; spread is their relative standard deviation. sent_bytes: by a rank in an optimizer step.
+    memory: the highest peaks. missing_bytes: a lower bound, on `tier`. trials: ids.
     """
 
     number: int
@@ -203,10 +251,10 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What a probe measured.
+    """The result of a probe.
 
-    status: nothing_fits when no cell did. compared: the number of the cell that ratios are to, and by which measure.
-    notes: what holds of all cells, in sentences. question: what was asked.
+    compared: the number of the reference cell of all ratios, and the measure. notes: sentences that hold for all cells.
+    question: the request, as plain values.
     """
 
     status: Literal["done", "nothing_fits"]

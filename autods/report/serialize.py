@@ -27,7 +27,7 @@ from .launch import (
     launch_commands,
     trainer_arguments,
 )
-from .results import PROBE, PROBE_CSV, CellResult, Forecast, ProbeReport, Report, SiteForecast, Throughput
+from .results import PROBE, PROBE_CSV, CellResult, ClosestRung, Forecast, ProbeReport, Report, SiteForecast, Throughput
 
 REPORT = "report.json"
 SO_FAR = "ds_config_so_far.json"
@@ -41,6 +41,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     row["memory"] = {tier: asdict(use) if (use := report.memory.get(tier)) else None for tier in TIERS}
     row["trials"] = [_trial_row(record) for record in report.trials]
     row["skipped"] = [asdict(item) for item in report.skipped]
+    row["closest"] = asdict(report.closest) if report.closest else None
     row["launch"] = _launch(report)
     plain: dict[str, Any] = _plain(row)
     return plain
@@ -55,6 +56,7 @@ def from_dict(data: Mapping[str, Any]) -> Report:
         row["knobs"] = read_as(Knobs, data["knobs"]) if data["knobs"] else None
         row["throughput"] = read_as(Throughput, data["throughput"]) if data["throughput"] else None
         row["memory"] = {tier: read_as(TierUse, use) for tier, use in data["memory"].items() if use}
+        row["closest"] = read_as(ClosestRung, data["closest"]) if data.get("closest") else None
         row["forecast"] = tuple(data.get("forecast", ()))
         row["trials"] = tuple(_record(trial) for trial in data["trials"])
         row["skipped"] = tuple(read_as(Skipped, item) for item in data.get("skipped", ()))
@@ -97,7 +99,7 @@ def _configs(report: Report) -> dict[str, str | None]:
     """File → its text; None where nothing fits."""
     if report.ds_config is None:
         return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE))
-    lightning = (report.question.get("script") or {}).get("kind") == "lightning"
+    lightning = report.script is not None and report.script.kind == "lightning"
     return {
         DS_CONFIG: as_json(report.ds_config),
         DS_CONFIG_HF: as_json(to_trainer_config(report.ds_config)),

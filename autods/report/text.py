@@ -1,14 +1,8 @@
-"""Phrases and layout that several views share."""
+"""Numbers, outcomes and trials as short plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
-
-from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, TierUse, first_line
+from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, Scalar, TierUse, first_line
 from ..units import choose_unit, format_bytes
 
 
@@ -18,18 +12,18 @@ def format_outcome(outcome: Outcome) -> str:
         case Fit():
             device = outcome.memory.get("device")
             peak = f"{format_use(device)}, " if device else ""
-            pressed = f", its allocator ran full {outcome.alloc_retries} times" if outcome.alloc_retries else ""
+            retries = f", its allocator ran full {outcome.alloc_retries} times" if outcome.alloc_retries else ""
             examined = ", examined" if outcome.examined is not None else ""
-            return f"fits: {peak}{format_rate(outcome.samples_per_second)} samples/s{pressed}{examined}"
+            return f"fits: {peak}{format_rate(outcome.samples_per_second)} samples/s{retries}{examined}"
         case OutOfMemory():
-            return f"out of memory on {outcome.tier}, {_place(outcome)}: {format_shortage(outcome)}"
+            return f"out of memory on {outcome.tier}, {_format_place(outcome)}: {format_shortage(outcome)}"
         case Failed():
             kind = outcome.failure.replace("_", " ")
-            return f"failed ({kind}), {_place(outcome)}: {first_line(outcome.evidence)}"
+            return f"failed ({kind}), {_format_place(outcome)}: {first_line(outcome.evidence)}"
 
 
 def format_shortage(outcome: OutOfMemory) -> str:
-    """'wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB', or the evidence when the numbers are not known."""
+    """'wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB'; the evidence when the numbers are not known."""
     limit = f" of {format_bytes(outcome.limit_bytes)}" if outcome.limit_bytes is not None else ""
     free = f"{format_bytes(outcome.free_bytes)} free{limit}" if outcome.free_bytes is not None else ""
     if outcome.wanted_bytes is None:
@@ -64,46 +58,52 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def format_share(share: float) -> str:
+    """0.0041 → '0.41 %'."""
+    return f"{format_rate(100 * share)} %" if share else "0 %"
+
+
+def format_number_of(number: int, noun: str) -> str:
+    """'1 step', '3 steps'."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_value(value: Scalar | None) -> str:
+    """A setting as a user writes it: 'on', '1,000,000', 'not set'."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
+
+
 def format_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
-    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'; name: of what holds the model once, with others."""
+    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'. name: 'replicas' for a pipeline."""
     parts = f"{knobs.micro_batch} micro batch × {knobs.accumulation} accumulation × {ranks} {name}"
     return f"{parts} = {knobs.train_batch(ranks)} train batch"
 
 
 def format_ranks(count: int, device: str) -> str:
     """'2 cpu ranks', '1 cuda rank'."""
-    return f"{count} {device} rank{'' if count == 1 else 's'}"
+    return format_number_of(count, f"{device} rank")
 
 
 def format_phase(phase: Phase, step: int) -> str:
-    """'backward, step 2'; the step only where there are steps."""
+    """'backward, step 2'; 'init', which belongs to no step."""
     return f"{phase}, step {step}" if phase in ("forward", "backward", "step") and step else phase
 
 
 def format_record(record: Record, *, replayed: bool = False, label: str = "") -> str:
-    """A finished trial as one plain line; label: what else is to be said of it."""
+    """A finished trial as one plain line. label: the conditions of a probe's trial."""
     trial = record.trial
     end = "from the journal" if replayed else format_seconds(record.seconds)
+    steps = f" × {trial.knobs.accumulation}" if trial.knobs.accumulation > 1 else ""
     unlimited = "" if trial.limited else " without limit"
-    asked = f"micro batch {_batch(trial.knobs)} ({trial.purpose}{unlimited})" + (f", {label}" if label else "")
-    return f"trial {record.id}: {trial.rung}, {asked}: {format_outcome(record.outcome)} [{end}]"
+    batch = f"micro batch {trial.knobs.micro_batch}{steps} ({trial.purpose}{unlimited})"
+    details = f"{batch}, {label}" if label else batch
+    return f"trial {record.id}: {trial.rung}, {details}: {format_outcome(record.outcome)} [{end}]"
 
 
-def _batch(knobs: Knobs) -> str:
-    """'12', or '12 × 4' where a step has several."""
-    return f"{knobs.micro_batch}" + (f" × {knobs.accumulation}" if knobs.accumulation > 1 else "")
-
-
-def _place(outcome: OutOfMemory | Failed) -> str:
+def _format_place(outcome: OutOfMemory | Failed) -> str:
     rank = f"rank {outcome.rank}" if outcome.rank >= 0 else "node"
     return f"{rank}, {format_phase(outcome.phase, outcome.step)}"
-
-
-def pairs_grid(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
-    """Names and what is said of them; long text wraps in its own column."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, said in pairs:
-        table.add_row(name, said)
-    return Padding(table, (0, 0, 0, 2))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..forecast.values import RungForecast
 from ..report import text
-from ..report.results import Report, Throughput
+from ..report.results import ClosestRung, Report, Throughput
 from ..report.serialize import rung_to_dict
 from ..requests import Settings
 from ..system.host import threads_per_rank
@@ -17,7 +17,7 @@ from ..workload.script_source import describe_launch
 from .candidates import refusal_reason
 from .certificate import certificate_to_json
 from .certify import CertifyResult
-from .ladder_walk import ClosestRung, WalkResult
+from .ladder_walk import WalkResult
 from .optuna_search import TuneResult
 from .race import RaceResult
 
@@ -99,12 +99,9 @@ def nothing_fits_report(
     forecasts: Iterable[RungForecast] = (),
 ) -> Report:
     """The report of a fit that found none: the closest rung, and what it lacks."""
-    closest, lacks = found.closest, None
-    if closest is not None:
-        lacks = {"rung": closest.rung, "missing_bytes": closest.missing_bytes, "exact": closest.exact}
     return Report(
         status="nothing_fits",
-        closest=lacks,
+        closest=found.closest,
         reasons=_why_left(found.walked),
         **_common(settings, found.facts, found.walked, records, machine, seconds),
         forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
@@ -169,6 +166,9 @@ def _common(
             "objective": settings.objective,
             "stop": settings.profile.race.stop,
             "ladder": [rung.name for rung in settings.ladder],
+            "lacks_nvme": [
+                rung.name for rung in settings.ladder if rung.needs_nvme_path and settings.nvme_path is None
+            ],
             "script": describe_launch(settings.source) if settings.source.kind == "script" else None,
         },
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config.strategies import Rung
+from ..report.results import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
 from .candidates import Candidate
 from .context import FitContext
@@ -196,15 +197,6 @@ def try_rung(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]
 def first_trial(candidate: Candidate, steps: Steps) -> Trial:
     """The trial that shows whether a rung fits."""
     return Trial(rung=candidate.rung.name, knobs=candidate.knobs, purpose="walk", steps=steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosestRung:
-    """The rung that lacked least. `exact`: measured without the limit; otherwise missing_bytes is a lower bound."""
-
-    rung: str
-    missing_bytes: int
-    exact: bool
 
 
 def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | None:

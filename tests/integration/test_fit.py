@@ -128,9 +128,9 @@ def test_the_closest_rung_is_named_with_the_missing_bytes(run, tmp_path):
     report = run(question("tiny.py", tmp_path, gpu_memory="1MiB", ladder=("ddp", "zero1", "zero3")))
     assert report.status == "nothing_fits"
     assert {record.outcome.kind for record in report.trials if record.trial.limited} == {"out_of_memory"}
-    assert report.closest["rung"] in ("ddp", "zero1", "zero3")
-    assert report.closest["missing_bytes"] > 0
-    assert report.closest["exact"]
+    assert report.closest.rung in ("ddp", "zero1", "zero3")
+    assert report.closest.missing_bytes > 0
+    assert report.closest.exact
     assert not (tmp_path / "ds_config.json").exists()
 
 

@@ -71,7 +71,8 @@ def site(on: str | None = None) -> Site:
 
 def forecast(rungs: tuple[RungForecast, ...] = RUNGS) -> Forecast:
     """One machine, as asked."""
-    sites = (SiteForecast(site=site(), rungs=rungs),)
+    lacks_nvme = tuple(rung.rung for rung in rungs if rung.rung == "zero3-nvme")
+    sites = (SiteForecast(site=site(), rungs=rungs, lacks_nvme=lacks_nvme),)
     return Forecast(sites=sites, source=SOURCE, facts=FACTS, assumed=("micro batch 1 (--micro-batch)",), seconds=12.3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autods.report import Report, Throughput
+from autods.report.results import ClosestRung
 from autods.types import (
     Failed,
     Fit,
@@ -131,8 +132,15 @@ def hopeless_report(exact: bool = True) -> Report:
             record(3, "zero3", fit(480), purpose="shortfall", limited=False),
         ),
         skipped=(Skipped(rung="zero3-nvme", reason="no --nvme-path was given"),),
-        closest={"rung": "zero3", "missing_bytes": 64 * MIB, "exact": exact},
-        question={"workload": "gpt", "gpus": 2, "device": "cpu", "device_bytes": LIMIT, "ladder": LADDER},
+        closest=ClosestRung(rung="zero3", missing_bytes=64 * MIB, exact=exact),
+        question={
+            "workload": "gpt",
+            "gpus": 2,
+            "device": "cpu",
+            "device_bytes": LIMIT,
+            "ladder": LADDER,
+            "lacks_nvme": ["zero3-nvme"],
+        },
         seconds=12.0,
         out="autods-out/gpt-2xcpu-1a2b3c",
     )

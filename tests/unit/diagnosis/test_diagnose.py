@@ -114,7 +114,7 @@ def test_the_command_answers_for_people_and_for_programs(tmp_path: Path, capsys:
     log = tmp_path / "train.log"
     log.write_text(f"[rank3]: {OOM}\n")
     assert main(["diagnose", str(log)]) == 0
-    assert "Out of the GPU's memory on rank 3" in capsys.readouterr().out
+    assert "Out of device memory on rank 3" in capsys.readouterr().out
     assert main(["diagnose", str(log), "--exit-code", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["kind"], said["tier"], said["rank"], said["action"]) == ("out_of_memory", "device", 3, "leaner_rung")

@@ -49,7 +49,7 @@ def test_the_table_and_the_files_say_which_cells_are_the_same_in_effect(tmp_path
     report = probed(ask(tmp_path, "rung=zero1,zero2-offload", "pin_memory=on,off"), Bench(SURFACE))
     said = shown(report)
     assert "= 1" in said
-    assert "cells 1-2  pin_memory means nothing under zero1: nothing is offloaded" in said
+    assert "cells 1-2  pin_memory has no effect under zero1: nothing is offloaded" in said
     assert [cell["same_as"] for cell in to_dict(report)["cells"]] == [None, 1, None, None]
     rows = list(csv.DictReader(io.StringIO(to_csv(report))))
     assert [row["pin_memory"] for row in rows] == ["true", "false", "true", "false"]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import Report, text
-from autods.report.fit_view import remedies, rows_of, shortage
+from autods.report.fit_view import describe_shortage, ladder_rows, remedies
 from autods.report.live import Progress
 from autods.types import Examined, Knobs, Record, Skipped, TierUse
 from tests.support.reports import failed as failure
@@ -114,7 +114,7 @@ def test_without_checkpointing_nobody_is_told_to_switch_it_on() -> None:
 
 
 def test_the_winning_trial_stands_for_its_rung() -> None:
-    row = rows_of(fitting_report())["zero3"]
+    row = ladder_rows(fitting_report())["zero3"]
     assert isinstance(row, Record)
     assert row.id == 6
 
@@ -127,25 +127,25 @@ def test_of_a_rung_that_lost_the_fastest_trial_is_shown() -> None:
         record(4, "ddp", oom("backward"), purpose="grow", knobs=Knobs(micro_batch=64)),
         *fitting_report().trials,
     )
-    row = rows_of(replace(fitting_report(), trials=trials))["ddp"]
+    row = ladder_rows(replace(fitting_report(), trials=trials))["ddp"]
     assert isinstance(row, Record)
     assert row.id == 2
 
 
 def test_a_trial_without_the_limit_does_not_count_as_a_fit() -> None:
-    row = rows_of(hopeless_report())["zero3"]
+    row = ladder_rows(hopeless_report())["zero3"]
     assert isinstance(row, Record)
     assert row.outcome.kind == "out_of_memory"
 
 
 def test_rungs_stand_in_the_order_of_the_ladder() -> None:
     report = replace(hopeless_report(), skipped=(Skipped(rung="zero1", reason="one rank"),))
-    assert list(rows_of(report)) == ["ddp", "zero1", "zero3"]
+    assert list(ladder_rows(report)) == ["ddp", "zero1", "zero3"]
 
 
 def test_when_nothing_fits_the_closest_rung_and_the_missing_bytes_are_named() -> None:
-    assert shortage(hopeless_report()) == "zero3 comes closest, 64.0 MiB of device memory are missing"
-    assert "at least 64.0 MiB" in shortage(hopeless_report(exact=False))
+    assert describe_shortage(hopeless_report()) == "zero3 comes closest, 64.0 MiB of device memory are missing"
+    assert "at least 64.0 MiB" in describe_shortage(hopeless_report(exact=False))
 
 
 def test_when_nothing_fits_every_way_out_is_offered() -> None:
@@ -157,7 +157,7 @@ def test_when_nothing_fits_every_way_out_is_offered() -> None:
 
 def test_when_every_rung_failed_the_advice_of_the_failures_is_given() -> None:
     report = Report(status="nothing_fits", trials=(record(1, "ddp", failure()), record(2, "ddp", failure())))
-    assert shortage(report) == "no rung could be run to its end"
+    assert describe_shortage(report) == "no rung could be run to its end"
     assert next(iter(remedies(report))) == "ddp: apt-get install libaio-dev"
     assert "libaio-dev" in shown(report, 80)
 
@@ -207,7 +207,7 @@ def test_trials_that_run_side_by_side_have_a_line_each() -> None:
 
     def now() -> list[str]:
         out = io.StringIO()
-        Console(file=out, width=120).print(listen._now())
+        Console(file=out, width=120).print(listen._current())
         return out.getvalue().splitlines()
 
     for id, rung in ((1, "ddp"), (2, "zero2")):

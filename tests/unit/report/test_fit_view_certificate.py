@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from autods.report import from_dict, to_dict
+from autods.report.fit_view import certificate_headline, print_fit
 from autods.report.fit_view import certificate_lines as lines_of
-from autods.report.fit_view import headline, print_fit
 from tests.support.reports import fitting_report
 
 GIB = 2**30
@@ -108,8 +108,8 @@ def test_what_was_backed_off_failed_or_not_checked_has_a_line_for_each_sentence(
         ({"passed": False, "not_checked": ["x"]}, "incomplete, what was checked holds"),
     ],
 )
-def test_the_headline_tells_failed_from_incomplete(changes: dict[str, Any], ends: str) -> None:
-    assert str(headline({**CERTIFICATE, **changes})).strip() == f"Certificate: {ends}"
+def test_the_certificate_headline_tells_failed_from_incomplete(changes: dict[str, Any], ends: str) -> None:
+    assert str(certificate_headline({**CERTIFICATE, **changes})).strip() == f"Certificate: {ends}"
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

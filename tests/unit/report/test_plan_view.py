@@ -10,7 +10,7 @@ from rich.console import Console
 from autods.events import Note
 from autods.forecast.values import RungFinished, SimulationStarted
 from autods.report.live import PlanProgress
-from autods.report.plan_view import bar, format_predicted, print_plan, shares
+from autods.report.plan_view import bytes_by_kind, format_predicted, memory_bar, print_plan
 from autods.report.results import Forecast
 from autods.report.serialize import plan_to_dict as to_dict
 from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung
@@ -64,7 +64,7 @@ def test_the_recommendation_names_the_fastest_that_fits_and_its_neighbours() -> 
     assert "zero2 is the fastest rung that fits, up to micro batch 6" in text
     assert "faster, but tight: zero1; only a real trial can tell" in text
     assert "the next faster one, zero1, needs 77.0 GiB of device memory" in text
-    assert "zero3-offload leaves more room: needs 6.0 GiB of device memory, up to micro batch 40" in text
+    assert "zero3-offload leaves more memory free: needs 6.0 GiB of device memory, up to micro batch 40" in text
 
 
 def test_a_faster_rung_that_cannot_fit_is_said_to_lack_so_much() -> None:
@@ -138,16 +138,16 @@ def test_several_machines_each_have_their_rungs_in_json() -> None:
 
 
 def test_a_bar_is_as_long_as_the_card_and_shows_what_lies_beyond() -> None:
-    fits, beyond = bar(RUNGS[2], LIMIT).plain, bar(RUNGS[0], LIMIT).plain
+    fits, beyond = memory_bar(RUNGS[2], LIMIT).plain, memory_bar(RUNGS[0], LIMIT).plain
     assert len(fits) == len(beyond) == 21
     assert fits.endswith("│")
     assert beyond.endswith("▶")
     assert len(fits.rstrip("│ ")) == 10  # half of the card
-    assert bar(left_out("x", "y"), LIMIT).plain == ""
+    assert memory_bar(left_out("x", "y"), LIMIT).plain == ""
 
 
 def test_what_the_tensors_do_not_explain_is_other() -> None:
-    parts = shares(RUNGS[2])
+    parts = bytes_by_kind(RUNGS[2])
     assert sum(parts.values()) == 40 * GIB
     assert parts["other"] == 40 * GIB - sum(RUNGS[2].breakdown.values())
 
@@ -176,7 +176,7 @@ def test_progress_on_a_terminal_leaves_nothing_behind_but_shows_the_rows() -> No
         for event in events():
             listen(event)
         shown = Console(file=io.StringIO(), width=130)
-        shown.print(listen._now())
+        shown.print(listen._current())
     assert "zero2" in shown.file.getvalue()  # type: ignore[attr-defined]
     assert "2 of at most 5" in shown.file.getvalue()  # type: ignore[attr-defined]
 

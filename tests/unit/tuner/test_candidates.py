@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autods.errors import InputError
-from autods.report.plan_view import sentences
+from autods.report.plan_view import suggestions
 from autods.tuner.candidates import (
     Candidate,
     check_ranks,
@@ -77,7 +77,7 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
     assert not planned.simulator.measured
     assert planned.forecast.status == "not_forecast"
     assert planned.forecast.sites[0].to_try == ("ddp", "zero1")
-    assert list(sentences(planned.forecast, planned.forecast.sites[0])) == [
+    assert list(suggestions(planned.forecast, planned.forecast.sites[0])) == [
         "ddp and zero1 may fit: autods fit tries them"
     ]
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from autods.report.results import ClosestRung
 from autods.requests import Settings
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
-from autods.tuner.ladder_walk import ClosestRung, WalkResult, find_closest_rung, walk
+from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk
 from autods.tuner.trials import accumulation_for
 from autods.types import Action, Outcome, Skipped, Tier, Trial
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
