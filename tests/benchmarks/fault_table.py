@@ -1,9 +1,9 @@
-"""What is reported of each fault in each phase, how soon every process is gone, and what is left behind.
+"""The outcome of each fault in each phase, how soon every process is gone, and what is left behind.
 
 python tests/benchmarks/fault_table.py [--json]. Two CPU ranks; the fault meets rank 1. "ms" runs from the moment at
 which the rank met the fault (or the kill was sent) until the last rank and the last stray had ended. A stopped rank is
-given one second; a hang ends at the stall limit, 6 s here. "left" is looked at when the trial has answered; after the
-end of a driver as soon as nothing is left, but at most a minute later, because Ray's own processes need a few seconds.
+given one second; a hang ends at the stall limit, 6 s here. "left" is read when the trial has ended. After the
+end of a driver it is read as soon as nothing is left, at most a minute later: Ray's processes need a few seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autods.runner.runner import RayRunner
 from autods.types import Failed, OutOfMemory
 from tests.support.fits import ignore, question
-from tests.support.watching import PHASES, Scene, Seen, end_fit, kill_during, meet
+from tests.support.watching import PHASES, FaultResult, Scene, end_fit_in_phase, kill_in_phase, run_with_fault
 
 FAULTS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGSTOP", "os._exit(0)", "exception", "strays", "out of memory", "hang")
 
@@ -62,16 +62,16 @@ def table() -> Iterator[Row]:
             for phase in PHASES:
                 # While building or initialising a longer limit holds.
                 if fault != "hang" or phase not in ("build", "init"):
-                    yield row_of(fault, phase, meet(runner, scene, fault, phase))
+                    yield row_of(fault, phase, run_with_fault(runner, scene, fault, phase))
         for phase in PHASES:
-            seen, _ = kill_during(runner, scene, phase, lambda zygote: zygote)
+            seen, _ = kill_in_phase(runner, scene, phase, lambda zygote: zygote)
             yield row_of("zygote -9", phase, seen)
     for phase in PHASES:
         with a_scene() as scene:
-            yield row_of("driver -9", phase, end_fit(scene, phase, signal.SIGKILL)[1])
+            yield row_of("driver -9", phase, end_fit_in_phase(scene, phase, signal.SIGKILL)[1])
     for name, number in (("Ctrl-C", signal.SIGINT), ("SIGTERM", signal.SIGTERM)):
         with a_scene() as scene:
-            code, seen = end_fit(scene, "forward", number, group=number == signal.SIGINT)
+            code, seen = end_fit_in_phase(scene, "forward", number, group=number == signal.SIGINT)
             yield row_of(name, "forward", seen, f"exit {code}")
 
 
@@ -82,7 +82,7 @@ def a_scene() -> Iterator[Scene]:
         time.sleep(0.1)
 
 
-def row_of(fault: str, phase: str, seen: Seen, reported: str = "-") -> Row:
+def row_of(fault: str, phase: str, seen: FaultResult, reported: str = "-") -> Row:
     match seen.outcome:
         case OutOfMemory() as outcome:
             reported = f"out of memory on {outcome.tier}, rank {outcome.rank}, {outcome.phase}"

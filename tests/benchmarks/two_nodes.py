@@ -37,10 +37,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.runner.runner import RayRunner
-from tests.support.clusters import begin_fit, cluster, raylet_above, records, short_config
+from tests.support.clusters import begin_fit, cluster, find_raylet, read_records, short_config
 from tests.support.fits import ignore, question
-from tests.support.namespaces import HEAD, Lab, inside_own, why_impossible
-from tests.support.watching import Scene, a_trial, command_of, pids_of, wait_for, wait_gone
+from tests.support.namespaces import HEAD, Lab, in_new_namespace, why_no_namespaces
+from tests.support.watching import Scene, a_trial, find_pids, read_command, wait_for, wait_until_gone
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "two_nodes.json"
@@ -100,18 +100,18 @@ def ranks() -> Iterator[Row]:
             runner.survey()
             for fault in ("SIGKILL", "exception", "out of memory"):
                 for phase in ("build", "forward", "step"):
-                    one.choose(fault, phase)
+                    one.choose_fault(fault, phase)
                     outcome = runner.run(a_trial(), id=1).outcome
-                    gone = [result.gone_at_s - one.struck()["at_s"] for result in runner.results]
+                    gone = [result.gone_at_s - one.wait_for_fault()["at_s"] for result in runner.results]
                     said = rung_of({"trial": {"rung": "zero1"}, "outcome": asdict(outcome)})["said"]
                     yield {"event": f"{fault} in {phase}", "reported": said, "gone s": [round(s, 2) for s in gone]}
-        one.choose("hang", "forward")
+        one.choose_fault("hang", "forward")
         fit = begin(one, address)
-        one.struck()
+        one.wait_for_fault()
         family = one.family()
         began = time.monotonic()
         fit.kill()
-        yield {"event": "driver killed in forward", "gone s": [round(wait_gone(family, 60) - began, 2)]}
+        yield {"event": "driver killed in forward", "gone s": [round(wait_until_gone(family, 60) - began, 2)]}
         fit.wait()
 
 
@@ -120,9 +120,9 @@ def kill() -> Iterator[Row]:
     for phase in ("forward", "step"):
         for spare in (True, False):
             with scene() as one, cluster(0, *[2] * (3 if spare else 2)) as address:
-                one.choose("hang", phase)
+                one.choose_fault("hang", phase)
                 fit = begin(one, address)
-                yield lost(one, fit, phase, lambda pid: raylet_above(pid).kill(), "killed", spare)
+                yield lost(one, fit, phase, lambda pid: find_raylet(pid).kill(), "killed", spare)
 
 
 def begin(one: Scene, address: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
@@ -134,7 +134,7 @@ def lost(
     one: Scene, fit: subprocess.Popen[bytes], phase: str, strike: Callable[[int], None], how: str, spare: bool
 ) -> Row:
     """Strike the node of the last rank in mid-trial, and see what becomes of both nodes' ranks and of the fit."""
-    note = one.struck()
+    note = one.wait_for_fault()
     time.sleep(0.5)
     (one.out / "fault.json").unlink()
     family = one.family()
@@ -144,10 +144,10 @@ def lost(
     other = next(ranks for ranks in nodes if note["pid"] not in ranks)
     strike(note["pid"])
     began = time.monotonic()
-    other_s = wait_gone(other, 120) - began
-    own_s = wait_gone(own, 120) - began
+    other_s = wait_until_gone(other, 120) - began
+    own_s = wait_until_gone(own, 120) - began
     code = fit.wait(LONG_S)
-    first, *after = records(one.out)
+    first, *after = read_records(one.out)
     outcome = first["outcome"]
     return {
         "event": f"node {how} in {phase}, {'a spare node' if spare else 'no spare node'}",
@@ -167,15 +167,15 @@ def last_error(out: Path) -> str:
 def head() -> Iterator[Row]:
     """The head goes in mid-trial: what the fit says, what is left, and what the same command does with another head."""
     with scene() as one:
-        one.choose("hang", "forward")
+        one.choose_fault("hang", "forward")
         with cluster(0, 2, 2) as address:
             fit = begin(one, address)
-            one.struck()
+            one.wait_for_fault()
             family = one.family()
             gcs = next(each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server")
             gcs.kill()
             began = time.monotonic()
-            gone_s = wait_gone(family, 60) - began
+            gone_s = wait_until_gone(family, 60) - began
             code = fit.wait(LONG_S)
             yield {
                 "event": "head killed in forward",
@@ -186,7 +186,7 @@ def head() -> Iterator[Row]:
         (one.out / "fault.json").unlink()
         with cluster(0, 2, 2) as address:
             code = begin(one, address).wait(LONG_S)
-            said = [rung_of(record)["said"] for record in records(one.out)]
+            said = [rung_of(record)["said"] for record in read_records(one.out)]
             yield {"event": "the same command, another head", "then": f"exit {code}: {', '.join(said)}"}
 
 
@@ -207,12 +207,12 @@ def beside() -> Iterator[Row]:
         with folder() as out:
             probe = begin_capacity(address, out, 2)
             wait_for(lambda: len(journaled(out, "started")) > 1 + len(journaled(out, "finished")), LONG_S)
-            family = {pid for pid in pids_of("autods.runner.zygote") if str(BATCHES) in command_of(pid)}
+            family = {pid for pid in find_pids("autods.runner.zygote") if str(BATCHES) in read_command(pid)}
             probe.send_signal(signal.SIGINT)
             began = time.monotonic()
             yield {
                 "event": "Ctrl-C while two trials run",
-                "processes gone s": round(wait_gone(family, 60) - began, 2),
+                "processes gone s": round(wait_until_gone(family, 60) - began, 2),
                 "then": f"exit {probe.wait(LONG_S)}, {len(journaled(out, 'interrupted'))} trials are asked again",
             }
 
@@ -251,7 +251,9 @@ def concurrent() -> Iterator[Row]:
             yield {
                 "cluster": f"2 nodes × {cpus} CPUs, two fits of 2 × 2 ranks",
                 "exit codes": [fit.returncode for _, fit in fits],
-                "outcomes": [sorted({rung_of(record)["kind"] for record in records(each.out)}) for each in (one, two)],
+                "outcomes": [
+                    sorted({rung_of(record)["kind"] for record in read_records(each.out)}) for each in (one, two)
+                ],
                 "ended s": [round(ends[id(each)], 1) for each in (one, two)],
                 "said": next((line for line in waited if "waiting for" in line), "nobody had to wait"),
             }
@@ -259,18 +261,18 @@ def concurrent() -> Iterator[Row]:
 
 def cut() -> Iterator[Row]:
     """The link of a node goes down in mid-trial."""
-    why = why_impossible()
+    why = why_no_namespaces()
     if why is not None:
         yield {"event": "link cut", "reported": f"not measured: {why}"}
         return
-    said = subprocess.run(inside_own([sys.executable, __file__, "--inside"]), stdout=subprocess.PIPE, check=True)
+    said = subprocess.run(in_new_namespace([sys.executable, __file__, "--inside"]), stdout=subprocess.PIPE, check=True)
     yield json.loads(said.stdout.splitlines()[-1])
 
 
 def cut_inside() -> Row:
     """In a network namespace of our own."""
     with scene() as one, Lab(3, cpus=2) as lab:
-        one.choose("hang", "forward")
+        one.choose_fault("hang", "forward")
         fit = begin(one, lab.address, inside=lab.at(HEAD))
         try:
             return lost(one, fit, "forward", lambda pid: lab.cut(lab.node_of(pid)), "cut off", True)
@@ -286,7 +288,7 @@ def ended(fit: subprocess.Popen[bytes], out: Path) -> Row:
         if fit.poll() is None:
             fit.send_signal(signal.SIGINT)
             fit.wait(30)
-    return {"code": code, "seconds": time.monotonic() - began, "records": records(out)}
+    return {"code": code, "seconds": time.monotonic() - began, "records": read_records(out)}
 
 
 @contextmanager

@@ -5,27 +5,27 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.support.clusters import begin_fit, cluster, outcomes, raylet_above, short_config
-from tests.support.watching import Scene, wait_gone
+from tests.support.clusters import begin_fit, cluster, find_raylet, read_outcomes, short_config
+from tests.support.watching import Scene, wait_until_gone
 
 
-def test_of_two_fits_on_one_cluster_one_loses_a_node_and_goes_on_and_the_other_is_not_disturbed(tmp_path):
+def test_a_fit_that_loses_a_node_goes_on_beside_another(tmp_path):
     """Two nodes for one fit, one for the other, which after the loss waits for the first to end. The head has none."""
     wide, lone = (Scene.at(made(tmp_path / name)) for name in ("wide", "lone"))
-    lone.choose("hang", "forward")
+    lone.choose_fault("hang", "forward")
     with cluster(0, 2, 2, 2) as address:
         first = begun(wide, address, "--gpus", "4", "--nodes", "2")
         other = begun(lone, address, "--gpus", "2")
-        struck = lone.struck()
+        struck = lone.wait_for_fault()
         (lone.out / "fault.json").unlink()
         ranks = {process.pid for process in lone.zygote().children()}
-        raylet_above(struck["pid"]).kill()
-        wait_gone(ranks, 60)
+        find_raylet(struck["pid"]).kill()
+        wait_until_gone(ranks, 60)
         assert struck["pid"] in ranks
         codes = first.wait(200), other.wait(200)
     assert codes == (0, 0), said(wide) + said(lone)
-    assert {one["kind"] for one in outcomes(wide.out)} == {"fit"}
-    lost, *after = outcomes(lone.out)
+    assert {one["kind"] for one in read_outcomes(wide.out)} == {"fit"}
+    lost, *after = read_outcomes(lone.out)
     assert (lost["failure"], lost["rank"]) == ("infrastructure", -1)
     assert "was lost" in lost["evidence"]
     assert {one["kind"] for one in after} == {"fit"}

@@ -1,6 +1,6 @@
-"""Ranks that die, stop, hang or fork: the right one is named, and when the answer is there nothing is left behind.
+"""Ranks that die, stop, hang or fork: the right rank is named, and no process is left when the trial has ended.
 
-How soon that is says tests/benchmarks/fault_table.py.
+tests/benchmarks/fault_table.py measures how soon that is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from autods.errors import EnvironmentBroken
 from autods.runner.runner import RayRunner
 from autods.types import Failed, Fit, OutOfMemory
 from tests.support.fits import ignore, question
-from tests.support.watching import PHASES, Scene, a_trial, end_fit, kill_during, meet, start_fit, wait_for
+from tests.support.watching import (
+    PHASES,
+    Scene,
+    a_trial,
+    end_fit_in_phase,
+    kill_in_phase,
+    run_with_fault,
+    start_fit,
+    wait_for,
+)
 
-# Fault: what is reported of it, and words of the evidence.
+# Fault: the failure that is reported, and words of its evidence.
 REPORTED = {
     "SIGKILL": ("unknown", "killed by SIGKILL"),
     "SIGSEGV": ("unknown", "killed by SIGSEGV"),
@@ -50,8 +59,8 @@ def a_runner(scene: Scene) -> RayRunner:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", REPORTED)
-def test_the_rank_that_dies_is_named_with_its_phase_and_nothing_is_left(runner, scene, fault, phase):
-    seen = meet(runner, scene, fault, phase)
+def test_a_rank_that_dies_is_named_and_nothing_is_left(runner, scene, fault, phase):
+    seen = run_with_fault(runner, scene, fault, phase)
     kind, words = REPORTED[fault]
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == (kind, 1, phase)
@@ -61,8 +70,8 @@ def test_the_rank_that_dies_is_named_with_its_phase_and_nothing_is_left(runner, 
 
 @pytest.mark.parametrize("rung", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_running_out_of_memory_on_one_rank_is_the_cause_whatever_the_others_say(runner, scene, phase, rung):
-    seen = meet(runner, scene, "out of memory", phase, rung=rung)
+def test_memory_that_ran_out_on_one_rank_is_the_cause(runner, scene, phase, rung):
+    seen = run_with_fault(runner, scene, "out of memory", phase, rung=rung)
     assert isinstance(seen.outcome, OutOfMemory), seen.outcome
     assert (seen.outcome.tier, seen.outcome.rank, seen.outcome.phase) == ("device", 1, phase)
     assert seen.outcome.wanted_bytes == 64 * 2**30
@@ -70,16 +79,16 @@ def test_running_out_of_memory_on_one_rank_is_the_cause_whatever_the_others_say(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_rank_0_which_serves_the_rendezvous_may_be_the_one_that_dies(runner, scene, phase):
-    seen = meet(runner, scene, "SIGKILL", phase, rung="zero3", rank=0)
+def test_rank_0_may_die_though_it_serves_the_rendezvous(runner, scene, phase):
+    seen = run_with_fault(runner, scene, "SIGKILL", phase, rung="zero3", rank=0)
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("unknown", 0, phase)
     assert seen.left == []
 
 
 @pytest.mark.parametrize("phase", ["build", "backward"])
-def test_a_rank_that_is_stopped_and_does_not_go_on_is_named(runner, scene, phase):
-    seen = meet(runner, scene, "SIGSTOP", phase)
+def test_a_rank_that_stays_stopped_is_named(runner, scene, phase):
+    seen = run_with_fault(runner, scene, "SIGSTOP", phase)
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("infrastructure", 1, phase)
     assert "SIGSTOP" in seen.outcome.evidence
@@ -87,11 +96,11 @@ def test_a_rank_that_is_stopped_and_does_not_go_on_is_named(runner, scene, phase
 
 
 @pytest.mark.parametrize(("phase", "rung"), [("forward", "zero1"), ("step", "zero3")])
-def test_of_ranks_that_hang_the_one_is_named_that_lets_the_others_wait(runner, scene, phase, rung, monkeypatch):
+def test_the_rank_that_makes_the_others_wait_is_named(runner, scene, phase, rung, monkeypatch):
     profile = runner.settings.profile
     short = replace(profile, limits=replace(profile.limits, stall_s=5.0))
     monkeypatch.setattr(runner, "settings", replace(runner.settings, profile=short))
-    seen = meet(runner, scene, "hang", phase, rung=rung)
+    seen = run_with_fault(runner, scene, "hang", phase, rung=rung)
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("communication", 1, phase)
     assert "stall limit" in seen.outcome.evidence
@@ -100,13 +109,13 @@ def test_of_ranks_that_hang_the_one_is_named_that_lets_the_others_wait(runner, s
     assert seen.left == []
 
 
-def test_after_all_faults_the_same_zygote_still_runs_trials(runner, scene):
+def test_the_same_zygote_runs_trials_after_all_faults(runner, scene):
     (scene.out / "fault.json").unlink(missing_ok=True)
     assert isinstance(runner.run(a_trial(), id=2).outcome, Fit)
 
 
-def test_a_zygote_that_is_killed_takes_its_ranks_along_and_the_next_trial_has_another(runner, scene):
-    seen, _ = kill_during(runner, scene, "backward", lambda zygote: zygote)
+def test_a_killed_zygote_takes_its_ranks_and_is_replaced(runner, scene):
+    seen, _ = kill_in_phase(runner, scene, "backward", lambda zygote: zygote)
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("infrastructure", -1, "backward")
     assert "SIGKILL" in seen.outcome.evidence
@@ -115,19 +124,19 @@ def test_a_zygote_that_is_killed_takes_its_ranks_along_and_the_next_trial_has_an
     assert isinstance(runner.run(a_trial(), id=2).outcome, Fit)
 
 
-def test_a_node_actor_that_is_killed_takes_everything_along_and_the_fit_says_so(ray, tmp_path):
+def test_a_killed_agent_takes_everything_and_ends_the_fit(ray, tmp_path):
     scene = Scene.at(tmp_path)
     with a_runner(scene) as runner:
         runner.survey()
         pid = ray.get(runner.workers.nodes[0].agent.__ray_call__.remote(lambda node: os.getpid()))
-        _, error = kill_during(runner, scene, "backward", lambda zygote: psutil.Process(pid))
+        _, error = kill_in_phase(runner, scene, "backward", lambda zygote: psutil.Process(pid))
         assert isinstance(error, EnvironmentBroken)
-        wait_for(lambda: not scene.left(zygote=False), 60)
+        wait_for(lambda: not scene.find_leftovers(zygote=False), 60)
 
 
-def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the_next_start(tmp_path):
+def test_a_killed_driver_leaves_nothing(tmp_path):
     scene = Scene.at(tmp_path)
-    code, seen = end_fit(scene, "backward", signal.SIGKILL)
+    code, seen = end_fit_in_phase(scene, "backward", signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert seen.left == []
     start = "from autods.runner.ray_connect import session\nwith session(cpus=1): pass"
@@ -136,7 +145,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_its_ray_folder_goes_with_the
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_driver_that_ends_while_the_forecast_is_made_leaves_no_simulation(tmp_path, number):
+def test_a_driver_that_ends_in_a_forecast_leaves_no_simulation(tmp_path, number):
     scene = Scene.at(tmp_path)
     driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)  # so little that it does not obviously fit
     try:
@@ -149,7 +158,7 @@ def test_a_driver_that_ends_while_the_forecast_is_made_leaves_no_simulation(tmp_
         driver.wait()
 
 
-def test_a_driver_that_is_killed_while_the_zygote_still_loads_leaves_nothing(tmp_path):
+def test_a_driver_killed_while_its_zygote_loads_leaves_nothing(tmp_path):
     scene = Scene.at(tmp_path)
     driver = start_fit(scene)
     try:
@@ -157,13 +166,13 @@ def test_a_driver_that_is_killed_while_the_zygote_still_loads_leaves_nothing(tmp
     finally:
         driver.kill()
         driver.wait()
-    wait_for(lambda: not scene.left(zygote=False), 60)
+    wait_for(lambda: not scene.find_leftovers(zygote=False), 60)
 
 
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)])
-def test_an_interrupted_fit_ends_its_ranks_keeps_the_journal_and_says_how_to_go_on(tmp_path, number, group):
+def test_an_interrupted_fit_can_be_continued(tmp_path, number, group):
     scene = Scene.at(tmp_path)
-    code, seen = end_fit(scene, "forward", number, group=group)
+    code, seen = end_fit_in_phase(scene, "forward", number, group=group)
     said = (scene.out / "said.txt").read_text()
     assert code == 130, said
     assert seen.left == []

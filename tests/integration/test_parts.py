@@ -65,21 +65,21 @@ def test_ddp_reduces_its_gradients_once_a_step(runners, accumulation):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_stage_2_reduces_with_every_micro_batch_and_gathers_the_weights_once(runners, accumulation):
+def test_stage_2_reduces_each_micro_batch_and_gathers_once(runners, accumulation):
     ops = spent(runners("counted.py"), "zero2", accumulation=accumulation).ops
     assert ops["all_gather"].bytes == WHOLE
     assert ops["all_reduce"].bytes == pytest.approx(accumulation * WHOLE, abs=16)  # norms and flags are a few bytes
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_stage_3_gathers_the_weights_in_forward_and_in_backward_of_every_micro_batch(runners, accumulation):
+def test_stage_3_gathers_in_every_forward_and_backward(runners, accumulation):
     ops = spent(runners("counted.py"), "zero3", accumulation=accumulation, settings=RELEASING).ops
     assert ops["all_gather"].bytes == 2 * accumulation * WHOLE
     assert ops["all_gather"].calls == 2 * accumulation * 5
     assert ops["reduce_scatter"].bytes == accumulation * WHOLE
 
 
-def test_a_trial_that_measures_times_each_collective_beside_its_steps(runners):
+def test_a_measuring_trial_times_each_collective(runners):
     found = ran(runners("counted.py"), "zero3", settings=RELEASING)
     assert found.communication is not None
     assert len(found.step_s) == 2
@@ -88,13 +88,13 @@ def test_a_trial_that_measures_times_each_collective_beside_its_steps(runners):
     assert 0 < found.communication.share < 1
 
 
-def test_a_trial_that_only_asks_whether_it_fits_counts_and_takes_no_step_more(runners):
+def test_a_trial_of_one_step_counts_collectives_untimed(runners):
     found = spent(runners("counted.py"), "ddp", steps=ONCE)
     assert found.ops["all_reduce"].bytes == WHOLE
     assert found.share is None
 
 
-def test_the_emitted_config_has_no_switch_of_ours_and_keeps_the_user_s(runners, tmp_path):
+def test_the_written_config_keeps_the_users_comms_logger(runners, tmp_path):
     (tmp_path / "base.json").write_text('{"comms_logger": {"enabled": true, "verbose": false}}')
     runner = runners("counted.py", base_config=str(tmp_path / "base.json"))
     trial = Trial(rung="ddp", knobs=Knobs(checkpointing=False), purpose="race", steps=TIMED)
@@ -130,7 +130,7 @@ def test_a_pipeline_evaluates_saves_and_loads(runners, rung, settings):
     assert examined.checkpoint_bytes > 4 * (64 * 64 + 64) * 12
 
 
-def test_a_bf16_pipeline_without_zero_is_told_that_its_checkpoint_does_not_load(runners):
+def test_a_bf16_pipeline_without_zero_cannot_load(runners):
     examined = ran(runners("pipe.py"), "ddp", exam="worst_case", accumulation=2).examined
     assert examined.restored is None
     assert any("cannot load" in reason and "ZeRO-1" in reason for reason in examined.left_out)
@@ -145,7 +145,7 @@ def test_experts_train_evaluate_save_and_load(runners, rung):
     assert found.communication.ops["all_to_all"].calls == 2 * 4  # there and back, in forward and in backward
 
 
-def test_a_script_s_pipeline_is_known_and_its_collectives_are_counted(ray, tmp_path_factory):
+def test_the_pipeline_of_a_script_is_counted_too(ray, tmp_path_factory):
     source = make_source(HERE / "scripts" / "with_pipeline.py", argv=("--deepspeed_config", "{ds_config}"))
     settings = resolve(
         source, hardware=read_hardware(), gpus=2, device="cpu", gpu_memory="1GiB", config="quick", precision="fp32",
@@ -161,7 +161,7 @@ def test_a_script_s_pipeline_is_known_and_its_collectives_are_counted(ray, tmp_p
 
 
 @pytest.mark.parametrize("rung", ["ddp", "zero2"])
-def test_experts_are_forecast_with_the_groups_that_they_make(runners, rung):
+def test_experts_are_forecast_with_their_groups(runners, rung):
     runner = runners("experts.py")
     asked = Knobs(checkpointing=False, micro_batch=8, settings=BUCKETS)
     trial = Trial(rung=rung, knobs=asked, purpose="race")
@@ -176,7 +176,7 @@ def test_experts_are_forecast_with_the_groups_that_they_make(runners, rung):
     assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 
 
-def test_a_fit_of_a_pipeline_tries_what_applies_and_says_what_does_not(ray, tmp_path):
+def test_a_fit_of_a_pipeline_explains_the_rungs_it_skips(ray, tmp_path):
     said = []
     report = fit(question("pipe.py", tmp_path, certified=True, forecast=True, global_batch=8), listen=said.append)
     assert report.status == "fit"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autods.cli.main import main
-from tests.support.watching import lives, wait_for
+from tests.support.watching import wait_for
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_at_once_and_leaves_no_process(llama: Path) -> None:
         said = process.stderr.read()
         assert process.wait(timeout=60) == 130
     assert said.splitlines()[-1] == "interrupted: nothing is left running"
-    wait_for(lambda: not any(map(lives, workers)), 20)  # the kernel may still be burying them
+    wait_for(lambda: not any(map(is_running, workers)), 20)  # the kernel may still be burying them
 
 
 def workers_of(pid: int) -> list[int]:

@@ -180,7 +180,7 @@ def test_the_same_command_resumes_a_killed_or_interrupted_probe(held: Held, stop
     known = finished(out)
     assert len(known) == 3
     assert not (out / "probe.json").exists()
-    held.let_go()
+    held.release()
     again = started(held, "--json")
     shown, told = again.communicate(timeout=200)
     assert again.returncode == 0, told

@@ -132,7 +132,7 @@ def test_a_config_that_deepspeed_refuses_stops_the_walk(ray, tmp_path):
 
 
 def test_a_rank_that_lost_its_connections_is_the_cause(runner, scene):
-    scene.choose("closed connections", "forward")
+    scene.choose_fault("closed connections", "forward")
     outcome = runner.run(Trial(rung="zero1", knobs=walk_knobs(runner), purpose="walk"), id=1).outcome
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.action) in {("communication", "retry"), ("secondary", "retry")}
@@ -147,7 +147,7 @@ def assert_said(outcome: Outcome, case: Case) -> None:
 
 
 def climb(runner: RayRunner, scene: Scene, fault: str, phase: str) -> tuple[WalkResult, tuple[str, ...]]:
-    scene.choose(fault, phase)
+    scene.choose_fault(fault, phase)
     try:
         return walk_on(runner)
     finally:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_a_program_that_imported_ray_before_starts_it_all_the_same():
+def test_a_program_that_imported_ray_before_can_start_it():
     code = (
         "import ray\n"
         "from autods.runner.ray_connect import session\n"

@@ -1,4 +1,4 @@
-"""A fit that is killed or interrupted goes on by the same command: no finished trial twice, no rank left behind."""
+"""The same command continues a fit that was killed or interrupted: no trial runs twice, no rank is left behind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def a_fit(tmp_path):
     return Fit(tmp_path)
 
 
-def test_a_fit_killed_in_a_trial_and_interrupted_in_another_ends_as_if_nothing_had_been(a_fit):
+def test_a_killed_and_interrupted_fit_ends_with_all_its_trials(a_fit):
     driver = a_fit.in_a_trial_after(finished=1)
     driver.kill()
     driver.communicate()
@@ -84,7 +84,7 @@ def test_a_fit_killed_in_a_trial_and_interrupted_in_another_ends_as_if_nothing_h
     assert "interrupted: every rank is gone" in said
     assert f"go on with: autods fit {a_fit.model} " in said.replace("python -m autods", "autods")
 
-    a_fit.held.let_go()
+    a_fit.held.release()
     driver = a_fit.start()
     told, said = driver.communicate(timeout=200)
     assert driver.returncode == 0, said

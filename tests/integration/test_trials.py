@@ -1,4 +1,4 @@
-"""Real trials on CPU ranks: what a rung that fits reports, and that a trial leaves no rank behind."""
+"""Real trials on CPU ranks: a rung that fits reports its speed and memory, and a trial leaves no rank behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def is_zygote_of(runner, pid) -> bool:
     return is_ours and any(runner.settings.source.path in word for word in words)
 
 
-def test_a_ray_of_our_own_can_be_reached_from_this_machine_alone(ray):
+def test_our_ray_can_be_reached_from_this_machine_alone(ray):
     own = psutil.Process()
     links = [link for one in (own, *own.children(recursive=True)) for link in one.net_connections("inet")]
     listening = {link.laddr.ip for link in links if link.status == psutil.CONN_LISTEN}
@@ -89,7 +89,7 @@ def test_a_ray_of_our_own_can_be_reached_from_this_machine_alone(ray):
     assert {ip for ip in listening if not ip.removeprefix("::ffff:").startswith("127.") and ip != "::1"} == set()
 
 
-def test_ranks_that_must_not_be_forked_are_processes_of_their_own_and_that_is_said(ray, tmp_path, monkeypatch):
+def test_ranks_that_must_not_be_forked_are_new_processes(ray, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTODS_SPAWN", "1")
     said = []
     with RayRunner(question("tiny.py", tmp_path), said.append) as runner:

@@ -1,7 +1,7 @@
 """A Ray cluster of several raylets on this machine, all on loopback and in one folder, gone at the end.
 
-It lives in a process of its own: `python -m tests.support.clusters FOLDER CPUS,CPUS,…` says the address in
-FOLDER/address and ends with its standard input. A test's own process may be in another cluster already.
+It runs in a separate process, since the test may be in another cluster already: `python -m tests.support.clusters
+FOLDER CPUS,CPUS,…` writes the address to FOLDER/address and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUIET = {
 
 @contextlib.contextmanager
 def cluster(*cpus: int) -> Iterator[str]:
-    """The address of a cluster of nodes with so many processors each."""
+    """Start a cluster of nodes with these numbers of CPUs; yield its address."""
     folder = Path(tempfile.mkdtemp(prefix="ac-", dir="/tmp"))  # short: Ray puts sockets below it
     with open(folder / "said.txt", "wb") as said:
         process = subprocess.Popen(
@@ -68,8 +68,10 @@ def cluster(*cpus: int) -> Iterator[str]:
 
 
 def begin_fit(workload: Path, out: Path, *asked: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """`autods fit` on CPU ranks without a forecast; what it says goes to `said.txt` in its folder. inside: a command
-    that runs it somewhere else, in a network namespace say."""
+    """Start `autods fit` on CPU ranks without a forecast; its output goes to `said.txt` in the fit's folder.
+
+    inside: a prefix that runs it elsewhere, for example in a network namespace.
+    """
     out.mkdir(parents=True, exist_ok=True)
     common = ("--device", "cpu", "--no-forecast", "--out", str(out))
     with open(out / "said.txt", "wb") as file:
@@ -92,24 +94,24 @@ def short_config(folder: Path) -> str:
     return str(folder / "short.toml")
 
 
-def records(out: Path) -> list[dict[str, Any]]:
-    """Of the finished trials, in their order."""
+def read_records(out: Path) -> list[dict[str, Any]]:
+    """The journal's records of the finished trials, in their order."""
     lines = map(json.loads, (out / "journal.jsonl").read_text().splitlines())
     return [line["record"] for line in lines if line["kind"] == "finished"]
 
 
-def outcomes(out: Path) -> list[dict[str, Any]]:
-    """Of the finished trials."""
-    return [record["outcome"] for record in records(out)]
+def read_outcomes(out: Path) -> list[dict[str, Any]]:
+    """Outcomes of the finished trials, in their order."""
+    return [record["outcome"] for record in read_records(out)]
 
 
-def raylet_above(pid: int) -> psutil.Process:
-    """The raylet of the node that this process runs on."""
+def find_raylet(pid: int) -> psutil.Process:
+    """The raylet of the node that this process belongs to."""
     return next(one for one in psutil.Process(pid).parents() if one.name() == "raylet")
 
 
 def _hold(folder: Path, cpus: Sequence[int]) -> None:
-    """Start it, say where, and stay until nobody holds our standard input."""
+    """Start the cluster, write its address, and stay until our standard input is closed."""
     from ray._private import services
     from ray.cluster_utils import Cluster
 
@@ -129,7 +131,7 @@ def _hold(folder: Path, cpus: Sequence[int]) -> None:
 
 
 def _patient(get_node: Callable[..., object]) -> Callable[..., object]:
-    """On a busy machine a raylet takes more than the 30 s after which Ray gives it up."""
+    """Wait longer than Ray's 30 s for a raylet: a busy machine needs more."""
 
     def got(*asked: object) -> object:
         began = time.monotonic()

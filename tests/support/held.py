@@ -1,4 +1,4 @@
-"""A workload one of whose trials does not end before it is told to, so that a test can be sure to strike in it."""
+"""A workload that waits inside one of its trials until a test lets it go on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build_model():
 
 
 class Held:
-    """`model` lies in the folder and expects the results in `out` beside it. env: of the command that tries it."""
+    """The workload `model`, whose results have to be in `out` beside it. env: for the command that runs it."""
 
     def __init__(self, folder: Path) -> None:
         workloads = Path(__file__).parents[1] / "integration" / "workloads"
@@ -50,15 +50,15 @@ class Held:
         self.env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workloads), os.environ.get("PYTHONPATH", "")])}
 
     def hold(self, finished: int) -> None:
-        """From now on the trial that begins when so many are finished waits in its first forward."""
+        """Let the trial that begins after so many finished ones wait in its first forward."""
         (self.folder / "held").unlink(missing_ok=True)
         (self.folder / "hold").write_text(str(finished))
 
     def wait_in(self, driver: subprocess.Popen[str]) -> None:
-        """Until the command is in that trial."""
+        """Wait until the command is in that trial."""
         wait_for(lambda: (self.folder / "held").exists() or driver.poll() is not None, 250)
         assert driver.poll() is None, driver.communicate()[1]
 
-    def let_go(self) -> None:
-        """No trial waits any more."""
+    def release(self) -> None:
+        """Let the trial go on, and no other wait."""
         (self.folder / "hold").unlink()

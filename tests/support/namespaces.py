@@ -1,4 +1,4 @@
-"""Nodes with addresses of their own, and links that can be cut: network namespaces inside one of our own."""
+"""Nodes with different addresses and links that can be cut: network namespaces inside a new one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ HEAD = 1
 _PORT = 6379
 
 
-def why_impossible() -> str | None:
-    """Why this machine does not let us make them; None where it does."""
+def why_no_namespaces() -> str | None:
+    """Return why this machine does not let us make namespaces; None where it does."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "ip or unshare is not installed (apt-get install iproute2 util-linux)"
-    tried = subprocess.run(inside_own(["ip", "link", "add", "probe0", "type", "veth"]), capture_output=True, text=True)
+    tried = subprocess.run(
+        in_new_namespace(["ip", "link", "add", "probe0", "type", "veth"]), capture_output=True, text=True
+    )
     return None if tried.returncode == 0 else f"no network namespace can be made: {tried.stderr.strip()}"
 
 
-def inside_own(command: Sequence[str]) -> list[str]:
-    """The command in a network of its own, where names of namespaces are its own as well; all of it goes with it."""
+def in_new_namespace(command: Sequence[str]) -> list[str]:
+    """Wrap the command so that it runs in new network and mount namespaces, which end with it."""
     prepare = 'mkdir -p /run/netns && mount -t tmpfs none /run/netns && ip link set lo up && exec "$@"'
     return ["unshare", "--net", "--mount", "--", "sh", "-c", prepare, "sh", *command]
 
 
 class Lab:
-    """A Ray cluster of so many nodes on a bridge, the first is its head. A context manager, to be run `inside_own`."""
+    """A Ray cluster of nodes on a bridge, the first one the head. A context manager; use it `in_new_namespace`."""
 
     def __init__(self, nodes: int, *, cpus: int) -> None:
         self.nodes, self.cpus = range(1, nodes + 1), cpus
-        self.address = f"{address_of(HEAD)}:{_PORT}"
+        self.address = f"{node_address(HEAD)}:{_PORT}"
         self.folder = Path(tempfile.mkdtemp(prefix="ac-", dir="/tmp"))
         self.rays: list[subprocess.Popen[bytes]] = []
 
@@ -71,7 +73,7 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def at(self, number: int) -> list[str]:
-        """What runs a command on that node."""
+        """The prefix that runs a command on that node."""
         return ["ip", "netns", "exec", f"n{number}"]
 
     def node_of(self, pid: int) -> int:
@@ -80,14 +82,14 @@ class Lab:
         return next(number for number in self.nodes if os.stat(f"/run/netns/n{number}").st_ino == own)
 
     def cut(self, number: int) -> None:
-        """Nothing gets to that node or away from it any more, and nobody is told."""
+        """Cut the link of that node without any notice."""
         ip("link", "set", f"v{number}", "down")
 
     def _connect(self, number: int) -> None:
         ip("netns", "add", f"n{number}")
         ip("link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", f"n{number}")
         ip("link", "set", f"v{number}", "master", "br0", "up")
-        ip("-n", f"n{number}", "addr", "add", f"{address_of(number)}/24", "dev", "eth0")
+        ip("-n", f"n{number}", "addr", "add", f"{node_address(number)}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
             ip("-n", f"n{number}", "link", "set", link, "up")
 
@@ -96,7 +98,7 @@ class Lab:
         place = ["--head", f"--port={_PORT}", f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"]
         if number != HEAD:
             place = [f"--address={self.address}"]
-        common = [f"--node-ip-address={address_of(number)}", f"--num-cpus={self.cpus}", "--block"]
+        common = [f"--node-ip-address={node_address(number)}", f"--num-cpus={self.cpus}", "--block"]
         with open(self.folder / f"n{number}.txt", "wb") as said:
             command = [*self.at(number), ray, "start", *place, *common, f"--object-store-memory={80 * 2**20}"]
             started = subprocess.Popen(
@@ -109,7 +111,7 @@ class Lab:
         assert started.poll() is None, said_at.read_text()
 
     def _wait(self) -> None:
-        """Until all nodes are in, as the head has noted."""
+        """Wait until the head knows all nodes."""
         count = (
             "import time\n"
             "from autods.runner.placement import RayCluster\n"
@@ -121,7 +123,7 @@ class Lab:
         subprocess.run(command, env={**os.environ, **QUIET}, check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
-def address_of(number: int) -> str:
+def node_address(number: int) -> str:
     return f"10.77.0.{number}"
 
 
