@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autods.cli.main import main
-from tests.support.watching import wait_for
+from tests.support.watching import is_running, wait_for
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
