@@ -8,7 +8,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ..errors import InputError
 from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
@@ -113,35 +112,6 @@ class Evidence:
         """The exception in one line: the first line of its message that says something."""
         line = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
         return f"{self.types[0]}: {line}" if self.types else line
-
-
-def from_end(
-    end: Mapping[str, Any], *, device: Device, limit_bytes: int | None, host: Mapping[str, Any] | None = None
-) -> Evidence:
-    """Evidence from what the watcher noted of a rank and of its node's memory."""
-    record = end["record"] or {}
-    error = record.get("error") or {}
-    return Evidence(
-        rank=end["rank"],
-        phase=record.get("phase", end["phase"]),
-        step=record.get("step", end["step"]),
-        at_s=end["at_s"],
-        device=device,
-        limit_bytes=limit_bytes,
-        exit=end["exit"],
-        lost=end.get("lost"),
-        types=tuple(error.get("types", ())),
-        message=error.get("message", ""),
-        traceback=error.get("traceback", ""),
-        causes=tuple((type, message) for type, message in error.get("causes", ())),
-        user_frame=error.get("user_frame"),
-        contract=error.get("contract"),
-        hint=error.get("hint"),
-        free_bytes=record.get("free_bytes"),
-        log_tail=end.get("log_tail", ""),
-        host=HostMemory(**host) if host else None,
-        idle_bytes=record.get("idle_bytes"),
-    )
 
 
 _UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `runner.ranks`
