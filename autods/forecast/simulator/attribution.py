@@ -1,6 +1,7 @@
-"""What a block on the device is: parameters, gradients, optimizer, activations, buckets, other.
+"""The kind of each block on the device: parameters, gradients, optimizer, activations, buckets or other.
 
-Told by who allocated it, and corrected by what it is known to be afterwards. Small blocks are told by the phase alone.
+A block gets its kind from the code that allocates it, a small one from the phase alone. Tensors that the engine still
+holds after the steps get the kind of their place in it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from .ledger import Ledger
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUCKETS, _OTHER = range(len(KINDS))
-_LARGE = 1 << 20  # bytes; below it, nobody looks for the caller
+_LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long
 _BY_PHASE = {"init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER}
-# (file of DeepSpeed, part of the function's name) → kind; the first that matches the nearest frame wins.
+# By file of DeepSpeed and part of the function's name; the first row that matches the nearest frame decides.
 _BY_CALLER = (
     ("partition_parameters.py", "", _PARAMETERS),
     ("partitioned_param_coordinator.py", "", _PARAMETERS),
@@ -36,8 +37,8 @@ _BY_CALLER = (
     ("engine.py", "reduce", _BUCKETS),
     ("engine.py", "_configure_distributed_model", _PARAMETERS),
 )
-# Attributes of DeepSpeed's optimizers that hold what outlives a step.
-_HELD = {
+# Attributes of DeepSpeed's optimizers that hold tensors from step to step.
+_PERSISTENT = {
     _OPTIMIZER: (
         "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat",
         "fp32_groups_flat_partition", "fp32_groups", "master_params",
@@ -48,48 +49,48 @@ _HELD = {
 }  # fmt: skip
 
 
-class KindOfNew:
-    """Asked at every allocation on the device."""
+class KindByCaller:
+    """The kind of a new block, by the code on the stack. The ledger calls it for every allocation on the device."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def __call__(self, size: int) -> int:
-        usual = _BY_PHASE[self._ledger.phase]
+        by_phase = _BY_PHASE[self._ledger.phase]
         if size < _LARGE:
-            return usual
+            return by_phase
         frame: Any = sys._getframe(3)
         while frame is not None:
             path = frame.f_code.co_filename
             if "/deepspeed/" in path:
                 name = frame.f_code.co_name
                 file = path.rpartition("/")[2]
-                for wanted, part, kind in _BY_CALLER:
-                    if file == wanted and part in name:
+                for source, part, kind in _BY_CALLER:
+                    if file == source and part in name:
                         return kind
-                return usual
-            if "/autods/trial/act.py" in path:
-                return _PARAMETERS if frame.f_code.co_name == "build" else usual
+                return by_phase
+            if "/autods/trial/training.py" in path:
+                return _PARAMETERS if frame.f_code.co_name == "build" else by_phase
             frame = frame.f_back
-        return usual
+        return by_phase
 
 
-def watch_gradients(ledger: Ledger, model: Any) -> None:
-    """Label the parameters' gradients when autograd hands them out."""
+def label_gradients(ledger: Ledger, model: Any) -> None:
+    """Label the parameters' gradients as soon as autograd has made them."""
 
-    def arrived(parameter: Any) -> None:
+    def label_gradient(parameter: Any) -> None:
         if parameter.grad is not None:
             ledger.label(parameter.grad, _GRADIENTS)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(arrived)
+            parameter.register_post_accumulate_grad_hook(label_gradient)
 
 
-def label(ledger: Ledger, engine: Any) -> None:
-    """Label what outlives a step by where the engine holds it."""
+def label_persistent(ledger: Ledger, engine: Any) -> None:
+    """Label tensors that live from step to step by the attribute of the engine that holds them."""
     optimizer = engine.optimizer
-    for kind, names in _HELD.items():
+    for kind, names in _PERSISTENT.items():
         for name in names:
             for tensor in _tensors(getattr(optimizer, name, None)):
                 ledger.label(tensor, kind)
@@ -103,7 +104,7 @@ def label(ledger: Ledger, engine: Any) -> None:
 
 
 def expert_groups() -> int:
-    """Process groups of this rank that layers of experts made: of the ranks that share experts, and of equal ones."""
+    """The number of process groups of this rank that layers of experts made, for expert and for data parallelism."""
     from deepspeed.utils import groups
 
     return len(groups._get_expert_parallel_group_dict()) + len(groups._get_expert_data_parallel_group_dict())
@@ -112,7 +113,7 @@ def expert_groups() -> int:
 def optimizer_elements(engine: Any) -> int:
     """Elements that this rank's optimizer updates."""
     optimizer = engine.optimizer
-    sizes = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)  # stage 3: of its sub-groups
+    sizes = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)  # stage 3, by sub-group
     if sizes:
         return int(sum(sizes))
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat"):
@@ -123,9 +124,9 @@ def optimizer_elements(engine: Any) -> int:
     return int(sum(tensor.numel() for group in base.param_groups for tensor in group["params"]))
 
 
-def named(found: Mapping[int, int]) -> dict[str, int]:
-    """Kinds by their names."""
-    return {KINDS[kind]: size for kind, size in sorted(found.items())}
+def name_kinds(by_kind: Mapping[int, int]) -> dict[str, int]:
+    """The same bytes by the kinds' names."""
+    return {KINDS[kind]: size for kind, size in sorted(by_kind.items())}
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -134,10 +135,10 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth < 4 and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth + 1)
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
     elif depth < 4 and isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one, depth + 1)
+        for item in value:
+            yield from _tensors(item, depth + 1)
     elif depth < 4 and type(value).__name__.startswith("IPGBucket"):
         yield from _tensors(list(vars(value).values()), depth + 1)

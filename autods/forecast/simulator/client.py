@@ -1,8 +1,7 @@
-"""The side of the simulated device that asks: starts the worker, sends asks, reads what was allocated. No torch."""
+"""The simulator as the rest of autods sees it: starts the worker, sends requests and reads answers. No torch."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -14,25 +13,26 @@ import subprocess
 import sys
 import tempfile
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TypeVar
 
 from ...errors import AutodsError
 from ...types import Device, ModelFacts, WorkloadSource
-from ..values import EngineSpec, Simulation, Trace
+from ..values import EngineSpec, Simulation
+from .protocol import EngineRequest, Failure, MeasureRequest, ModelRequest, Ready, decode, encode, send
 
-_GONE_S = 5.0  # killed engines are gone at once, but on a machine that is very busy
+_GONE_S = 5.0  # the longest that killed engines take to end, on a very busy machine
+_Answer = TypeVar("_Answer", Ready, ModelFacts, Simulation)
 
 
 class SimulationFailed(AutodsError):
-    """It cannot be simulated. The message is one or two lines for a person.
+    """A simulation ended without a result. The message is one or two lines for a person.
 
-    kind: no_compiler, build_failed (the simulated device cannot be had), user_code (the workload raised),
-    data_dependent (its shapes depend on values), unsupported (an operator without a fake implementation), engine
-    (DeepSpeed refused), stuck (a script did not come to its second step), crashed (the process died).
+    `kind` is one of: no_compiler or build_failed (the simulated device cannot be built), user_code (the workload
+    raised), data_dependent (shapes depend on values), unsupported (an operator has no fake implementation), engine
+    (DeepSpeed refused), stuck (a script did not reach its second step), crashed (the process died).
     """
 
     def __init__(self, *, kind: str, what: str, where: str | None = None, hint: str | None = None) -> None:
@@ -42,35 +42,37 @@ class SimulationFailed(AutodsError):
 
 
 class SimulatedEngine:
-    """An engine that is alive: each `measure` runs one more micro batch on it."""
+    """A living engine in a process of its own."""
 
     def __init__(self, connection: socket.socket, log: IO[bytes]) -> None:
         self._connection, self._log = connection, log
         self._lines = connection.makefile("rb")
 
     def measure(self, micro_batch: int) -> Simulation:
-        """The first call initialises the engine and runs two steps; later ones run a step. Raises SimulationFailed."""
-        return _simulated(self._ask({"measure": micro_batch})["simulated"])
+        """Run a micro batch. The first call initialises the engine and runs two steps; later ones run one step.
 
-    def _ask(self, question: dict[str, Any] | None) -> dict[str, Any]:
-        if question is not None:
-            with contextlib.suppress(OSError):
-                self._connection.sendall(json.dumps(question).encode() + b"\n")
+        Raises SimulationFailed.
+        """
+        send(self._connection, MeasureRequest(micro_batch=micro_batch))
+        return self.receive(Simulation)
+
+    def receive(self, kind: type[_Answer]) -> _Answer:
+        """The process's next answer. Raises SimulationFailed."""
         try:
             line = self._lines.readline()
-        except OSError:  # it died with our question unread
+        except OSError:  # it died before it read our request
             line = b""
-        return _answer(line, self._log)
+        return _answer(line, kind, self._log)
 
 
 class Simulator:
-    """A prepared process for one workload, started when first needed. Thread-safe.
+    """The simulated device for one workload: a prepared process that forks engines, started when first needed.
 
-    processes: how many engines run at a time. On exit every process is gone.
+    At most `processes` engines live at a time. All processes are gone when the block ends. Thread-safe.
     """
 
     def __init__(self, source: WorkloadSource, *, processes: int = 2) -> None:
-        self._source, self._processes = source, processes
+        self._source = source
         self._free = threading.BoundedSemaphore(processes)
         self._lock = threading.Lock()
         self._workers: dict[Device, _Worker] = {}
@@ -88,31 +90,33 @@ class Simulator:
             worker.stop()
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
-        """What a look at the model finds; no weight is allocated. ranks: in which a script sees itself. Raises
-        SimulationFailed."""
-        with self._process({"facts": True, "ranks": ranks}, device) as process:
-            return ModelFacts(**process._ask(None)["facts"])
+        """Facts of the model, without allocating weights; a script sees itself on `ranks` ranks.
 
-    def simulate(self, ask: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
-        """Each micro batch in turn on one engine. Raises SimulationFailed."""
-        with self.engine(ask) as engine:
+        Raises SimulationFailed.
+        """
+        with self._process(ModelRequest(ranks=ranks), device) as process:
+            return process.receive(ModelFacts)
+
+    def simulate(self, spec: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
+        """Run each micro batch in turn on one engine. Raises SimulationFailed."""
+        with self.engine(spec) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 
     @contextlib.contextmanager
-    def engine(self, ask: EngineSpec) -> Iterator[SimulatedEngine]:
-        """An engine that lives until the block ends; waits until fewer than `processes` do."""
-        with self._process({"engine": asdict(ask)}, ask.device) as engine:
+    def engine(self, spec: EngineSpec) -> Iterator[SimulatedEngine]:
+        """An engine that lives until the block ends; waits while `processes` engines live."""
+        with self._process(EngineRequest(engine=spec), spec.device) as engine:
             yield engine
 
     @contextlib.contextmanager
-    def _process(self, job: dict[str, Any], device: Device) -> Iterator[SimulatedEngine]:
+    def _process(self, request: ModelRequest | EngineRequest, device: Device) -> Iterator[SimulatedEngine]:
         with self._free:
-            if self._stuck is not None:  # minutes were waited for nothing: not again for each rung
+            if self._stuck is not None:  # it took minutes to find out; do not repeat that for each rung
                 raise self._stuck
             worker = self._worker(device)
             ours, theirs = socket.socketpair()
             try:
-                worker.fork(job, theirs)
+                worker.fork(request, theirs)
                 yield SimulatedEngine(ours, worker.log)
             except SimulationFailed as failed:
                 if failed.kind == "stuck":
@@ -126,62 +130,65 @@ class Simulator:
             if device not in self._workers:
                 self._workers[device] = _Worker(self._source, device)
             worker = self._workers[device]
-        worker.wait_ready()  # outside the lock: whoever leaves must be able to stop it meanwhile
+        worker.wait_ready()  # outside the lock, so that another thread can stop it meanwhile
         return worker
 
 
 class _Worker:
-    """The prepared process; until it is ready some ten seconds of imports pass."""
+    """The prepared process of one device; it needs some ten seconds of imports until it is ready."""
 
     def __init__(self, source: WorkloadSource, device: Device) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()
-        self._scratch = tempfile.mkdtemp(prefix="autods-simulated-")  # the worker removes it when we cannot
+        self._scratch = tempfile.mkdtemp(prefix="autods-simulated-")  # the worker removes it if we cannot
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        self._lives, alive = os.pipe()  # engines inherit the other end, which closes with the last of them
+        # Engines inherit the write end, which closes with the last of them.
+        self._engines_gone, inherited = os.pipe()
         command = [sys.executable, "-W", "ignore", "-m", __name__.rpartition(".")[0] + ".worker"]
-        told = [str(theirs.fileno()), device, json.dumps(asdict(source)), self._scratch]
+        arguments = [str(theirs.fileno()), device, json.dumps(asdict(source)), self._scratch]
         self._process = subprocess.Popen(
-            command + told, pass_fds=[theirs.fileno(), alive], env=_environment(), start_new_session=True,
+            command + arguments, pass_fds=[theirs.fileno(), inherited], env=_environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         theirs.close()
-        os.close(alive)
-        self._said: bytes | None = None
+        os.close(inherited)
+        self._first_line: bytes | None = None
 
     def wait_ready(self) -> None:
-        """Raises SimulationFailed, each time it is asked, when it cannot be prepared."""
+        """Wait until it is prepared. Raises SimulationFailed, at each call, if that failed."""
         with self._lock:
-            if self._said is None:
+            if self._first_line is None:
                 with self._socket.makefile("rb") as lines:
-                    self._said = lines.readline()
-            _answer(self._said, self.log)
+                    self._first_line = lines.readline()
+            _answer(self._first_line, Ready, self.log)
 
-    def fork(self, job: dict[str, Any], theirs: socket.socket) -> None:
-        """A new engine's process, which speaks on that socket."""
+    def fork(self, request: ModelRequest | EngineRequest, theirs: socket.socket) -> None:
+        """Fork a process for the request, which speaks on that socket."""
         with self._lock, theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [json.dumps(job).encode() + b"\n"], [theirs.fileno()])
+            socket.send_fds(self._socket, [encode(request)], [theirs.fileno()])
 
     def stop(self) -> None:
-        """Nothing of it is left running: its engines are in its session and its process group."""
+        """Kill it with its engines, which are in its session and process group, and wait until they are gone."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        last = select.poll()
-        last.register(self._lives, select.POLLIN)
-        last.poll(_GONE_S * 1000)
-        os.close(self._lives)
+        poll = select.poll()
+        poll.register(self._engines_gone, select.POLLIN)
+        poll.poll(_GONE_S * 1000)
+        os.close(self._engines_gone)
         self._socket.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _answer(line: bytes, log: IO[bytes]) -> dict[str, Any]:
+def _answer(line: bytes, kind: type[_Answer], log: IO[bytes]) -> _Answer:
+    """The answer in that line. Raises SimulationFailed for a failure, and for an end of the stream."""
     if not line:
         raise SimulationFailed(kind="crashed", what=f"the simulation's process died: {_tail(log)}")
-    said: dict[str, Any] = json.loads(line)
-    if "failed" in said:
-        raise SimulationFailed(**said["failed"])
-    return said
+    message = decode(line)
+    if isinstance(message, Failure):
+        raise SimulationFailed(**asdict(message))
+    assert isinstance(message, kind), f"expected {kind.__name__}, got {type(message).__name__}"
+    return message
 
 
 def _tail(log: IO[bytes]) -> str:
@@ -194,18 +201,3 @@ def _tail(log: IO[bytes]) -> str:
 def _environment() -> dict[str, str]:
     """The worker finds the same modules as we do."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-def _simulated(said: dict[str, Any]) -> Simulation:
-    traces = {}
-    for tier, packed in said.pop("traces").items():
-        events = array("q", base64.b64decode(packed["events"]))
-        traces[tier] = Trace(
-            events=events,
-            marks=tuple((count, phase) for count, phase in packed["marks"]),
-            unrounded=frozenset(packed.get("unrounded", ())),
-            emptied=tuple(packed.get("emptied", ())),
-            copied=tuple((count, size) for count, size in packed.get("copied", ())),
-        )
-    assumed = tuple(said.pop("assumed"))
-    return Simulation(traces=traces, assumed=assumed, **said)

@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed on the simulated GPU: compiled ops, swap files, large worlds."""
+"""Patches of DeepSpeed on the simulated GPU: compiled ops, swap files, checks between ranks, large worlds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ...trial.patching import declare, declare_all
+from .failures import unsupported
 from .ledger import Ledger
-from .protocol import unsupported
 
 _IN_PLACE = frozenset({
     "multi_tensor_adam", "multi_tensor_lion",
@@ -56,11 +56,11 @@ _RANGE = declare(
 )
 
 
-def install(ledger: Ledger) -> None:
+def install(device_ledger: Ledger) -> None:
     """Patch DeepSpeed in this process: compiled ops do nothing, ranks agree, and costs that are no memory go."""
 
     class SwapFiles(_SwapFiles):
-        books = ledger
+        ledger = device_ledger
 
     def load(self: Any, verbose: bool = True) -> Any:
         return _Ops(self.name, SwapFiles)
@@ -86,7 +86,7 @@ def _find_duplicates_by_a_set() -> None:
 
 
 class _Ops(types.ModuleType):
-    """The functions of a compiled op, as far as their memory is known."""
+    """A compiled op whose functions do nothing. Functions whose memory use is unknown raise."""
 
     def __init__(self, name: str, handle: type) -> None:
         super().__init__(name)
@@ -106,49 +106,49 @@ class _Ops(types.ModuleType):
 
 
 def _lamb(parameter: Any, *args: Any) -> Any:
-    """FusedLamb's step on a tensor: it returns a coefficient, and sums up two norms by parts meanwhile."""
-    sums = [torch.empty(_LAMB_NORMS, dtype=parameter.dtype, device=parameter.device) for _ in range(2)]
+    """FusedLamb's step on a tensor: it returns a coefficient and holds partial sums of two norms meanwhile."""
+    partial_sums = [torch.empty(_LAMB_NORMS, dtype=parameter.dtype, device=parameter.device) for _ in range(2)]
     coefficient = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
-    del sums
+    del partial_sums
     return coefficient
 
 
 class _SwapFiles:
-    """The handle of async_io: reads and writes are done at once, and the files' sizes are booked."""
+    """The handle of async_io: reads and writes do nothing, and the ledger keeps the files' sizes."""
 
-    books: Ledger
+    ledger: Ledger
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._pending = 0
 
     def new_cpu_locked_tensor(self, count: int, like: Any) -> Any:
-        """A pinned buffer."""
-        tensor = torch.empty(count, dtype=like.dtype, pin_memory=not self.books.one_memory)
-        self.books.lock(tensor)
+        """A pinned buffer that DeepSpeed locks itself."""
+        tensor = torch.empty(count, dtype=like.dtype, pin_memory=not self.ledger.one_memory)
+        self.ledger.lock(tensor)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: Any) -> bool:
-        """The ledger sees it go."""
+        """Do nothing: the ledger notices the end of the tensor."""
         return True
 
     def is_pinned(self, tensor: Any) -> bool:
-        """As the ledger knows it."""
-        return tensor.device.type == "cpu" and (self.books.one_memory or self.books.is_pinned(tensor))
+        """Whether the ledger has the tensor as pinned."""
+        return tensor.device.type == "cpu" and (self.ledger.one_memory or self.ledger.is_pinned(tensor))
 
     def async_pwrite(self, tensor: Any, path: str, offset: int = 0, *args: Any) -> int:
-        """Book the file's size."""
+        """Enter the file's size."""
         size = offset + tensor.numel() * tensor.element_size()
-        self.books.nvme[path] = max(size, self.books.nvme.get(path, 0))
+        self.ledger.nvme[path] = max(size, self.ledger.nvme.get(path, 0))
         self._pending += 1
         return 0
 
     def async_pread(self, *args: Any, **kwargs: Any) -> int:
-        """Done."""
+        """Count as pending until `wait`."""
         self._pending += 1
         return 0
 
     def sync_pwrite(self, tensor: Any, path: str, offset: int = 0, *args: Any) -> int:
-        """Book the file's size; nothing stays pending."""
+        """Enter the file's size; nothing stays pending."""
         self.async_pwrite(tensor, path, offset)
         self._pending -= 1
         return 0
@@ -173,7 +173,7 @@ def install_large_worlds(world_size: int) -> None:
 
 
 def _reduce_scatter_coalesced(tensors: list[Any], group: Any = None) -> list[Any]:
-    """As deepspeed.runtime.comm.coalesced_collectives has it, for rank 0."""
+    """`deepspeed.runtime.comm.coalesced_collectives.reduce_scatter_coalesced` with the pieces of rank 0 only."""
     from deepspeed import comm
 
     world = comm.get_world_size(group)
@@ -184,16 +184,16 @@ def _reduce_scatter_coalesced(tensors: list[Any], group: Any = None) -> list[Any
         whole = len(tensors) == 1 and not padding
         flat = tensors[0].view(-1) if whole else tensors[0].new_empty(sum(chunks) * world)
         flat.div_(world)
-        own = flat.narrow(0, 0, sum(chunks))
+        piece = flat.narrow(0, 0, sum(chunks))
         starts = [sum(chunks[:index]) for index in builtins.range(len(chunks))]
         sizes = [min(chunk, tensor.numel()) for chunk, tensor in zip(chunks, tensors, strict=True)]
-        return [own.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [piece.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _wait(handle: Any, own: Any, handle_dependency: bool = True) -> None:
-    """As AllGatherCoalescedHandle has it, each parameter one piece of the gathered buffer."""
+def _wait(handle: Any, real: Any, handle_dependency: bool = True) -> None:
+    """`AllGatherCoalescedHandle.wait` with each parameter as a single piece of the gathered buffer."""
     if handle.complete or handle.quantization:
-        own(handle, handle_dependency)
+        real(handle, handle_dependency)
         return
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -206,7 +206,7 @@ def _wait(handle: Any, own: Any, handle_dependency: bool = True) -> None:
 
 
 def _range(*args: int) -> Any:
-    """`range` as that module sees it: the views of a gathered buffer are made for rank 0 only."""
-    if sys._getframe(1).f_code.co_name in ("_all_gather_dtype",) and len(args) == 1:
+    """`range` for partition_parameters: its loop over the world in `_all_gather_dtype` sees rank 0 only."""
+    if sys._getframe(1).f_code.co_name == "_all_gather_dtype" and len(args) == 1:
         return builtins.range(min(args[0], 1))
     return builtins.range(*args)

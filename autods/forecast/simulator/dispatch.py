@@ -1,4 +1,4 @@
-"""The dispatch mode that runs operators on fake tensors and records what they allocate."""
+"""The dispatch mode that runs every operator on fake tensors and enters its allocations in the ledger."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ledger import PINNED, Ledger
 from .padding import Masks
-from .shape_cache import Recipes
+from .shape_cache import ShapeCache
 
 
-def join(world_size: int, ranks_per_node: int) -> None:
-    """This process becomes rank 0 of `world_size`; its cost does not grow with the number."""
+def join_world(world_size: int, ranks_per_node: int) -> None:
+    """Make this process rank 0 of `world_size` ranks; the cost does not grow with their number."""
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, ranks_per_node)),
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE=str(ranks_per_node),
@@ -29,8 +29,8 @@ def join(world_size: int, ranks_per_node: int) -> None:
     deepspeed.init_distributed(dist_backend="nccl", verbose=False)
 
 
-def collective(func: Any, args: Any) -> Any:
-    """What a `c10d` operator returns: its tensors, and a work that is done."""
+def _finished_collective(func: Any, args: Any) -> Any:
+    """The result of a `c10d` operator: its tensors, and work that is done."""
     work = torch._C._distributed_c10d.FakeWork().boxed()
     out = [work if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     if not out:  # a barrier
@@ -38,8 +38,8 @@ def collective(func: Any, args: Any) -> Any:
     return out[0] if len(out) == 1 else tuple(out)
 
 
-# Operator → the argument that gloo copies whole, whatever the number of ranks (measured: torch 2.13, 1 to 3 ranks).
-_COPIED = {
+# By operator, the argument that gloo copies whole for any number of ranks (measured: torch 2.13, 1 to 3 ranks).
+_COPIED_ARGUMENT = {
     "_allgather_base_": 0,
     "allgather_": 0,
     "allgather_into_tensor_coalesced_": 0,
@@ -50,11 +50,11 @@ _IN_SEGMENTS = ("allreduce_", "allreduce_coalesced_", "reduce_")
 _TWO_SEGMENTS = 2 << 20
 
 
-def copied_by_gloo(func: Any, args: Any) -> int:
-    """Bytes that a collective of CPU ranks allocates inside, until it ends."""
+def _bytes_copied_by_gloo(func: Any, args: Any) -> int:
+    """Bytes that gloo allocates for a collective of CPU ranks, until it ends."""
     name = func._schema.name.partition("::")[2]
-    if name in _COPIED:
-        return _bytes(args[_COPIED[name]])
+    if name in _COPIED_ARGUMENT:
+        return _bytes(args[_COPIED_ARGUMENT[name]])
     if name in _IN_SEGMENTS and torch.distributed.get_world_size() > 1:
         return min(_TWO_SEGMENTS, _bytes(args[0]))
     return 0
@@ -79,18 +79,18 @@ def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any
         return _META if self._mode.in_kernel_invocation else args[0].fake_device
     handler = self._handlers.get(func)
     if handler is None:
-        handler = self._handlers[func] = self._handler_of(func)
+        handler = self._handlers[func] = self._choose_handler(func)
     return handler(func, args, kwargs or {})
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lies above FakeTensorMode; every operator that Python or autograd dispatches passes here."""
+    """Every operator that Python or autograd dispatches passes here on its way to FakeTensorMode."""
 
     def __init__(self, ledger: Ledger, mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
-        self.masks = Masks()  # of the current batch
-        self.recipes = Recipes(mode, ledger)
+        self.masks = Masks()  # of the current batch; set by the owner of the batch
+        self._cache = ShapeCache(mode, ledger)
         self._handlers: dict[Any, Handler] = {
             _aten._local_scalar_dense.default: self._scalar,
             _aten.equal.default: self._equal,
@@ -103,55 +103,55 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.all.dim: self._all,
         }
 
-    def _handler_of(self, func: Any) -> Handler:
+    def _choose_handler(self, func: Any) -> Handler:
         if func.namespace == "c10d":
-            return self._collective
+            return self._run_collective
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
-            return self._in_place
+            return self._skip_in_place
         if func.namespace not in _BUILT_IN:
-            return self._custom
+            return self._run_custom
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
             return self._factory
-        if not Recipes.fits(func):
-            return self._plain
-        return self._viewed if func.is_view or func is _aten._unsafe_view.default else self._remembered
+        if not ShapeCache.allows(func):
+            return self._run
+        return self._run_view if func.is_view or func is _aten._unsafe_view.default else self._run_cached
 
-    def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.recipes.call(func, args, kwargs, self._plain)
+    def _run_cached(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._cache.call(func, args, kwargs, self._run)
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.recipes.view(func, args, kwargs, self._plain)
+    def _run_view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._cache.view(func, args, kwargs, self._run)
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.ledger.one_memory:
-            self.ledger.copy(copied_by_gloo(func, args))
-        return collective(func, args)
+            self.ledger.copy(_bytes_copied_by_gloo(func, args))
+        return _finished_collective(func, args)
 
-    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        self._book(out, None)
+        self._enter(out, None)
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (device := kwargs.get("device")) is not None and device.type == "cpu" and device.index is not None:
-            kwargs = {**kwargs, "device": _CPU}  # accelerate says cpu:0; a real tensor's device is cpu all the same
+            kwargs = {**kwargs, "device": _CPU}  # accelerate asks for cpu:0, and a real tensor's device is cpu
         if not kwargs.get("pin_memory"):
-            return self._remembered(func, args, kwargs)
+            return self._run_cached(func, args, kwargs)
         out = func(*args, **{**kwargs, "pin_memory": False})
-        self._book(out, PINNED)
+        self._enter(out, PINNED)
         return out
 
     def _pin(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = torch.ops.aten.empty_like.default(args[0])
-        self._book(out, PINNED)
+        self._enter(out, PINNED)
         return out
 
-    def _book(self, out: Any, tier: int | None) -> None:
+    def _enter(self, out: Any, tier: int | None) -> None:
         if isinstance(out, FakeTensor):
-            self.ledger.see(out, tier)
+            self.ledger.enter(out, tier)
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                self._book(one, tier)
+            for output in out:
+                self._enter(output, tier)
 
     def _scalar(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
@@ -164,14 +164,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _all(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Asked as "are all as usual?" (no padding, one sequence a row): yes, but for a mask that holds padding."""
-        out = self._plain(func, args, kwargs)  # another answer for each tensor
+        """`all` of a mask asks for padding: its value is true unless the batch's mask of that shape holds padding."""
+        out = self._run(func, args, kwargs)  # uncached: a tensor of its own, which takes the mark
         if self.masks.is_all(tuple(args[0].shape), self.ledger.assume):
             out.autods_is_all = True
         return out
 
-    def _in_place(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A fused optimizer's step changes what it is given, and some have no fake implementation."""
+    def _skip_in_place(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Skip a fused optimizer's step: it changes its arguments in place, and some have no fake implementation."""
 
     def _equal(self, func: Any, args: Any, kwargs: Any) -> bool:
         self._assume("two tensors are compared, and were taken to be equal")
@@ -180,48 +180,48 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         self._assume("the size of a tensor depends on values (nonzero): the largest possible was taken")
-        return self._made(tensor, (tensor.numel(), tensor.dim()), torch.long)
+        return self._make(tensor, (tensor.numel(), tensor.dim()), torch.long)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._assume("the size of a tensor depends on values (masked_select): the largest possible was taken")
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-        return self._made(args[0], (shape.numel(),), args[0].dtype)
+        return self._make(args[0], (shape.numel(),), args[0].dtype)
 
     def _unique(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._assume("the size of a tensor depends on values (unique): the largest possible was taken")
-        tensor, wanted = args[0], (*args[2:], *kwargs.values())
-        inverse, counts = (bool(wanted[place : place + 1] and wanted[place]) for place in (0, 1))
+        tensor, flags = args[0], (*args[2:], *kwargs.values())
+        inverse, counts = (bool(flags[place : place + 1] and flags[place]) for place in (0, 1))
         return (
-            self._made(tensor, (tensor.numel(),), tensor.dtype),
-            self._made(tensor, tuple(tensor.shape) if inverse else (0,), torch.long),
-            self._made(tensor, (tensor.numel() if counts else 0,), torch.long),
+            self._make(tensor, (tensor.numel(),), tensor.dtype),
+            self._make(tensor, tuple(tensor.shape) if inverse else (0,), torch.long),
+            self._make(tensor, (tensor.numel() if counts else 0,), torch.long),
         )
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, indices = args[0], args[1]
-        if not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices):
-            return self._remembered(func, args, kwargs)
+        if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            return self._run_cached(func, args, kwargs)
         self._assume("the size of a tensor depends on values (a mask as index): the largest possible was taken")
         whole: list[Any] = []
-        for one in indices:
-            if one is None or one.dtype not in (torch.bool, torch.uint8):
-                whole.append(one)
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                whole.append(index)
             else:
-                whole += [self._made(one, (one.numel(),), torch.long) for _ in range(one.dim())]
-        return self._plain(func, (tensor, whole), kwargs)
+                whole += [self._make(index, (index.numel(),), torch.long) for _ in range(index.dim())]
+        return self._run(func, (tensor, whole), kwargs)
 
-    def _made(self, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    def _make(self, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         out = torch.ops.aten.empty.memory_format(list(shape), dtype=dtype, device=like.device)
-        self._book(out, None)
+        self._enter(out, None)
         return out
 
-    def _custom(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_custom(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             out = func(*args, **kwargs)
-            self.ledger.assume(f"of the custom operator {func} only the results are counted, not what it uses inside")
+            self.ledger.assume(f"only the results of the custom operator {func} are counted, not its temporaries")
         except Exception as error:
             returns = [str(result.type) for result in func._schema.returns]
-            first = next((one for one in args if isinstance(one, FakeTensor)), None)
+            first = next((value for value in args if isinstance(value, FakeTensor)), None)
             unsupported = "Unsupported" in type(error).__name__ or any(
                 part in str(error) for part in ("no fake impl", "meta kernel", "'Meta' backend")
             )
@@ -230,39 +230,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.ops.aten.empty_like.default(first)
             self.ledger.assume(
                 f"the custom operator {func} has no fake implementation: its result was taken to be like its first"
-                " input, and what it uses inside is not counted"
+                " input, and its temporaries are not counted"
             )
-        self._book(out, None)
+        self._enter(out, None)
         return out
 
     def _assume(self, what: str) -> None:
-        place = outside_frame()
+        """Note an assumption about the model, with its line."""
+        place = model_line()
         if place is not None:
             self.ledger.assume(f"{place}: {what}")
 
 
-# What they read is no assumption about the model: gradient norms, overflow checks, an optimizer's scales, losses for a
-# log; whether there is padding is said by `masks`.
-_QUIET = (
+# Values that these files read are no assumption about the model: gradient norms, overflow checks, an optimizer's
+# scales, losses for a log. Whether there is padding is known from `masks`.
+_NO_ASSUMPTION = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
     "/transformers/optimization.py", "/transformers/trainer.py", "/accelerate/", "/bitsandbytes/", "/torch/utils/data/",
 )  # fmt: skip
-# Passed over on the way to the model's code.
-_OWN = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
+# Frames between an operator and the model's code.
+_LIBRARIES = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
 
-# Set after the class is made: torch wraps what it finds in the class in a guard against torch.compile, which costs as
+# Set after the class is made: torch wraps the class's own function in a guard against torch.compile, which costs as
 # much as the rest.
 Recorder.__torch_dispatch__ = _dispatch  # type: ignore[assignment]
 
 
-def outside_frame() -> str | None:
-    """The nearest caller's file:line, if it is the model's code and not torch's, DeepSpeed's or ours."""
+def model_line() -> str | None:
+    """file:line of the nearest caller outside torch, DeepSpeed and autods; None below one of `_NO_ASSUMPTION`."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if any(part in name for part in _QUIET):
+        if any(part in name for part in _NO_ASSUMPTION):
             return None
-        if not any(part in name for part in _OWN):
+        if not any(part in name for part in _LIBRARIES):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None

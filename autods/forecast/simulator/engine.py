@@ -1,41 +1,41 @@
-"""One simulated engine: builds the model, initialises DeepSpeed and runs steps by the house's own act."""
+"""DeepSpeed's real engine on the simulated device: it is built and stepped as in a trial, and the ledger records it."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import gc
 import time
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...trial.batch import check_batch, place
 from ...trial.model_facts import facts_of
 from ...trial.pipeline import whole
 from ...trial.training import build, initialize, optimizer_step
-from ...types import Phase
+from ...types import ModelFacts, Phase, Tier
 from ...workload.protocol import Workload
-from ..values import EngineSpec, ForecastPhase
-from . import attribution, deepspeed_patches, dispatch, padding, protocol
+from ..values import EngineSpec, ForecastPhase, Simulation, Trace
+from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
+from .dispatch import Recorder, join_world
+from .failures import explain_optimizer_errors
 from .ledger import DEVICE, PINNED, Ledger
 
-_FIRST_STEPS = 2  # the second differs: optimizer states exist, stage 3 knows the order of its parameters
+_FIRST_STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
+_PHASES: Mapping[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}
 
 
-class Stage:
-    """What a simulated rank stands on: the fake mode, the recorder and the ledger of this process."""
+class SimulationContext:
+    """The simulated device of this process: patched libraries, and the modes that make tensors fake and record them."""
 
     def __init__(self, *, cpu: bool) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        from . import fake_gpu, torch_patches
-        from .dispatch import Recorder
-
         self.ledger = Ledger(one_memory=cpu)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._fake.cache_enabled = False  # the recorder has one of its own, see `recipes`
+        self._fake.cache_enabled = False  # the recorder has its own, see `shape_cache`
         if not cpu:
             fake_gpu.install(self.ledger)
         torch_patches.install(self.ledger, self._fake)
@@ -43,143 +43,148 @@ class Stage:
         deepspeed_patches.install(self.ledger)
         self._recorder = Recorder(self.ledger, self._fake)
 
-    def look_at_masks(self, workload: Workload, batch: Any) -> None:
-        """What the model is told when it asks whether there is padding."""
-        self._recorder.masks = padding.look(workload.build_batch, batch)
-
     @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Tensors made inside are fake and booked."""
+    def active(self) -> Iterator[None]:
+        """Tensors that are made inside the block are fake and recorded."""
         with self._fake, self._recorder:
             yield
 
+    def become_rank(self, spec: EngineSpec) -> None:
+        """Make this process rank 0 of the world in `spec`, and begin to record."""
+        self.ledger.device_bytes = spec.device_bytes
+        join_world(spec.world_size, spec.ranks_per_node)
+        deepspeed_patches.install_large_worlds(spec.world_size)
+        self.ledger.kind_of_new = attribution.KindByCaller(self.ledger)
+        self.ledger.begin("init")
 
-class Rank:
-    """What engines of one rank share until DeepSpeed sees the model: the world that was joined, and the model."""
+    def look_for_padding(self, workload: Workload, batch: Any) -> None:
+        """Find out which attention masks of the batch hold padding, for when the model asks."""
+        self._recorder.masks = padding.inspect_masks(workload.build_batch, batch)
 
-    def __init__(self, stage: Stage, workload: Workload, ask: EngineSpec) -> None:
-        self.error: BaseException | None = None  # what the user's code raised; every engine passes it on
-        self.model: Any = None
-        stand(stage.ledger, ask)
-        with stage.on():
+
+class BuiltModel:
+    """A model on a simulated rank before DeepSpeed sees it. Engines of the same rank and model are forked from it."""
+
+    def __init__(self, context: SimulationContext, workload: Workload, spec: EngineSpec) -> None:
+        self.error: BaseException | None = None  # raised by the user's code; every engine raises it again
+        self.module: Any = None
+        context.become_rank(spec)
+        with context.active():
             try:
-                self.model = build(workload, checkpointing=ask.checkpointing)
+                self.module = build(workload, checkpointing=spec.checkpointing)
             except BaseException as error:
                 self.error = error
 
 
 class Engine:
-    """Lives in a process of its own, forked from one that has built its rank."""
+    """One DeepSpeed engine, in a process of its own. Without a built model it builds one itself."""
 
     def __init__(
-        self, stage: Stage, workload: Workload, ask: EngineSpec, scratch: str, rank: Rank | None = None
+        self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str, model: BuiltModel | None
     ) -> None:
-        self._stage, self._workload, self._ask, self._rank = stage, workload, ask, rank
-        self._config = in_scratch(ask.ds_config, scratch)
+        self._context, self._workload, self._spec, self._model = context, workload, spec, model
+        self._config = swap_into(scratch, spec.ds_config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
-        self._first_step_peaks: dict[Any, int] = {}
-        stage.ledger.device_bytes = ask.device_bytes
+        self._init_peaks: Mapping[Tier, int] = {}
+        self._first_step_peaks: Mapping[Tier, int] = {}
+        context.ledger.device_bytes = spec.device_bytes
 
-    def measure(self, micro_batch: int) -> dict[str, Any]:
-        """One micro batch; the first call builds the engine. What the user's code raises is passed on."""
+    def measure(self, micro_batch: int) -> Simulation:
+        """Run steps with this micro batch; the first call initialises DeepSpeed. Raises what the user's code raises."""
         began = time.perf_counter()
-        ledger = self._stage.ledger
-        with self._stage.on():
-            first = self._engine is None
+        ledger = self._context.ledger
+        first = self._engine is None
+        with self._context.active():
             if first:
-                batch = self._start(micro_batch)
+                batch = self._initialize(micro_batch)
             else:
                 gc.collect()
                 ledger.restart()
                 batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
-            self._stage.look_at_masks(self._workload, batch)
+            self._context.look_for_padding(self._workload, batch)
             batch = place(batch, self._engine)
-            with protocol.of_the_optimizer(self._config):
+            with explain_optimizer_errors(self._config):
                 for index in range(_FIRST_STEPS if first else 1):
-                    optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._observe)
-            attribution.label(ledger, self._engine)
+                    optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._begin_phase)
+            attribution.label_persistent(ledger, self._engine)
             elements = attribution.optimizer_elements(self._engine)
             del batch
-        return self._report(micro_batch, elements, first, time.perf_counter() - began)
+        result = read_ledger(ledger, micro_batch, elements, time.perf_counter() - began)
+        return replace(result, live_bytes=self._with_first_step(result.live_bytes, first=first))
 
-    def _start(self, micro_batch: int) -> Any:
-        workload, rank = self._workload, self._rank
-        if rank is None:
-            if self._ask.zero_init:
-                workload = replace(workload, build_model=self._under_zero_init)
-            rank = Rank(self._stage, workload, self._ask)
-        if rank.error is not None:
-            raise rank.error
+    def _initialize(self, micro_batch: int) -> Any:
+        """Build the model if that is still to be done, and DeepSpeed's engine on it; returns the batch."""
+        workload, model = self._workload, self._model
+        if model is None:
+            if self._spec.zero_init:
+                workload = replace(workload, build_model=self._build_under_zero_init)
+            model = BuiltModel(self._context, workload, self._spec)
+        if model.error is not None:
+            raise model.error
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
-        attribution.watch_gradients(self._stage.ledger, rank.model)
-        with protocol.of_the_optimizer(self._config):
-            self._engine = initialize(workload, rank.model, self._config)
+        attribution.label_gradients(self._context.ledger, model.module)
+        with explain_optimizer_errors(self._config):
+            self._engine = initialize(workload, model.module, self._config)
         if "Muon" in type(self._engine.basic_optimizer).__name__:
-            self._stage.ledger.assume(
+            self._context.ledger.assume(
                 "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
                 " temporaries in the step are mostly fewer"
             )
-        self._rank = None
+        self._model = None
         return batch
 
-    def _under_zero_init(self) -> Any:
+    def _build_under_zero_init(self) -> Any:
         import deepspeed
 
         with deepspeed.zero.Init(config_dict_or_path=self._config):
             return self._workload.build_model()
 
-    def _observe(self, phase: Phase, step: int) -> None:
-        found: dict[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}
-        self._stage.ledger.begin(found[phase])
+    def _begin_phase(self, phase: Phase, step: int) -> None:
+        self._context.ledger.begin(_PHASES[phase])
 
-    def _report(self, micro_batch: int, elements: int, first: bool, seconds: float) -> dict[str, Any]:
-        ledger = self._stage.ledger
-        peaks: dict[Any, dict[Any, int]] = ledger.peaks()
+    def _with_first_step(
+        self, peaks: Mapping[ForecastPhase, Mapping[Tier, int]], *, first: bool
+    ) -> dict[ForecastPhase, Mapping[Tier, int]]:
+        """Peaks as of an engine that starts with this micro batch.
+
+        The first step makes the optimizer states. Its peak and that of init do not depend on the micro batch.
+        """
         if first:
-            self._first_step_peaks = peaks["step"]
-            self._init_peaks = peaks["init"]
-        else:
-            # The first step makes states; its peak and that of init do not depend on the micro batch.
-            peaks["init"] = self._init_peaks
-            peaks["step"] = {tier: max(size, self._first_step_peaks[tier]) for tier, size in peaks["step"].items()}
-        return report_of(ledger, micro_batch, elements, seconds) | {"live_bytes": peaks}
+            self._init_peaks, self._first_step_peaks = peaks["init"], peaks["step"]
+            return dict(peaks)
+        step = {tier: max(size, self._first_step_peaks[tier]) for tier, size in peaks["step"].items()}
+        return {**peaks, "init": self._init_peaks, "step": step}
 
 
-def stand(ledger: Ledger, ask: EngineSpec) -> None:
-    """This process becomes the rank that is asked about, and its books are opened."""
-    ledger.device_bytes = ask.device_bytes
-    dispatch.join(ask.world_size, ask.ranks_per_node)
-    deepspeed_patches.install_large_worlds(ask.world_size)
-    ledger.kind_of_new = attribution.KindOfNew(ledger)
-    ledger.begin("init")
+def read_ledger(ledger: Ledger, micro_batch: int, optimizer_elements: int, seconds: float) -> Simulation:
+    """What the ledger has recorded of this micro batch."""
+    return Simulation(
+        micro_batch=micro_batch,
+        live_bytes=ledger.peaks(),
+        traces={
+            "device": _trace(ledger, DEVICE, emptied=ledger.emptied, copied=ledger.copied),
+            "pinned": _trace(ledger, PINNED, unrounded=ledger.locked),
+        },
+        summed_peak_bytes=ledger.summed_peaks(),
+        nvme_bytes=sum(ledger.nvme.values()),
+        optimizer_elements=optimizer_elements,
+        expert_groups=attribution.expert_groups(),
+        breakdown=attribution.name_kinds(ledger.bytes_at_peak()),
+        assumed=tuple(ledger.assumed),
+        seconds=seconds,
+    )
 
 
-def report_of(ledger: Ledger, micro_batch: int, elements: int, seconds: float) -> dict[str, Any]:
-    """`Simulated` as plain values. elements: those that this rank's optimizer updates."""
-    return {
-        "micro_batch": micro_batch,
-        "live_bytes": ledger.peaks(),
-        "traces": {"device": _packed(ledger, DEVICE), "pinned": _packed(ledger, PINNED)},
-        "summed_peak_bytes": ledger.summed_peaks(),
-        "nvme_bytes": sum(ledger.nvme.values()),
-        "optimizer_elements": elements,
-        "expert_groups": attribution.expert_groups(),
-        "breakdown": attribution.named(ledger.at_the_peak()),
-        "assumed": list(ledger.assumed),
-        "seconds": seconds,
-    }
-
-
-def look(stage: Stage, workload: Workload) -> dict[str, Any]:
-    """`ModelFacts` as a dict, from a model of fake tensors."""
-    with stage.on():
+def look_at_model(context: SimulationContext, workload: Workload) -> ModelFacts:
+    """Facts of the model, built of fake tensors."""
+    with context.active():
         batch = check_batch(workload.build_batch(1), 1)
-        return facts_of(workload, whole(workload.build_model), batch)
+        return ModelFacts(**facts_of(workload, whole(workload.build_model), batch))
 
 
-def in_scratch(config: Mapping[str, Any], scratch: str) -> dict[str, Any]:
-    """The config with its swap folders in `scratch`: DeepSpeed makes and removes folders there."""
+def swap_into(scratch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config whose swap folders are in `scratch`: DeepSpeed makes and removes folders there."""
     changed = copy.deepcopy(dict(config))
     for part in ("offload_param", "offload_optimizer"):
         offload = (changed.get("zero_optimization") or {}).get(part)
@@ -188,9 +193,19 @@ def in_scratch(config: Mapping[str, Any], scratch: str) -> dict[str, Any]:
     return changed
 
 
-def _packed(ledger: Ledger, tier: int) -> dict[str, Any]:
+def _trace(
+    ledger: Ledger,
+    tier: int,
+    *,
+    emptied: list[int] | None = None,
+    copied: list[tuple[int, int]] | None = None,
+    unrounded: list[int] | None = None,
+) -> Trace:
     events, marks = ledger.trace(tier)
-    packed = {"events": base64.b64encode(events.tobytes()).decode(), "marks": marks}
-    return packed | (
-        {"emptied": ledger.emptied, "copied": ledger.copied} if tier == DEVICE else {"unrounded": ledger.locked}
+    return Trace(
+        events=array("q", events),
+        marks=tuple(marks),
+        emptied=tuple(emptied or ()),
+        copied=tuple(copied or ()),
+        unrounded=frozenset(unrounded or ()),
     )

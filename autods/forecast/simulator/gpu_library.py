@@ -1,4 +1,4 @@
-"""The C++ half of the simulated device: built once for each torch, cached, loaded before torch is imported."""
+"""The C++ half of the simulated GPU: built once for each torch, cached, and loaded before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,37 +14,34 @@ from importlib import metadata
 from pathlib import Path
 
 from ...system.host import cache_folder
+from .failures import Refused
 
 _SOURCE = Path(__file__).with_name("simcuda.cpp")
 
 
-class NoLibrary(Exception):
-    """It cannot be had here. `kind` is no_compiler or build_failed; `hint` says what would help."""
-
-    def __init__(self, kind: str, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.kind, self.what, self.hint = kind, what, hint
+class NoLibrary(Refused):
+    """The library cannot be built here; `kind` is no_compiler or build_failed."""
 
 
 def load() -> ctypes.CDLL:
-    """The library, built if it is not cached. Before `import torch`. Raises NoLibrary."""
+    """The library, built if it is not cached. Call it before torch is imported. Raises NoLibrary."""
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device must be loaded before torch")
     path = library_path()
     if not path.exists():
-        _build(path)
+        build(path)
     return ctypes.CDLL(str(path))
 
 
 def library_path() -> Path:
-    """Where it is cached: by torch's version and place and by our source, so that nothing stale is ever loaded."""
-    made_of = hashlib.sha256(_SOURCE.read_bytes() + str(_torch_folder()).encode()).hexdigest()[:12]
-    name = f"torch{metadata.version('torch')}-{made_of}.so"
+    """The cached file; its name depends on torch's version and folder and on our source, so none is ever stale."""
+    digest = hashlib.sha256(_SOURCE.read_bytes() + str(_torch_folder()).encode()).hexdigest()[:12]
+    name = f"torch{metadata.version('torch')}-{digest}.so"
     return cache_folder() / "simulated_device" / name
 
 
 def compiler() -> str | None:
-    """The C++ compiler that would be used, or None."""
+    """The path of the C++ compiler, or None if there is none."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
@@ -55,13 +52,14 @@ def _torch_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _build(path: Path) -> None:
+def build(path: Path) -> None:
+    """Compile the library to this path, once if several processes ask for it. Raises NoLibrary."""
     cxx = compiler()
     if cxx is None:
-        wanted = os.environ.get("CXX") or "g++"
+        name = os.environ.get("CXX") or "g++"
         raise NoLibrary(
             "no_compiler",
-            f"the simulated GPU needs a C++ compiler, and {wanted} is not installed",
+            f"the simulated GPU needs a C++ compiler, and {name} is not installed",
             "apt-get install g++",
         )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Every tensor's bytes by tier, from its allocation to its end: current, peaks by phase, and the trace of events."""
+"""The bytes of every tensor by tier, from allocation to end: current, peaks by phase, and the trace of events."""
 
 from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...types import Tier
@@ -16,14 +16,14 @@ _TRACED = (DEVICE, PINNED)
 
 
 class _Watch(weakref.ref[Any]):
-    """Knows which storage it watched. Cheaper than weakref.finalize, which keeps a registry."""
+    """A weak reference that knows its storage. It is cheaper than weakref.finalize, which keeps a registry."""
 
     __slots__ = ("key",)
     key: int
 
 
 class Ledger:
-    """The books of one rank. `one_memory`: all tiers are the process's memory, and count as the device (CPU ranks)."""
+    """Live bytes and allocation events of one rank. With `one_memory` (CPU ranks) every tier counts as the device."""
 
     def __init__(self, *, one_memory: bool) -> None:
         self.one_memory = one_memory
@@ -39,13 +39,13 @@ class Ledger:
         self._blocks = [0, 0, 0]
         self._marks: list[list[tuple[int, ForecastPhase]]] = [[], [], []]
         self.emptied: list[int] = []  # events of the device before each empty_cache()
-        self.copied: list[tuple[int, int]] = []  # events of the device before each collective, bytes of its copies
-        self.locked: list[int] = []  # pinned blocks that DeepSpeed locks itself
-        self.kinds = bytearray()  # of the device's blocks: what allocated them
-        self.kind_of_new = _unknown
+        self.copied: list[tuple[int, int]] = []  # events of the device before each collective, bytes that it copies
+        self.locked: list[int] = []  # pinned blocks that do not come from torch's allocator
+        self.kinds = bytearray()  # of the device's blocks, see `attribution`
+        self.kind_of_new: Callable[[int], int] = lambda size: 0
 
     def begin(self, phase: ForecastPhase) -> None:
-        """A phase begins; the peaks of the one before are kept."""
+        """Begin a phase; the peaks of the former phase are kept."""
         self._close()
         self.phase = phase
         for tier in _TRACED:
@@ -54,7 +54,7 @@ class Ledger:
                 marks.append((count, phase))
 
     def restart(self) -> None:
-        """A trace of its own for another micro batch: it opens with what lives now, as if allocated in init."""
+        """Begin a trace for another micro batch: living tensors open it, as if allocated in init."""
         self._close()
         self._by_phase.clear()
         self._events = [array("q"), array("q"), array("q")]
@@ -73,8 +73,8 @@ class Ledger:
                 self.locked.append(number)
             self._live[key] = (size, tier, number, watch)
 
-    def see(self, tensor: Any, tier: int | None = None) -> None:
-        """Enter the tensor's storage if it is new or has another size than before."""
+    def enter(self, tensor: Any, tier: int | None = None) -> None:
+        """Enter the tensor's storage if it is new or has changed its size; without a tier, its device decides."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -82,8 +82,8 @@ class Ledger:
         if known is not None:
             if known[0] == size:
                 return
-            self._take(key)
-            self._enter(key, size, known[1], known[3])
+            self._remove(key)
+            self._add(key, size, known[1], known[3])
             return
         if tier is None:
             kind = tensor.device.type
@@ -92,31 +92,31 @@ class Ledger:
             tier = DEVICE if kind == "cuda" or self.one_memory else HOST
         elif self.one_memory:
             tier = DEVICE
-        watch = _Watch(storage, self._gone)
+        watch = _Watch(storage, self._on_gone)
         watch.key = key
-        self._enter(key, size, tier, watch)
+        self._add(key, size, tier, watch)
 
     def enter_new(self, tensor: Any, size: int, device: Any) -> None:
-        """Enter a storage that is known to be new."""
+        """Enter a storage of `size` bytes that is known to be new."""
         kind = device.type
         if kind == "meta":
             return
         storage = tensor.untyped_storage()
-        watch = _Watch(storage, self._gone)
+        watch = _Watch(storage, self._on_gone)
         watch.key = key = storage._cdata
-        self._enter(key, size, DEVICE if kind == "cuda" or self.one_memory else HOST, watch)
+        self._add(key, size, DEVICE if kind == "cuda" or self.one_memory else HOST, watch)
 
     def empty_cache(self, *args: Any) -> None:
-        """The allocator gives back what it caches."""
+        """Note that torch's allocator returns its cached memory here."""
         self.emptied.append(len(self._events[DEVICE]))
 
     def copy(self, size: int) -> None:
-        """A collective is about to allocate so much inside. That is no tensor, and no part of the live bytes."""
+        """Note that a collective allocates so many bytes until it ends; they are no tensor and no live bytes."""
         if size:
             self.copied.append((len(self._events[DEVICE]), size))
 
     def lock(self, tensor: Any) -> None:
-        """A pinned tensor that does not come from torch's allocator, and is not rounded."""
+        """Note that a pinned tensor does not come from torch's allocator, which would round its size."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is not None and known[1] == PINNED:
             self.locked.append(known[2])
@@ -127,13 +127,13 @@ class Ledger:
         return known is not None and known[1] == PINNED
 
     def label(self, tensor: Any, kind: int) -> None:
-        """Say what a living tensor of the device is."""
+        """Set the kind of a living tensor of the device."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is not None and known[1] == DEVICE:
             self.kinds[known[2]] = kind
 
     def assume(self, sentence: str) -> None:
-        """A sentence for the user, once."""
+        """Note a sentence for the user, once."""
         self.assumed[sentence] = None
 
     def peaks(self) -> dict[ForecastPhase, dict[Tier, int]]:
@@ -147,66 +147,60 @@ class Ledger:
         return {phase: tops[_SUM] for phase, tops in self._by_phase.items()}
 
     def trace(self, tier: int) -> tuple[array[int], list[tuple[int, ForecastPhase]]]:
-        """The events and marks so far."""
+        """Events and marks of a tier so far, as in `values.Trace`."""
         return self._events[tier], self._marks[tier]
 
-    def at_the_peak(self) -> Mapping[int, int]:
-        """What allocated it → bytes on the device at the moment of the highest peak."""
-        now = top = where = 0
+    def bytes_at_peak(self) -> Mapping[int, int]:
+        """Bytes on the device at the moment of its highest peak, by kind."""
+        current = peak = peak_event = 0
         sizes: list[int] = []
         for index, event in enumerate(self._events[DEVICE]):
             if event >= 0:
                 sizes.append(event)
-                now += event
-                if now > top:
-                    top, where = now, index
+                current += event
+                if current > peak:
+                    peak, peak_event = current, index
             else:
-                now -= sizes[-event - 1]
-        alive: dict[int, int] = {}
+                current -= sizes[-event - 1]
+        live: dict[int, int] = {}
         block = 0
-        for event in self._events[DEVICE][: where + 1]:
+        for event in self._events[DEVICE][: peak_event + 1]:
             if event >= 0:
-                alive[block] = event
+                live[block] = event
                 block += 1
             else:
-                del alive[-event - 1]
-        found: dict[int, int] = {}
-        for block, size in alive.items():
-            found[self.kinds[block]] = found.get(self.kinds[block], 0) + size
-        return found
+                del live[-event - 1]
+        by_kind: dict[int, int] = {}
+        for block, size in live.items():
+            by_kind[self.kinds[block]] = by_kind.get(self.kinds[block], 0) + size
+        return by_kind
 
-    def _enter(self, key: int, size: int, tier: int, watch: _Watch) -> None:
+    def _add(self, key: int, size: int, tier: int, watch: _Watch) -> None:
         block = self._blocks[tier]
         self._blocks[tier] = block + 1
         self._live[key] = (size, tier, block, watch)
-        now = self.current[tier] + size
-        self.current[tier] = now
-        if now > self.highest[tier]:
-            self.highest[tier] = now
-        self.current[_SUM] = now = self.current[_SUM] + size
-        if now > self.highest[_SUM]:
-            self.highest[_SUM] = now
+        for counter in (tier, _SUM):
+            current = self.current[counter] = self.current[counter] + size
+            if current > self.highest[counter]:
+                self.highest[counter] = current
         self._events[tier].append(size)
         if tier == DEVICE:
             self.kinds.append(self.kind_of_new(size))
 
-    def _take(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         size, tier, block, _ = self._live.pop(key)
         self.current[tier] -= size
         self.current[_SUM] -= size
         self._events[tier].append(-block - 1)
 
-    def _gone(self, watch: _Watch) -> None:
+    def _on_gone(self, watch: _Watch) -> None:
         known = self._live.get(watch.key)
         if known is not None and known[3] is watch:  # another storage may have the address by now
-            self._take(watch.key)
+            self._remove(watch.key)
 
     def _close(self) -> None:
+        """Keep the peaks of the current phase."""
         kept = self._by_phase.setdefault(self.phase, [0, 0, 0, 0])
         for tier in range(4):
             kept[tier] = max(kept[tier], self.highest[tier])
         self.highest = list(self.current)
-
-
-def _unknown(size: int) -> int:
-    return 0

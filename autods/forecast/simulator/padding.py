@@ -1,7 +1,7 @@
-"""Whether the batch's attention masks hold padding: models look at their values, which simulated tensors do not have.
+"""Whether the batch's attention masks hold padding. Models read the masks' values, which simulated tensors lack.
 
-transformers leaves a mask of ones out, and attention takes its kernel without a mask; one with a zero in it becomes a
-[batch, 1, sequence, sequence] tensor of scores. So the workload's batch is built once more, of real tensors.
+transformers leaves out a mask of ones, and attention takes its kernel without a mask. A mask with a zero becomes a
+[batch, 1, sequence, sequence] tensor of scores. So the workload's batch is built a second time, of real tensors.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def install() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """What is known of the batch's masks. said: shape → what to tell the user when the model asks about one that was
-    taken to be all ones; padded: the shapes of those that are not."""
+    """The batch's masks by shape. `padded` ones hold padding; the others count as all ones, with a sentence for the
+    user if the model asks for their values."""
 
     padded: frozenset[tuple[int, ...]] = frozenset()
-    said: tuple[tuple[tuple[int, ...], str], ...] = ()
+    assumptions: tuple[tuple[tuple[int, ...], str], ...] = ()
 
     def is_all(self, shape: tuple[int, ...], assume: Callable[[str], None]) -> bool:
-        """Whether a tensor of that shape is taken to be all ones (all true, all as usual)."""
+        """Whether a tensor of that shape counts as all ones; `assume` takes the sentence for the user."""
         if shape in self.padded:
             return False
-        for own, sentence in self.said:
-            if own == shape:
+        for mask_shape, sentence in self.assumptions:
+            if mask_shape == shape:
                 assume(sentence)
         return True
 
 
-def look(build_batch: Callable[[int], Any], batch: Any) -> Masks:
-    """batch: as the simulated engine gets it; another is built of real tensors when it holds a mask."""
+def inspect_masks(build_batch: Callable[[int], Any], batch: Any) -> Masks:
+    """The masks of the simulated engine's batch; if it has any, their values come from a batch of real tensors."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     masks = {name: tensor for name, tensor in tensors_of(batch).items() if _is_mask(name, tensor)}
@@ -70,15 +70,15 @@ def look(build_batch: Callable[[int], Any], batch: Any) -> Masks:
     try:
         with _disable_current_modes():
             real = tensors_of(build_batch(rows))
-            holds = {name: not bool(real[name].all()) for name in masks}
-    except Exception:  # whatever the user's code does where there is no GPU
-        holds = {}
+            has_padding = {name: not bool(real[name].all()) for name in masks}
+    except Exception:  # user code that needs the GPU raises anything
+        has_padding = {}
     shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
-    padded = frozenset(shape for name, shape in shapes.items() if holds.get(name))
+    padded = frozenset(shape for name, shape in shapes.items() if has_padding.get(name))
     return Masks(
         padded=padded,
-        said=tuple(
-            (shape, (NO_PADDING if name in holds else UNKNOWN).format(name=name))
+        assumptions=tuple(
+            (shape, (NO_PADDING if name in has_padding else UNKNOWN).format(name=name))
             for name, shape in shapes.items()
             if shape not in padded
         ),
@@ -86,7 +86,7 @@ def look(build_batch: Callable[[int], Any], batch: Any) -> Masks:
 
 
 def _is_mask(name: str, tensor: Any) -> bool:
-    """Of whole tokens, by its name or its type: masks of scores (3 and 4 dimensions) are taken as they are."""
+    """Whether it masks whole tokens, by name or type. Masks of scores (3 and 4 dimensions) are taken as they are."""
     return (
         tensor.dim() == 2 and not tensor.is_floating_point() and ("mask" in name or str(tensor.dtype) == "torch.bool")
     )

@@ -1,102 +1,114 @@
-"""Messages between the simulator's client and worker, and what the simulator refuses."""
+"""The messages between the simulator's client and its worker: typed values, one line of JSON each. No torch.
+
+The worker sends `Ready` or `Failure` once. The client answers with `ModelRequest` or `EngineRequest`, each with the
+descriptor of a socket for the new process. On that socket a model's process sends `ModelFacts`; an engine's process
+answers each `MeasureRequest` with `Simulation`. Either sends `Failure` instead when it fails.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import socket
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...system import processes
-from ...types import WorkloadSource
+from ...types import ModelFacts
+from ..values import EngineSpec, Simulation, Trace
 
 
-class Refused(Exception):
-    """As `SimulationFailed` of the asking side: kind, what, hint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """Build the model and report its facts; a script sees itself on `ranks` ranks."""
 
-    def __init__(self, kind: str, what: str, hint: str | None = None) -> None:
-        super().__init__(what)
-        self.kind, self.what, self.hint = kind, what, hint
-
-
-def unsupported(what: str, hint: str | None = None) -> Refused:
-    """Something whose memory nobody knows here: better no forecast than a wrong one."""
-    return Refused("unsupported", what, hint or "forecast with --no-forecast, or measure by a trial (autods fit)")
+    ranks: int
 
 
-@contextlib.contextmanager
-def of_the_optimizer(config: Mapping[str, Any]) -> Iterator[None]:
-    """What `deepspeed.initialize` or a step says of an optimizer, in the words of its config."""
-    try:
-        yield
-    except Exception as error:
-        said = str(error)
-        name = (config.get("optimizer") or {}).get("type")
-        whose = f"the optimizer {name}" if name else "the optimizer of build_optimizer"
-        if isinstance(error, AssertionError) and "untested ZeRO Optimizer" in said:
-            raise Refused(
-                "engine",
-                f"DeepSpeed has not tested ZeRO with {whose}, and refuses it",
-                'add "zero_allow_untested_optimizer": true to the config, or use Adam, AdamW, Adagrad or Lion',
-            ) from error
-        if "cget_managed_ptr" in said:
-            raise unsupported(
-                f"{whose} is a paged one of bitsandbytes: its states move between the GPU and the host, which is not"
-                " simulated",
-                "use the optimizer of the same name without Paged, or measure by a trial (autods fit)",
-            ) from error
-        if isinstance(error, ValueError) and "had not been implemented on CPU backend" in said:
-            raise Refused(
-                "engine", f"DeepSpeed's kernel of {whose} runs on GPUs only", "use AdamW on CPU ranks"
-            ) from error
-        if name and isinstance(error, AttributeError) and f"has no attribute '{name.lower()}'" in said.lower():
-            raise Refused(
-                "engine",
-                f"optimizer.type {name!r} is neither an optimizer of DeepSpeed nor of torch.optim",
-                "mind the case: torch's are written as in torch.optim (SGD, Adafactor)",
-            ) from error
-        raise
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """Start a process for this engine, which then waits for `MeasureRequest`s."""
+
+    engine: EngineSpec
 
 
-def answer(own: socket.socket, source: WorkloadSource, work: Callable[[], dict[str, Any]]) -> bool:
-    """Do the work and say what comes of it; whether it went well."""
-    try:
-        with processes.die_with_peer(own):
-            said = work()
-    except BaseException as error:
-        traceback.print_exc()
-        said = {"failed": told(error, source.path)}
-    say(own, said)
-    return "failed" not in said
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureRequest:
+    """Run this micro batch on the engine."""
+
+    micro_batch: int
 
 
-def told(error: BaseException, user_file: str) -> dict[str, Any]:
-    """An exception as kind, what, where, hint."""
-    from .gpu_library import NoLibrary
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The worker has loaded the workload."""
 
-    if isinstance(error, (NoLibrary, Refused)):
-        return {"kind": error.kind, "what": error.what, "where": None, "hint": error.hint}
-    from ...trial.job import describe
+    pid: int
 
-    seen = describe(error, user_file)
-    names, message = seen["types"], " ".join(str(seen["message"]).split())[:500]
-    if seen["contract"]:
-        return {"kind": "user_code", "what": seen["contract"], "where": seen["user_frame"], "hint": seen["hint"]}
-    data = {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(names)
-    if data:
-        kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
-    elif "UnsupportedOperatorException" in names:
-        kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
-    elif seen["user_frame"]:
-        kind, hint = "user_code", None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The simulation failed: the fields of `client.SimulationFailed`."""
+
+    kind: str
+    what: str
+    where: str | None = None
+    hint: str | None = None
+
+
+Message = ModelRequest | EngineRequest | MeasureRequest | Ready | Failure | ModelFacts | Simulation
+_TYPES: Mapping[str, type[Any]] = {
+    message.__name__: message
+    for message in (ModelRequest, EngineRequest, MeasureRequest, Ready, Failure, ModelFacts, Simulation)
+}
+
+
+def encode(message: Message) -> bytes:
+    """The message as a line of JSON with its type."""
+    if isinstance(message, Simulation):
+        traces = {tier: _trace_to_json(trace) for tier, trace in message.traces.items()}
+        fields = {name: getattr(message, name) for name in Simulation.__slots__} | {"traces": traces}
     else:
-        kind, hint = "engine", None
-    return {"kind": kind, "what": f"{names[0]}: {message}", "where": seen["user_frame"], "hint": hint}
+        fields = asdict(message)
+    return json.dumps({"type": type(message).__name__, **fields}).encode() + b"\n"
 
 
-def say(connection: socket.socket, message: dict[str, Any]) -> None:
-    """One line of JSON."""
-    with contextlib.suppress(OSError):  # the client may be gone; the main loop sees it
-        connection.sendall(json.dumps(message).encode() + b"\n")
+def decode(line: bytes | str) -> Message:
+    """The message of a line that `encode` made."""
+    fields: dict[str, Any] = json.loads(line)
+    kind = _TYPES[fields.pop("type")]
+    if kind is EngineRequest:
+        fields["engine"] = EngineSpec(**fields["engine"])
+    elif kind is Simulation:
+        fields["traces"] = {tier: _trace_from_json(trace) for tier, trace in fields["traces"].items()}
+        fields["assumed"] = tuple(fields["assumed"])
+    message: Message = kind(**fields)
+    return message
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send the message; a peer that is gone is no error, because the reader sees it."""
+    with contextlib.suppress(OSError):
+        connection.sendall(encode(message))
+
+
+def _trace_to_json(trace: Trace) -> dict[str, Any]:
+    return {
+        "events": base64.b64encode(array("q", trace.events).tobytes()).decode(),
+        "marks": trace.marks,
+        "unrounded": sorted(trace.unrounded),
+        "emptied": trace.emptied,
+        "copied": trace.copied,
+    }
+
+
+def _trace_from_json(fields: Mapping[str, Any]) -> Trace:
+    return Trace(
+        events=array("q", base64.b64decode(fields["events"])),
+        marks=tuple((count, phase) for count, phase in fields["marks"]),
+        unrounded=frozenset(fields["unrounded"]),
+        emptied=tuple(fields["emptied"]),
+        copied=tuple((count, size) for count, size in fields["copied"]),
+    )

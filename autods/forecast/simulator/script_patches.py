@@ -1,4 +1,4 @@
-"""Patches that give scripts real values for batches and checkpoints on the simulated GPU."""
+"""Patches for scripts on the simulated device: weights without values, real sample indices, a world that is joined."""
 
 from __future__ import annotations
 
@@ -11,46 +11,97 @@ from typing import Any
 
 import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...trial.patching import declare, declare_all
-from .dispatch import outside_frame
+from .dispatch import model_line
 from .ledger import Ledger
 
-_DTYPES: Mapping[str, torch.dtype] = {
+_SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_SAFE_OPEN = declare("safetensors.safe_open", "weights are opened without their values")
+_NO_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
+_ACCELERATE_RANDOM = "accelerate.utils.random"
+
+_SAFE_OPEN = declare("safetensors.safe_open", "weights are not read into tensors without values")
+_VALUES = declare_all(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    ("__deepcopy__", "__format__", "numpy", "tolist"),
+    "scripts log and copy tensors, whose values are zeros here",
+)
+_LOADER = declare("torch.utils.data.DataLoader.__init__", "workers cannot hand over tensors without values")
+_SAMPLERS = (
+    declare("torch.utils.data.RandomSampler.__iter__", "a list of as many zeros as there are samples takes long"),
+    declare("torch.utils.data.SubsetRandomSampler.__iter__", "a list of zeros for all samples takes long"),
+    declare("torch.utils.data.distributed.DistributedSampler.__iter__", "a list of zeros for all samples takes long"),
+)
+_RANDOM_STATES = (
+    declare("torch.set_rng_state", "a generator takes no state without values"),
+    declare("torch.random.set_rng_state", "a generator takes no state without values"),
+)
 _SYNCHRONIZED_STATES = declare_all(
-    "accelerate.utils.random",
-    ("synchronize_rng_state", "synchronize_rng_states"),
-    "a generator's state has no values",
-    optional=True,
+    _ACCELERATE_RANDOM, ("synchronize_rng_state", "synchronize_rng_states"), "a generator takes no state without values"
+)
+_WORLD = (
+    "init_process_group", "destroy_process_group", "new_group", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list",
+)  # fmt: skip
+_WORLD_PATCHES = [
+    declare_all(owner, _WORLD, "the simulated world is joined before the script starts")
+    for owner in ("torch.distributed", "torch.distributed.distributed_c10d")
+]
+# `fake_gpu` has patched these in torch.cuda; scripts also call them in the module that defines them.
+_MEMORY_PATCHES = declare_all(
+    "torch.cuda.memory",
+    (
+        "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
+        "mem_get_info", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction",
+    ),
+    "the ledger knows the memory of the simulated GPU",
+)  # fmt: skip
+_MEMORY_SUMMARIES = (
+    declare("torch.cuda.memory_summary", "it needs the statistics of a real allocator"),
+    declare("torch.cuda.memory.memory_summary", "it needs the statistics of a real allocator"),
 )
 
 
-def install_weights() -> None:
-    """For the rest of this process."""
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the modes that make tensors fake are those of this thread
+def install(ledger: Ledger) -> None:
+    """Patch the libraries in this process, before the script starts."""
+    _give_zeros_for_values(ledger)
+    _open_weights_without_values()
+    _load_data_in_this_process(ledger)
+    for patch in _SAMPLERS:
+        patch.install(_draw_real_indices(patch.original()))
+    _keep_random_states()
+    _stay_in_the_joined_world()
+    if not ledger.one_memory:
+        for name, patch in _MEMORY_PATCHES.items():
+            patch.install(getattr(torch.cuda, name))
+        for patch in _MEMORY_SUMMARIES:
+            patch.install(lambda *args, **kwargs: "")
+
+
+def _open_weights_without_values() -> None:
+    # transformers would load in threads, and the modes that make tensors fake are those of this thread.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     real = _SAFE_OPEN.original()
 
-    def opened(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
         file = real(filename, framework=framework, device="cpu", **kwargs)
-        return _File(file, torch.device(device)) if framework in ("pt", "torch", "pytorch") else file
+        return _WeightsFile(file, torch.device(device)) if framework in ("pt", "torch", "pytorch") else file
 
-    _SAFE_OPEN.install(opened, everywhere=True)
+    _SAFE_OPEN.install(safe_open, everywhere=True)
 
 
-class _File:
-    """`safetensors.safe_open`, whose tensors have no values."""
+class _WeightsFile:
+    """A file of `safetensors.safe_open` whose tensors have no values."""
 
     def __init__(self, real: Any, device: torch.device) -> None:
         self._real, self._device = real, device
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _WeightsFile:
         self._real.__enter__()
         return self
 
@@ -60,21 +111,21 @@ class _File:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def get_slice(self, name: str) -> _Slice:
-        """Of a tensor that is not read yet."""
-        return _Slice(self._real.get_slice(name), self._device)
+    def get_slice(self, name: str) -> _WeightsSlice:
+        """A tensor that is made when it is sliced."""
+        return _WeightsSlice(self._real.get_slice(name), self._device)
 
     def get_tensor(self, name: str) -> Any:
-        """One tensor."""
+        """A tensor of the stored shape and type."""
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, Any]:
-        """All of them."""
+        """All tensors by name."""
         return {name: self.get_tensor(name) for name in self._real.keys()}  # noqa: SIM118
 
 
-class _Slice:
-    """What `get_slice` returns."""
+class _WeightsSlice:
+    """The result of `get_slice`."""
 
     def __init__(self, real: Any, device: torch.device) -> None:
         self._real, self._device = real, device
@@ -83,7 +134,7 @@ class _Slice:
         return getattr(self._real, name)
 
     def __getitem__(self, index: Any) -> Any:
-        dtype = _DTYPES.get(self._real.get_dtype())
+        dtype = _SAFETENSORS_DTYPES.get(self._real.get_dtype())
         if dtype is None:
             return self._real[index]
         with _disable_current_modes():
@@ -91,32 +142,9 @@ class _Slice:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
 
-_SAMPLERS = ("RandomSampler", "SubsetRandomSampler", "DistributedSampler")
-_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
-# Of torch.cuda: what `torch_cuda` answers, asked by way of the module that defines it.
-_OF_MEMORY = (
-    "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
-    "mem_get_info", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction",
-)  # fmt: skip
-
-
-def install_plain_values(ledger: Ledger) -> None:
-    """For the rest of this process."""
-    _answer_values(ledger)
-    install_weights()
-    _load_in_this_process(ledger)
-    _draw_real_samples()
-    _keep_random_states()
-    _stay_joined(torch.distributed)
-    if not ledger.one_memory:
-        for name in _OF_MEMORY:
-            setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
-        torch.cuda.memory_summary = torch.cuda.memory.memory_summary = lambda *args, **kwargs: ""
-
-
-def _answer_values(ledger: Ledger) -> None:
+def _give_zeros_for_values(ledger: Ledger) -> None:
     def zeros(tensor: Any) -> Any:
-        if (place := outside_frame()) is not None:
+        if (place := model_line()) is not None:
             ledger.assume(f"{place}: values were not computed: 0 stood for them")
         dtype = torch.empty((), dtype=tensor.dtype, device="meta")
         kind = numpy.float32 if dtype.dtype == torch.bfloat16 else str(dtype.dtype).removeprefix("torch.")
@@ -131,67 +159,53 @@ def _answer_values(ledger: Ledger) -> None:
     def as_text(tensor: Any, spec: str) -> str:
         return format(tensor.item(), spec) if spec and not tensor.dim() else object.__format__(tensor, "")
 
-    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
+    def copy(tensor: Any, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
-    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
-    FakeTensor.numpy = as_array  # type: ignore[method-assign, assignment]
-    FakeTensor.tolist = as_list  # type: ignore[method-assign, assignment]
-    FakeTensor.__format__ = as_text  # type: ignore[method-assign]
+    _VALUES["__deepcopy__"].install(copy)
+    _VALUES["numpy"].install(as_array)
+    _VALUES["tolist"].install(as_list)
+    _VALUES["__format__"].install(as_text)
 
 
-def _load_in_this_process(ledger: Ledger) -> None:
-    """A DataLoader's workers could not hand tensors without values over."""
-    loader = torch.utils.data.DataLoader
-    real = loader.__init__
+def _load_data_in_this_process(ledger: Ledger) -> None:
+    real = _LOADER.original()
     signature = inspect.signature(real)
 
     @functools.wraps(real)
-    def made(*args: Any, **kwargs: Any) -> None:
+    def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("num_workers"):
             ledger.assume("its DataLoader's workers were not started: the host memory that they hold is not counted")
-        given.arguments.update({name: value for name, value in _WORKERS.items() if name in given.arguments})
+        given.arguments.update({name: value for name, value in _NO_WORKERS.items() if name in given.arguments})
         real(*given.args, **given.kwargs)
 
-    loader.__init__ = made  # type: ignore[method-assign]
+    _LOADER.install(init)
 
 
-def _draw_real_samples() -> None:
-    """Which samples are drawn is no question of memory, and a list of as many zeros as there are samples takes long."""
-    from torch.utils import data
-
-    for name in _SAMPLERS:
-        sampler = getattr(data, name, None) or getattr(data.distributed, name)
-        sampler.__iter__ = _without_modes(sampler.__iter__)
-
-
-def _without_modes(real: Callable[[Any], Iterator[int]]) -> Callable[[Any], Iterator[int]]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
+def _draw_real_indices(real: Callable[[Any], Iterator[int]]) -> Callable[[Any], Iterator[int]]:
     @functools.wraps(real)
-    def drawn(sampler: Any) -> Iterator[int]:
+    def draw(sampler: Any) -> Iterator[int]:
         with _disable_current_modes():
             order = list(real(sampler))
         return iter(order)
 
-    return drawn
+    return draw
 
 
 def _keep_random_states() -> None:
-    """A generator takes no state without values."""
-    for module in (torch, torch.random):
-        setattr(module, "set_rng_state", lambda state: None)  # noqa: B010
-    if "accelerate.utils.random" in sys.modules:
+    for patch in _RANDOM_STATES:
+        patch.install(lambda state: None)
+    if _ACCELERATE_RANDOM in sys.modules:
         for patch in _SYNCHRONIZED_STATES.values():
             patch.install(lambda *args, **kwargs: None, everywhere=True)
 
 
-def _stay_joined(distributed: Any) -> None:
-    """The world is joined before the script starts: it need not be again. Other ranks send what this one does."""
-    real_group = distributed.new_group
+def _stay_in_the_joined_world() -> None:
+    """Let a script join the world that this process is in already; other ranks send the same objects as this one."""
+    real_group = torch.distributed.new_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         return None
@@ -215,9 +229,10 @@ def _stay_joined(distributed: Any) -> None:
     def scatter_object_list(output: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
         output[0] = objects[0] if objects else None
 
-    for ours in (
+    replacements = (
         init_process_group, destroy_process_group, new_group, all_gather_object, gather_object, broadcast_object_list,
         scatter_object_list,
-    ):  # fmt: skip
-        for module in (distributed, distributed.distributed_c10d):
-            setattr(module, ours.__name__, ours)
+    )  # fmt: skip
+    for patches in _WORLD_PATCHES:
+        for replacement in replacements:
+            patches[replacement.__name__].install(replacement)

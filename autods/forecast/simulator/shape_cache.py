@@ -1,4 +1,4 @@
-"""A cache of operators' output shapes, so that each is worked out once."""
+"""A cache of operators' outputs: the shapes that FakeTensorMode finds for a call are found once."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .ledger import Ledger
 from .torch_patches import FAKE_DEVICE
 
-_device_of = operator.attrgetter(FAKE_DEVICE)  # the property of the same name is Python code
+_device_of = operator.attrgetter(FAKE_DEVICE)  # the property of the same name is Python code, and slower
 _aten = torch.ops.aten
-# They change the shape or storage of an argument, or make what FakeTensor keeps as a constant.
+# These change the shape or storage of an argument, or make a constant that FakeTensor keeps.
 _NEVER = {
     _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default, _aten.set_.source_Storage,
     _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor, _aten.set_.default, _aten.resize_.default,
 }  # fmt: skip
 _ARGUMENT, _NEW, _CONSTANT = range(3)
-Step = tuple[Any, ...]
-Recipe = tuple[type | None, tuple[Step, ...]]
+# An output: (_ARGUMENT, position), (_NEW, shape, stride, dtype, device, bytes) or (_CONSTANT, value).
+_Output = tuple[Any, ...]
+_Result = tuple[type | None, tuple[_Output, ...]]  # the container of the outputs, None for a single one
+_Run = Callable[[Any, Any, Any], Any]
 
 
-class _Unfit(Exception):
-    """This call cannot be remembered."""
+class _NotCacheable(Exception):
+    """This call cannot be cached."""
 
 
-class Recipes:
-    """For one FakeTensorMode; the caller runs what is not known."""
+class ShapeCache:
+    """Runs operators for one FakeTensorMode: a known call makes its outputs without the mode, others go to `run`."""
 
     def __init__(self, mode: Any, ledger: Ledger) -> None:
         self._mode, self._ledger = mode, ledger
-        self._known: dict[Any, Recipe | None] = {}
+        self._results: dict[Any, _Result | None] = {}  # None: such a call is not cacheable
 
     @staticmethod
-    def fits(func: Any) -> bool:
-        """Whether calls of this operator may be remembered at all."""
+    def allows(func: Any) -> bool:
+        """Whether calls of this operator may be cached at all."""
         tags = func.tags
         return func not in _NEVER and not (
             torch.Tag.data_dependent_output in tags
@@ -45,31 +47,26 @@ class Recipes:
             or torch.Tag.inplace_view in tags
         )
 
-    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        """The operator's result; booked if it is new, by us or by `run`."""
-        parts: list[Any] = [func, torch.get_default_dtype()]
+    def call(self, func: Any, args: Any, kwargs: Any, run: _Run) -> Any:
+        """The operator's outputs; new storages are entered in the ledger, here or by `run`."""
         try:
-            _describe(args, parts)
-            if kwargs:
-                parts.append(tuple(kwargs))
-                _describe(kwargs.values(), parts)
-            key = tuple(parts)
-            known = self._known.get(key, _Unfit)
-        except (_Unfit, TypeError):  # TypeError: something that cannot be hashed
+            key = _key(func, args, kwargs)
+            known = self._results.get(key, _NotCacheable)
+        except (_NotCacheable, TypeError):  # TypeError: an argument that cannot be hashed
             return run(func, args, kwargs)
         if known is None:
             return run(func, args, kwargs)
         if isinstance(known, tuple):
-            container, steps = known
+            container, outputs = known
             if container is None:
-                return self._make(steps[0], args, kwargs)
-            return container([self._make(step, args, kwargs) for step in steps])
-        out = run(func, args, kwargs)
-        self._known[key] = self._learn(out, args, kwargs, key)
-        return out
+                return self._make(outputs[0], args, kwargs)
+            return container([self._make(output, args, kwargs) for output in outputs])
+        result = run(func, args, kwargs)
+        self._results[key] = _describe_result(result, func, args, kwargs, key)
+        return result
 
-    def view(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        """A view by torch's own kernel for meta tensors: slices come at many offsets, and are not worth remembering."""
+    def view(self, func: Any, args: Any, kwargs: Any, run: _Run) -> Any:
+        """A view, by torch's kernel for meta tensors. Slices come at many offsets and are not worth caching."""
         if not args or type(args[0]) is not FakeTensor or args[0].constant is not None:
             return run(func, args, kwargs)
         mode = self._mode
@@ -78,103 +75,110 @@ class Recipes:
             mode.in_kernel_invocation = True
             torch._C._set_meta_in_tls_dispatch_include(True)
             try:
-                out = func(*args, **kwargs)
+                result = func(*args, **kwargs)
             finally:
                 mode.in_kernel_invocation = False
-        if isinstance(out, (list, tuple)):
-            return type(out)([self._wrap(one, device) for one in out])
-        return self._wrap(out, device)
+        if isinstance(result, (list, tuple)):
+            return type(result)([self._wrap(tensor, device) for tensor in result])
+        return self._wrap(result, device)
 
-    def _wrap(self, plain: Any, device: Any) -> Any:
+    def _wrap(self, meta: Any, device: Any) -> Any:
+        """A FakeTensor on that device around a meta tensor; see `torch_patches` for the rest of its attributes."""
         tensor = torch.Tensor._make_subclass(
-            FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
         setattr(tensor, FAKE_DEVICE, device)
         return tensor
 
-    def _learn(self, out: Any, args: Any, kwargs: Any, key: Any) -> Recipe | None:
-        container = type(out) if isinstance(out, (tuple, list)) else None
-        if container not in (None, tuple, list):
-            return None
-        outs = out if container is not None else (out,)
-        try:
-            parts: list[Any] = list(key[:2])
-            _describe(args, parts)
-            if kwargs:
-                parts.append(tuple(kwargs))
-                _describe(kwargs.values(), parts)
-            if tuple(parts) != key:  # an argument changed its shape
-                return None
-            return container, tuple(_step(one, args, kwargs) for one in outs)
-        except _Unfit:
-            return None
-
-    def _make(self, step: Step, args: Any, kwargs: Any) -> Any:
-        kind = step[0]
+    def _make(self, output: _Output, args: Any, kwargs: Any) -> Any:
+        kind = output[0]
         if kind == _NEW:
-            _, size, stride, dtype, device, count = step
+            _, shape, stride, dtype, device, size = output
             with torch._C._DisableTorchDispatch():
-                plain = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            tensor = self._wrap(plain, device)
-            self._ledger.enter_new(tensor, count, device)
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            tensor = self._wrap(meta, device)
+            self._ledger.enter_new(tensor, size, device)
             return tensor
         if kind == _ARGUMENT:
-            return _pick(step[1], args, kwargs)
-        return step[1]
+            return _pick(output[1], args, kwargs)
+        return output[1]
 
 
-def _describe(args: Any, parts: list[Any]) -> None:
-    """Append all that the result may depend on, unless it is a view: then it depends on offsets, too."""
-    for one in args:
-        kind = type(one)
+def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """All that the outputs of a call depend on, but for offsets of views. Raises _NotCacheable."""
+    parts: list[Any] = [func, torch.get_default_dtype()]
+    _append_key(args, parts)
+    if kwargs:
+        parts.append(tuple(kwargs))
+        _append_key(kwargs.values(), parts)
+    return tuple(parts)
+
+
+def _append_key(values: Any, parts: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
         if kind is FakeTensor:
-            if one.constant is not None or one.layout is not torch.strided:
-                raise _Unfit
-            parts += (one.dtype, one.shape, one.stride(), _device_of(one))
+            if value.constant is not None or value.layout is not torch.strided:
+                raise _NotCacheable
+            parts += (value.dtype, value.shape, value.stride(), _device_of(value))
         elif kind is list or kind is tuple:
-            parts.append(len(one))
-            _describe(one, parts)
-        elif isinstance(one, (torch.Tensor, torch.SymInt, torch.Generator)):
-            raise _Unfit
+            parts.append(len(value))
+            _append_key(value, parts)
+        elif isinstance(value, (torch.Tensor, torch.SymInt, torch.Generator)):
+            raise _NotCacheable
         else:
-            parts += (kind, one)
+            parts += (kind, value)
 
 
-def _step(out: Any, args: Any, kwargs: Any) -> Step:
-    if out is None or isinstance(out, (bool, int, float)):
-        return _CONSTANT, out
-    if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided:
-        raise _Unfit
-    if out.is_conj() or out.is_neg() or out.is_quantized:
-        raise _Unfit
-    storage = out.untyped_storage()
-    for place, source in _tensors(args, kwargs):
-        if source is out:
-            return _ARGUMENT, place
-    for _, source in _tensors(args, kwargs):
-        if source.untyped_storage()._cdata == storage._cdata:
-            raise _Unfit  # a view of it, at an offset that the key does not hold
+def _describe_result(result: Any, func: Any, args: Any, kwargs: Any, key: Any) -> _Result | None:
+    """How to make this result again; None if that cannot be told from the key."""
+    container = type(result) if isinstance(result, (tuple, list)) else None
+    if container not in (None, tuple, list):
+        return None
+    try:
+        if _key(func, args, kwargs) != key:  # an argument changed its shape
+            return None
+        outputs = result if container is not None else (result,)
+        return container, tuple(_describe_output(output, args, kwargs) for output in outputs)
+    except _NotCacheable:
+        return None
+
+
+def _describe_output(output: Any, args: Any, kwargs: Any) -> _Output:
+    if output is None or isinstance(output, (bool, int, float)):
+        return _CONSTANT, output
+    if type(output) is not FakeTensor or output.constant is not None or output.layout is not torch.strided:
+        raise _NotCacheable
+    if output.is_conj() or output.is_neg() or output.is_quantized:
+        raise _NotCacheable
+    tensors = _tensors(args, kwargs)
+    for position, tensor in tensors:
+        if tensor is output:
+            return _ARGUMENT, position
+    storage = output.untyped_storage()
+    if any(tensor.untyped_storage()._cdata == storage._cdata for _, tensor in tensors):
+        raise _NotCacheable  # a view of an argument, at an offset that the key does not hold
     size = storage.nbytes()
     spanned = 0
-    if out.numel():
-        spanned = 1 + sum((length - 1) * stride for length, stride in zip(out.shape, out.stride(), strict=True))
-    if out.storage_offset() or size != spanned * out.element_size():
-        raise _Unfit
-    return _NEW, out.shape, out.stride(), out.dtype, out.device, size
+    if output.numel():
+        spanned = 1 + sum((length - 1) * step for length, step in zip(output.shape, output.stride(), strict=True))
+    if output.storage_offset() or size != spanned * output.element_size():
+        raise _NotCacheable
+    return _NEW, output.shape, output.stride(), output.dtype, output.device, size
 
 
 def _tensors(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """Every tensor among the arguments with its place: (index or name) and, in a list, the index in it."""
-    found: list[tuple[Any, Any]] = []
-    for index, one in [*enumerate(args), *kwargs.items()]:
-        if type(one) is FakeTensor:
-            found.append(((index,), one))
-        elif isinstance(one, (list, tuple)):
-            found += [((index, inner), tensor) for inner, tensor in enumerate(one) if type(tensor) is FakeTensor]
-    return found
+    """Every tensor among the arguments with its position: (index or name), and the index in a list."""
+    tensors: list[tuple[Any, Any]] = []
+    for index, value in [*enumerate(args), *kwargs.items()]:
+        if type(value) is FakeTensor:
+            tensors.append(((index,), value))
+        elif isinstance(value, (list, tuple)):
+            tensors += [((index, inner), tensor) for inner, tensor in enumerate(value) if type(tensor) is FakeTensor]
+    return tensors
 
 
-def _pick(place: Any, args: Any, kwargs: Any) -> Any:
-    first = place[0]
-    one = kwargs[first] if type(first) is str else args[first]
-    return one if len(place) == 1 else one[place[1]]
+def _pick(position: Any, args: Any, kwargs: Any) -> Any:
+    first = position[0]
+    value = kwargs[first] if type(first) is str else args[first]
+    return value if len(position) == 1 else value[position[1]]

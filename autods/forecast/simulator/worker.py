@@ -1,9 +1,7 @@
-"""The prepared process: torch, DeepSpeed and the workload loaded once on the simulated device; it forks an engine each.
+"""The prepared process: it loads torch, DeepSpeed and the workload on the simulated device, and forks engines.
 
-Engines that start from the same model share a child that has built it.
-Started by `client` as `python -m autods.forecast.simulator.worker FD cuda|cpu SOURCE SCRATCH`. On the socket it says
-{"ready": …} once; then each line comes with the descriptor of a socket on which the new engine speaks:
-{"engine": ask} or {"facts": true}, and on that socket {"measure": micro batch} → {"simulated": …} | {"failed": …}.
+Engines that start from the same model are forked from a child that has built it. The client starts this module as
+`python -m autods.forecast.simulator.worker FD cuda|cpu SOURCE SCRATCH`; `protocol` describes the messages.
 """
 
 from __future__ import annotations
@@ -20,135 +18,58 @@ import socket
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
 
 from ...system import processes
-from ...types import WorkloadSource
-from ..values import EngineSpec
-from .protocol import answer, say, told
+from ...types import Device, WorkloadSource
+from .failures import failure_of
+from .protocol import EngineRequest, MeasureRequest, Message, Ready, decode, send
+
+if TYPE_CHECKING:
+    from ...workload.protocol import Workload
+    from .engine import BuiltModel, SimulationContext
+
+_REAP_EVERY_MS = 200
+_LONGEST_REQUEST = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What this process has loaded, and its children inherit. A script has no workload; `model` is built in a child."""
+
+    context: SimulationContext
+    source: WorkloadSource
+    scratch: str
+    workload: Workload | None = None
+    model: BuiltModel | None = None
 
 
 def main(argv: list[str]) -> None:
     """Serve until the client is gone."""
     client, device = socket.socket(fileno=int(argv[0])), argv[1]
     source, scratch = WorkloadSource(**json.loads(argv[2])), argv[3]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle; it closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C, and closes the socket
     try:
         with processes.die_with_peer(client):
-            stage, workload = _prepare(device, source)
+            prepared = _prepare("cpu" if device == "cpu" else "cuda", source, scratch)
     except BaseException as error:
-        say(client, {"failed": told(error, source.path)})
+        send(client, failure_of(error, source.path))
         return
-    say(client, {"ready": os.getpid()})
-    _serve(client, _Stand(stage, workload, source, scratch))
-    shutil.rmtree(scratch, ignore_errors=True)  # a client that was killed could not
+    send(client, Ready(pid=os.getpid()))
+    _serve(client, prepared)
+    shutil.rmtree(scratch, ignore_errors=True)  # for a client that was killed
 
 
-@dataclass(slots=True)
-class _Stand:
-    """What this process has prepared, and its children inherit."""
-
-    stage: Any
-    workload: Any
-    source: WorkloadSource
-    scratch: str
-    rank: Any = None
-
-
-def _serve(client: socket.socket, stand: _Stand) -> None:
-    """Fork a process for each line, until the client is gone.
-
-    Engines that start alike come from a child that has built their model, which this one starts and passes the line on.
-    """
-    parent = os.getpid()
-    children: set[int] = set()
-    passed: dict[str, socket.socket] = {}
-    poll = select.poll()
-    poll.register(client, select.POLLIN | select.POLLHUP)
-    while True:
-        if not poll.poll(200 if children else None):
-            _reap(children)
-            continue
-        line, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 1)
-        if not line:
-            break
-        own = socket.socket(fileno=descriptors[0])
-        job = json.loads(line)
-        alike = _alike(job, stand)
-        if alike is not None and alike in passed:
-            if _pass_on(passed[alike], line, own):
-                own.close()
-                continue
-            passed.pop(alike).close()  # it died; another one is tried
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            processes.die_with_parent(parent)
-            for other in (client, ours, *passed.values()):
-                other.close()
-            if alike is None:
-                theirs.close()
-                _live(own, job, stand)
-            own.close()
-            _build(theirs, job, stand)
-        children.add(pid)
-        theirs.close()
-        if alike is None:
-            ours.close()
-        else:
-            passed[alike] = ours
-            _pass_on(ours, line, own)
-        own.close()
-    for pid in children:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _alike(job: dict[str, Any], stand: _Stand) -> str | None:
-    """Equal for engines that can share a model; None: fork the engine here.
-
-    Under zero.Init DeepSpeed has a part in building, by the rung's config; a script builds for itself.
-    """
-    ask = job.get("engine")
-    if stand.rank is not None or ask is None or ask["zero_init"] or stand.source.kind == "script":
-        return None
-    return json.dumps([ask[name] for name in ("world_size", "ranks_per_node", "device_bytes", "checkpointing")])
-
-
-def _pass_on(child: socket.socket, line: bytes, own: socket.socket) -> bool:
-    try:
-        socket.send_fds(child, [line], [own.fileno()])
-    except OSError:
-        return False
-    return True
-
-
-def _build(client: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
-    """The life of a process that builds what engines share, and forks them. Never returns."""
-    faulthandler.enable()
-    from ...trial import preload
-    from .engine import Rank
-
-    try:
-        stand.rank = Rank(stand.stage, stand.workload, EngineSpec(**job["engine"]))
-        preload.settle()
-        _serve(client, stand)
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
-    gc.disable()  # nearly all that imports make stays
+def _prepare(device: Device, source: WorkloadSource, scratch: str) -> _Prepared:
+    gc.disable()  # nearly all objects that imports make stay alive
     os.environ.update(DS_ACCELERATOR=device, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     if device == "cuda":
         from .gpu_library import load as load_library
 
         library = load_library()
-        import torch  # noqa: F401  # a CUDA build puts in its own guard
+        import torch  # noqa: F401  # a CUDA build installs its own guard
 
         library.autods_register_guard()
     from ...trial import preload
@@ -157,9 +78,9 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
     with no_gpu_visible() if device == "cuda" else contextlib.nullcontext():
         preload.preload()
     from ...workload.load import load
-    from .engine import Stage
+    from .engine import SimulationContext
 
-    stage = Stage(cpu=device == "cpu")
+    context = SimulationContext(cpu=device == "cpu")
     workload = None
     if source.kind == "script":
         preload.preload_script(source)
@@ -167,33 +88,135 @@ def _prepare(device: str, source: WorkloadSource) -> tuple[Any, Any]:
         workload = load(source)
     gc.enable()
     preload.settle()
-    return stage, workload
+    return _Prepared(context, source, scratch, workload)
 
 
-def _live(own: socket.socket, job: dict[str, Any], stand: _Stand) -> None:
-    """The life of one engine's process. Never returns."""
+def _serve(client: socket.socket, prepared: _Prepared) -> None:
+    """Fork a process for each request, until the client is gone.
+
+    Engines that can share a model come from a child that has built it: it is forked for the first of them, and gets
+    their requests passed on.
+    """
+    parent = os.getpid()
+    children: set[int] = set()
+    builders: dict[tuple[object, ...], socket.socket] = {}
+    poll = select.poll()
+    poll.register(client, select.POLLIN | select.POLLHUP)
+    while True:
+        if not poll.poll(_REAP_EVERY_MS if children else None):
+            _reap(children)
+            continue
+        line, descriptors, _, _ = socket.recv_fds(client, _LONGEST_REQUEST, 1)
+        if not line:
+            break
+        request, connection = decode(line), socket.socket(fileno=descriptors[0])
+        shared = _shared_model(request, prepared)
+        if shared is not None and shared in builders:
+            if _pass_on(builders[shared], line, connection):
+                connection.close()
+                continue
+            builders.pop(shared).close()  # it died; start another
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            processes.die_with_parent(parent)
+            for other in (client, ours, *builders.values()):
+                other.close()
+            if isinstance(request, EngineRequest) and shared is not None:
+                connection.close()
+                _build_and_serve(theirs, request, prepared)
+            theirs.close()
+            _answer_requests(connection, request, prepared)
+        children.add(pid)
+        theirs.close()
+        if shared is None:
+            ours.close()
+        else:
+            builders[shared] = ours
+            _pass_on(ours, line, connection)
+        connection.close()
+    for pid in children:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _shared_model(request: Message, prepared: _Prepared) -> tuple[object, ...] | None:
+    """A key that is equal for engines that can share a built model; None if the engine must be forked here.
+
+    Under zero.Init DeepSpeed takes part in building the model, as the rung's config says. A script builds for itself.
+    """
+    if not isinstance(request, EngineRequest) or prepared.model is not None or prepared.source.kind == "script":
+        return None
+    spec = request.engine
+    return None if spec.zero_init else (spec.world_size, spec.ranks_per_node, spec.device_bytes, spec.checkpointing)
+
+
+def _pass_on(builder: socket.socket, line: bytes, connection: socket.socket) -> bool:
+    """Send a request to the child that has built its model; False if that child is gone."""
+    try:
+        socket.send_fds(builder, [line], [connection.fileno()])
+    except OSError:
+        return False
+    return True
+
+
+def _build_and_serve(client: socket.socket, request: EngineRequest, prepared: _Prepared) -> NoReturn:
+    """The life of a child that builds the model which engines share, and forks them."""
     faulthandler.enable()
-    from .engine import Engine, look
+    from ...trial import preload
+    from .engine import BuiltModel
 
-    with tempfile.TemporaryDirectory(dir=stand.scratch) as scratch:
+    try:
+        assert prepared.workload is not None
+        model = BuiltModel(prepared.context, prepared.workload, request.engine)
+        preload.settle()
+        _serve(client, replace(prepared, model=model))
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _answer_requests(connection: socket.socket, request: Message, prepared: _Prepared) -> NoReturn:
+    """The life of one engine's process, or of one that looks at the model."""
+    faulthandler.enable()
+    from .engine import Engine, look_at_model
+
+    context, source, workload = prepared.context, prepared.source, prepared.workload
+    with tempfile.TemporaryDirectory(dir=prepared.scratch) as scratch:
         try:
             os.chdir(scratch)
-            if stand.source.kind == "script":
+            if workload is None:
                 from . import script_engine
 
-                script_engine.live(own, job, stand.stage, stand.source, scratch)
-            elif "facts" in job:
-                answer(own, stand.source, lambda: {"facts": look(stand.stage, stand.workload)})
-            else:
-                engine = Engine(stand.stage, stand.workload, EngineSpec(**job["engine"]), scratch, stand.rank)
-                for line in own.makefile():
-                    micro_batch = int(json.loads(line)["measure"])
-                    if not answer(own, stand.source, lambda: {"simulated": engine.measure(micro_batch)}):  # noqa: B023
+                script_engine.answer_requests(connection, request, context, source, scratch)
+            elif isinstance(request, EngineRequest):
+                engine = Engine(context, workload, request.engine, scratch, prepared.model)
+                for line in connection.makefile():
+                    measure = decode(line)
+                    assert isinstance(measure, MeasureRequest)
+                    if not _answer(connection, source, lambda size=measure.micro_batch: engine.measure(size)):  # type: ignore[misc]
                         break
+            else:
+                _answer(connection, source, lambda: look_at_model(context, workload))
         except BaseException:
             traceback.print_exc()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Message]) -> bool:
+    """Do the work and send its result, or the failure; whether it went well."""
+    try:
+        with processes.die_with_peer(connection):
+            result = work()
+    except BaseException as error:
+        traceback.print_exc()
+        send(connection, failure_of(error, source.path))
+        return False
+    send(connection, result)
+    return True
 
 
 def _reap(children: set[int]) -> None:

@@ -1,73 +1,18 @@
-"""The asking side: no torch, clear failures, nothing left behind; and the library's cache."""
+"""The client needs no torch, and its failures say where, what and how to fix it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from autods.forecast.simulator import SimulationFailed, gpu_library
-
-pytestmark = pytest.mark.timeout(120)  # each test starts a process that loads torch
+from autods.forecast.simulator import SimulationFailed
 
 
-def test_asking_imports_no_torch() -> None:
+def test_the_client_imports_no_torch() -> None:
     code = "import sys, autods.forecast.simulator; sys.exit(bool({'torch', 'deepspeed'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_failure_says_where_what_and_how_to_mend() -> None:
+def test_a_failure_says_where_what_and_how_to_fix_it() -> None:
     failed = SimulationFailed(kind="user_code", what="ValueError: no", where="model.py:3", hint="give it a yes")
     assert str(failed) == "model.py:3: ValueError: no\n  give it a yes"
-
-
-def test_without_a_compiler_the_command_that_mends_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(gpu_library.NoLibrary) as failed:
-        gpu_library._build(tmp_path / "library.so")
-    assert failed.value.kind == "no_compiler"
-    assert "no-such-compiler is not installed" in failed.value.what
-    assert "apt-get install g++" in failed.value.hint
-
-
-def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(gpu_library.NoLibrary) as failed:
-        gpu_library._build(tmp_path / "library.so")
-    assert failed.value.kind == "build_failed"
-    assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
-
-
-def test_the_cache_is_keyed_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
-    one = gpu_library.library_path()
-    monkeypatch.setattr(gpu_library.metadata, "version", lambda name: "99.0")
-    assert one.parent == gpu_library.library_path().parent == tmp_path / "simulated_device"
-    assert "torch99.0" in gpu_library.library_path().name != one.name
-
-
-def test_with_the_library_before_torch_and_its_guard_after_it_autograd_runs_on_the_simulated_gpu() -> None:
-    if gpu_library.compiler() is None:
-        pytest.skip("no C++ compiler")
-    code = (
-        "from autods.forecast.simulator import gpu_library as library\n"
-        "ours = library.load()\n"
-        "import torch\n"
-        "ours.autods_register_guard()\n"
-        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
-        "with FakeTensorMode():\n"
-        "    weight = torch.empty(4, device='cuda', requires_grad=True)\n"
-        "    (weight * 2).sum().backward()\n"
-        "assert weight.grad.device.type == 'cuda'\n"
-        "import os; os._exit(0)\n"  # autograd's thread for the device has no end
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_library_is_refused_after_torch() -> None:
-    code = "import torch; from autods.forecast.simulator import gpu_library as library; library.load()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "must be loaded before torch" in done.stderr

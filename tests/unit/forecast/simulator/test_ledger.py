@@ -50,9 +50,9 @@ def replayed(ledger: Ledger, tier: int) -> tuple[int, int]:
 
 def test_a_tensor_counts_on_its_tier_until_it_dies(ledger: Ledger) -> None:
     on_device, on_host, pinned = Tensor(1, 100), Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
-    ledger.see(on_device)
-    ledger.see(on_host)
-    ledger.see(pinned, PINNED)
+    ledger.enter(on_device)
+    ledger.enter(on_host)
+    ledger.enter(pinned, PINNED)
     assert [ledger.current[tier] for tier in (DEVICE, HOST, PINNED)] == [100, 70, 50]
     del on_device, pinned
     assert [ledger.current[tier] for tier in (DEVICE, HOST, PINNED)] == [0, 70, 0]
@@ -61,37 +61,37 @@ def test_a_tensor_counts_on_its_tier_until_it_dies(ledger: Ledger) -> None:
 
 def test_a_view_is_not_counted_again(ledger: Ledger) -> None:
     tensor = Tensor(1, 100)
-    ledger.see(tensor)
-    ledger.see(tensor)
+    ledger.enter(tensor)
+    ledger.enter(tensor)
     assert ledger.current[DEVICE] == 100
 
 
 def test_a_tensor_on_meta_holds_nothing(ledger: Ledger) -> None:
     tensor = Tensor(1, 100, "meta")
-    ledger.see(tensor)
+    ledger.enter(tensor)
     assert sum(ledger.current) == 0
 
 
 def test_a_resized_storage_is_freed_and_allocated_again(ledger: Ledger) -> None:
     tensor = Tensor(1, 100)
-    ledger.see(tensor)
+    ledger.enter(tensor)
     tensor.storage.size = 30
-    ledger.see(tensor)
+    ledger.enter(tensor)
     assert ledger.current[DEVICE] == 30
     assert list(ledger.trace(DEVICE)[0]) == [100, -1, 30]
 
 
 def test_each_phase_keeps_its_own_peak_and_a_second_step_raises_it(ledger: Ledger) -> None:
     kept = Tensor(1, 100)
-    ledger.see(kept)
+    ledger.enter(kept)
     ledger.begin("forward")
     more = Tensor(2, 40)
-    ledger.see(more)
+    ledger.enter(more)
     del more
     ledger.begin("step")
     ledger.begin("forward")
     most = Tensor(3, 60)
-    ledger.see(most)
+    ledger.enter(most)
     assert {phase: tiers["device"] for phase, tiers in ledger.peaks().items()} == {
         "init": 100, "forward": 160, "step": 100,
     }  # fmt: skip
@@ -101,7 +101,7 @@ def test_each_phase_keeps_its_own_peak_and_a_second_step_raises_it(ledger: Ledge
 def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
     kept = [Tensor(key, 10 * key) for key in range(1, 9)]
     for tensor in kept:
-        ledger.see(tensor)
+        ledger.enter(tensor)
     del kept[2:5], tensor
     assert replayed(ledger, DEVICE) == (360, ledger.current[DEVICE])
     assert ledger.peaks()["init"]["device"] == 360
@@ -109,8 +109,8 @@ def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
 
 def test_a_restarted_trace_opens_with_what_lives(ledger: Ledger) -> None:
     kept, gone = Tensor(1, 100), Tensor(2, 40)
-    ledger.see(kept)
-    ledger.see(gone)
+    ledger.enter(kept)
+    ledger.enter(gone)
     del gone
     ledger.restart()
     ledger.begin("forward")
@@ -123,18 +123,18 @@ def test_a_restarted_trace_opens_with_what_lives(ledger: Ledger) -> None:
 def test_on_cpu_ranks_everything_is_the_memory_of_the_process() -> None:
     ledger = Ledger(one_memory=True)
     on_host, pinned = Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
-    ledger.see(on_host)
-    ledger.see(pinned, PINNED)
+    ledger.enter(on_host)
+    ledger.enter(pinned, PINNED)
     assert ledger.peaks()["init"] == {"device": 120, "host": 0, "pinned": 0}
 
 
 def test_the_breakdown_is_that_of_the_peak(ledger: Ledger) -> None:
     kept, peak = Tensor(1, 100), Tensor(2, 40)
-    ledger.see(kept)
-    ledger.see(peak)
+    ledger.enter(kept)
+    ledger.enter(peak)
     ledger.label(kept, 3)
     del peak
     later = Tensor(3, 20)
-    ledger.see(later)
+    ledger.enter(later)
     ledger.label(later, 5)
-    assert ledger.at_the_peak() == {3: 100, 0: 40}
+    assert ledger.bytes_at_peak() == {3: 100, 0: 40}

@@ -1,39 +1,58 @@
-"""What DeepSpeed or a kernel says of an optimizer, in the words of the config."""
+"""Messages between client and worker survive the wire with their types."""
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from autods.forecast.simulator import protocol
+from autods.forecast.simulator.protocol import (
+    EngineRequest,
+    Failure,
+    MeasureRequest,
+    Message,
+    ModelRequest,
+    Ready,
+    decode,
+    encode,
+)
+from autods.forecast.values import EngineSpec, Simulation, Trace
+from autods.types import ModelFacts
 
-CONFIG = {"optimizer": {"type": "sgd"}}
-
-
-def said_of(error: Exception, config: dict[str, object]) -> protocol.Refused:
-    with pytest.raises(protocol.Refused) as refused, protocol.of_the_optimizer(config):
-        raise error
-    return refused.value
-
-
-def test_a_paged_optimizer_is_not_simulated() -> None:
-    error = RuntimeError("Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes.")
-    refused = said_of(error, {})
-    assert refused.kind == "unsupported"
-    assert "the optimizer of build_optimizer is a paged one" in refused.what
-
-
-def test_an_optimizer_for_gpus_is_refused_on_cpu_ranks_by_its_name() -> None:
-    refused = said_of(ValueError("This op had not been implemented on CPU backend."), {"optimizer": {"type": "Lamb"}})
-    assert refused.what == "DeepSpeed's kernel of the optimizer Lamb runs on GPUs only"
+ASK = EngineSpec(
+    rung="zero1", ds_config={"zero_optimization": {"stage": 1}}, world_size=8, ranks_per_node=8, device_bytes=80
+)
+FACTS = ModelFacts(parameters=10, largest_parameter=4, checkpointing=True, tokens_per_sample=None, has_optimizer=False)
 
 
-def test_a_name_that_torch_does_not_have_is_said() -> None:
-    refused = said_of(AttributeError("module 'torch.optim' has no attribute 'SGDD'"), {"optimizer": {"type": "SGDD"}})
-    assert "'SGDD' is neither an optimizer of DeepSpeed nor of torch.optim" in refused.what
-    assert refused.hint is not None
-    assert "mind the case" in refused.hint
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(pid=7),
+        ModelRequest(ranks=2),
+        EngineRequest(engine=ASK),
+        MeasureRequest(micro_batch=3),
+        Failure(kind="engine", what="AssertionError: no", where="model.py:3", hint="yes"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
 
 
-def test_other_errors_pass_through() -> None:
-    with pytest.raises(ZeroDivisionError), protocol.of_the_optimizer(CONFIG):
-        raise ZeroDivisionError
+def test_facts_of_a_model_survive_the_wire() -> None:
+    received = decode(encode(FACTS))
+    assert isinstance(received, ModelFacts)
+    assert (received.parameters, received.tokens_per_sample) == (10, None)
+
+
+def test_a_result_survives_the_wire_with_its_traces() -> None:
+    trace = Trace(
+        events=array("q", [2**40, -1]), marks=((0, "init"), (1, "step")), unrounded=frozenset({0}), emptied=(1,),
+        copied=((1, 64),),
+    )  # fmt: skip
+    result = Simulation(
+        micro_batch=2, live_bytes={"step": {"device": 2**40}}, traces={"device": trace}, breakdown={"parameters": 5},
+        assumed=("no padding",), seconds=1.5,
+    )  # fmt: skip
+    assert decode(encode(result)) == result

@@ -1,0 +1,63 @@
+"""The simulated GPU's C++ library: built once for each torch, cached, and refused after torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autods.forecast.simulator import gpu_library
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(gpu_library.NoLibrary) as failed:
+        gpu_library.build(tmp_path / "library.so")
+    assert failed.value.kind == "no_compiler"
+    assert "no-such-compiler is not installed" in failed.value.what
+    assert "apt-get install g++" in failed.value.hint
+
+
+def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(gpu_library.NoLibrary) as failed:
+        gpu_library.build(tmp_path / "library.so")
+    assert failed.value.kind == "build_failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
+
+
+def test_the_cache_is_keyed_by_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
+    path = gpu_library.library_path()
+    monkeypatch.setattr(gpu_library.metadata, "version", lambda name: "99.0")
+    assert path.parent == gpu_library.library_path().parent == tmp_path / "simulated_device"
+    assert "torch99.0" in gpu_library.library_path().name != path.name
+
+
+@pytest.mark.timeout(100)  # it imports torch
+def test_autograd_runs_on_the_simulated_gpu() -> None:
+    if gpu_library.compiler() is None:
+        pytest.skip("no C++ compiler")
+    code = (
+        "from autods.forecast.simulator import gpu_library\n"
+        "library = gpu_library.load()\n"
+        "import torch\n"
+        "library.autods_register_guard()\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "with FakeTensorMode():\n"
+        "    weight = torch.empty(4, device='cuda', requires_grad=True)\n"
+        "    (weight * 2).sum().backward()\n"
+        "assert weight.grad.device.type == 'cuda'\n"
+        "import os; os._exit(0)\n"  # autograd's thread for the device has no end
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(100)  # it imports torch
+def test_the_library_is_refused_after_torch() -> None:
+    code = "import torch; from autods.forecast.simulator import gpu_library; gpu_library.load()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "must be loaded before torch" in done.stderr
