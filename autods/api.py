@@ -2,276 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from .events import Listener
-from .report.results import Report
-from .requests import Settings, check_nodes, resolve, typed, whole
+from .events import Event, Listener
+from .forecast.values import ForecastEvent
+from .report.results import Forecast, ProbeReport, Report
+from .requests import FitRequest, PlanRequest, ProbeRequest, WorkloadRequest, describe_arguments
+from .settings import PlanSettings, Settings, check_nodes, ladder_names, resolve_fit, resolve_plan, strategy_folders
 from .types import WorkloadSource
 
 if TYPE_CHECKING:
-    from .forecast.values import ForecastListener
-    from .prober.request import Question as ProbeQuestion
-    from .report.results import Forecast, ProbeReport
-    from .requests import Question
+    from .prober.request import Question as ProbeSettings
     from .system.host import Hardware
-    from .workload.protocol import Workload
+
+P = ParamSpec("P")
+Request = TypeVar("Request", bound=WorkloadRequest)
+Resolved = TypeVar("Resolved")
+AnyEvent = TypeVar("AnyEvent")
+Result = TypeVar("Result")
 
 
-def find_best_config(
-    workload: str | Path | Workload,
-    *,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    address: str | None = None,
-    device: str = "cuda",
-    gpu_memory: str | int | None = None,
-    global_batch: int | None = None,
-    precision: str = "auto",
-    base_config: str | Path | Mapping[str, Any] | None = None,
-    config: str = "default",
-    ladder: str | Sequence[str] = (),
-    strategies: Sequence[str | Path] = (),
-    nvme_path: str | Path | None = None,
-    task: str | None = None,
-    seq_len: int | None = None,
-    target_len: int | None = None,
-    zero_init: bool = False,
-    kind: str | None = None,
-    script_args: Sequence[str] = (),
-    out: str | Path | None = None,
-    seed: int = 0,
-    forecast: bool = True,
-    objective: str = "samples",
-    stop: str | None = None,
-    max_trials: int | None = None,
-    max_time: str | float | None = None,
-    fresh: bool = False,
-    on_event: Listener | None = None,
-) -> Report:
-    """The fastest DeepSpeed config that fits, found by real trials: `autods fit` as a function.
+@dataclass(frozen=True, slots=True)
+class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
+    """A command in two steps: `resolve` checks a request against this machine, `run` does the work.
 
-    workload: a `model.py`, a Hugging Face `config.json` or its folder, a `Workload(build_model=…, build_batch=…)`, or
-    a training script, whose arguments are `script_args`, with placeholders such as '{ds_config}'.
-    kind: 'model', 'script' or a kind of script, where what the file shows is not to decide.
-    task, seq_len, target_len: of a Hugging Face config; a build_batch that takes `seq_len` is given it.
-    zero_init: under stage 3 the model of a Hugging Face config is split while it is built, as `HfDeepSpeedConfig` does.
-    gpus: ranks, of all nodes together. nodes: of the Ray cluster at `address` ('auto' or 'HOST:PORT') over which they
-    are spread, as many on each; without an address they run on this machine.
-    gpu_memory: bytes or '416MiB', a budget for each rank; needed for nothing but a smaller card or `device="cpu"`.
-    forecast: False tries every rung, even those that cannot fit by the forecast.
-    objective: 'samples', 'tokens' (the most a second) or 'memory' (the least of the device).
-    stop: 'first-fit' takes the first rung that fits, 'fastest' races all that could be faster; else as the config says.
-    max_trials, max_time: after so many trials, or seconds in them ('20m'), nothing more is raced or tuned.
-    fresh: forget the journal in `out`; otherwise finished trials are not run again.
-    on_event: called with each `events.Event` while it works.
-
-    That nothing fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
-    `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.
+    `resolve` raises InputError or EnvironmentBroken, and nothing is running when it does. `run` tells its listener
+    what happens meanwhile.
     """
-    asked = {name: value for name, value in locals().items() if name not in ("workload", "fresh", "on_event")}
-    settings = settle(workload, **asked)
-    return run_fit(settings, on_event or _ignore, fresh)
+
+    resolve: Callable[[Request], Resolved]
+    run: Callable[[Resolved, Callable[[AnyEvent], None]], Result]
+
+    def __call__(self, request: Request) -> Result:
+        """Both steps."""
+        listener = getattr(request, "on_event", None)
+        return self.run(self.resolve(request), listener or (lambda event: None))
 
 
-def settle(workload: str | Path | Workload, **asked: Any) -> Settings:
-    """Check the workload and what was asked (by `find_best_config`'s names) against this machine. Raises InputError."""
-    asked = _one_world(typed(asked))
-    source = _source_to_try(workload, asked)
-    return resolve(source, hardware=_hardware(asked), **_with_tuples(asked))
+def _resolve_fit(request: FitRequest) -> Settings:
+    hardware = _find_hardware(request, request.gpus)
+    return resolve_fit(request, _make_trial_source(request), hardware=hardware)
 
 
-def _hardware(asked: Mapping[str, Any]) -> Hardware:
-    """This machine's, or that of the weakest node of a cluster that may be used."""
+def _run_fit(settings: Settings, listen: Listener) -> Report:
+    from .tuner.fit import fit  # it brings Ray
+
+    return fit(settings, listen=listen, fresh=settings.fresh)
+
+
+def _resolve_plan(request: PlanRequest) -> PlanSettings:
     from .system.host import read_hardware
 
-    if asked.get("address") is None:
+    recompute = False if request.checkpointing in ("off", False) else None
+    source = _make_source(request, folder=Path("autods-out"), recompute=recompute)
+    return resolve_plan(request, source, hardware=read_hardware())
+
+
+def _run_plan(settings: PlanSettings, listen: Callable[[ForecastEvent], None]) -> Forecast:
+    from .planner.plan import plan
+
+    return plan(settings, listen=listen)
+
+
+def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
+    from .prober.request import most_ranks, settle
+
+    ranks = most_ranks(request.gpus, request.vary) if request.address else None
+    source = _make_trial_source(request)
+    elsewhere = ("workload", "script_args", "kind", "task", "seq_len", "target_len", "zero_init", "on_event")
+    values = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in elsewhere}
+    values |= {"ladder": ladder_names(request), "strategies": strategy_folders(request)}
+    return settle(request.workload, source, hardware=_find_hardware(request, ranks), **values)
+
+
+def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:
+    from .prober.run import probe  # it brings Ray
+
+    return probe(settings, listen=listen, fresh=settings.settings.fresh)
+
+
+def _find_hardware(request: FitRequest | ProbeRequest, ranks: int | None) -> Hardware:
+    """This machine, or the weakest node that may be used in the cluster at `address`."""
+    from .system.host import read_hardware
+
+    if request.address is None:
         return read_hardware()
     from .runner.placement import weakest_of
 
-    check_nodes(asked.get("nodes"), asked["address"])
-    return weakest_of(asked["address"], gpus=asked.get("gpus"), nodes=asked.get("nodes") or 1, device=asked["device"])
+    nodes = check_nodes(request.nodes, request.address)
+    return weakest_of(request.address, gpus=ranks, nodes=nodes, device=request.device)
 
 
-def plan(
-    workload: str | Path | Workload,
-    *,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    on: str | None = None,
-    gpu_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    nvme: str | int | None = None,
-    nvme_path: str | Path | None = None,
-    device: str = "cuda",
-    task: str | None = None,
-    seq_len: int | None = None,
-    target_len: int | None = None,
-    kind: str | None = None,
-    script_args: Sequence[str] = (),
-    micro_batch: int | None = None,
-    global_batch: int | None = None,
-    precision: str = "auto",
-    checkpointing: str | bool | None = None,
-    zero_init: bool = False,
-    as_written: bool = False,
-    base_config: str | Path | Mapping[str, Any] | None = None,
-    ladder: str | Sequence[str] = (),
-    strategies: Sequence[str | Path] = (),
-    largest: bool = True,
-    on_event: ForecastListener | None = None,
-) -> Forecast:
-    """What every rung of the ladder needs on every tier, without a GPU and without a trial: `autods plan`.
-
-    workload: a `model.py`, a Hugging Face `config.json` or its folder, a `Workload`, or a training script, whose
-    arguments are `script_args`, with placeholders such as '{ds_config}'; kind: as for `find_best_config`.
-    on: machines of the catalogue, 'a100-80gb,h100-80gb' or 'all'; else `gpu_memory`, `host_memory` and `nvme`, in
-    bytes or as '80GiB', else this machine's cards.
-    on_event: called with each `forecast.values` value while it works, from any thread.
-
-    Raises InputError for wrong input, EnvironmentBroken when nothing can be simulated here, Interrupted on Ctrl-C.
-    """
-    asked = {name: value for name, value in locals().items() if name not in ("workload", "on_event")}
-    if isinstance(checkpointing, bool):
-        asked["checkpointing"] = "on" if checkpointing else "off"
-    return run_plan(ask(workload, **asked), on_event or _ignore)
+def _make_trial_source(request: FitRequest | ProbeRequest) -> WorkloadSource:
+    """The workload of a command that runs trials; a pickled one goes into their output folder."""
+    return _make_source(request, folder=Path(request.out or "autods-out"), zero_init=request.zero_init)
 
 
-def ask(workload: str | Path | Workload, **asked: Any) -> Question:
-    """Check the workload and what was asked (by `plan`'s names). Raises InputError."""
-    from .requests import pose
-    from .system.host import read_hardware
-
-    asked = _one_world(typed(asked))
-    recompute = False if asked.get("checkpointing") == "off" else None
-    source = _source(workload, asked, folder=Path("autods-out"), recompute=recompute)
-    return pose(source, hardware=read_hardware(), **_with_tuples(asked))
-
-
-def run_plan(question: Question, listen: ForecastListener) -> Forecast:
-    """Run the plan."""
-    from .planner.plan import plan
-
-    return plan(question, listen=listen)
-
-
-def probe(
-    workload: str | Path | Workload,
-    *,
-    vary: Sequence[str] | Mapping[str, Iterable[Any]] = (),
-    experiment: str | Path | None = None,
-    gpus: int | str | Sequence[int] | None = None,
-    nodes: int | None = None,
-    address: str | None = None,
-    device: str = "cuda",
-    gpu_memory: str | int | None = None,
-    capacity: bool = False,
-    parallel_trials: int = 1,
-    forecast_only: bool = False,
-    on: str | None = None,
-    host_memory: str | int | None = None,
-    repeats: int | None = None,
-    steps: int | None = None,
-    global_batch: int | None = None,
-    precision: str = "auto",
-    base_config: str | Path | Mapping[str, Any] | None = None,
-    as_written: bool = False,
-    config: str = "default",
-    ladder: str | Sequence[str] = (),
-    strategies: Sequence[str | Path] = (),
-    nvme_path: str | Path | None = None,
-    task: str | None = None,
-    seq_len: int | None = None,
-    target_len: int | None = None,
-    zero_init: bool = False,
-    kind: str | None = None,
-    script_args: Sequence[str] = (),
-    out: str | Path | None = None,
-    forecast: bool = True,
-    seed: int = 0,
-    fresh: bool = False,
-    on_event: Listener | None = None,
-) -> ProbeReport:
-    """A table of real trials, one cell for each combination of what is varied: `autods probe` as a function.
-
-    vary: {'rung': ['zero1', 'zero2'], 'micro_batch': [1, 2, 4]}, or lines as on the command line. experiment: axes of a
-    file in `configs/experiments`, or of one of your own. gpus: several are an axis. nodes, address: as for
-    `find_best_config`, for the most ranks; a cell with fewer leaves nodes alone.
-    capacity: look for the largest micro batch of each cell, by the forecast and then by trials at its boundary.
-    parallel_trials: cells that are searched at a time, as far as cards or processors are free; speeds are told of
-    trials that had their machine to themselves.
-    forecast_only: the forecast alone, for the machine `on` of the catalogue, or for `gpu_memory` and `host_memory`.
-    repeats: how often each cell is measured, in turns. steps: timed steps of a trial.
-    script_args: of a training script; `args.NAME` is what stands for {NAME} in them.
-
-    That no cell fits is a result (`report.status == "nothing_fits"`). Raises `InputError` for wrong input,
-    `EnvironmentBroken` when the machine lacks something, `Interrupted` on Ctrl-C.
-    """
-    asked = {name: value for name, value in locals().items() if name not in ("workload", "fresh", "on_event")}
-    return run_probe(ask_probe(workload, **asked), on_event or _ignore, fresh)
-
-
-def ask_probe(workload: str | Path | Workload, **asked: Any) -> ProbeQuestion:
-    """Check the workload and what was asked (by `probe`'s names) against this machine. Raises InputError."""
-    from .prober.request import most_ranks
-    from .prober.request import settle as settle_probe
-
-    asked = typed(asked)
-    source = _source_to_try(workload, asked)
-    ranks = most_ranks(asked.get("gpus"), asked.get("vary", ())) if asked.get("address") else None
-    return settle_probe(workload, source, hardware=_hardware({**asked, "gpus": ranks}), **_with_tuples(asked))
-
-
-def run_probe(question: ProbeQuestion, listen: Listener, fresh: bool) -> ProbeReport:
-    """Run the probe; imported late, because it brings Ray."""
-    from .prober.run import probe
-
-    return probe(question, listen=listen, fresh=fresh)
-
-
-def _one_world(asked: dict[str, Any]) -> dict[str, Any]:
-    """gpus is one number; only a probe has several."""
-    return asked if asked.get("gpus") is None else {**asked, "gpus": whole("gpus", asked["gpus"])}
-
-
-def _source_to_try(workload: str | Path | Workload, asked: dict[str, Any]) -> WorkloadSource:
-    """As `_source`, for trials; a pickled workload goes into their output folder."""
-    folder = Path(asked.get("out") or "autods-out")
-    return _source(workload, asked, folder=folder, zero_init=asked.pop("zero_init", False))
-
-
-def _source(
-    workload: str | Path | Workload,
-    asked: dict[str, Any],
-    *,
-    folder: Path,
-    recompute: bool | None = None,
-    zero_init: bool = False,
+def _make_source(
+    request: WorkloadRequest, *, folder: Path, recompute: bool | None = None, zero_init: bool = False
 ) -> WorkloadSource:
-    """The workload, with those of `asked` that are about it; they are taken out. zero_init: a plan has its own."""
     from .workload.load import make_source
 
-    own = {name: asked.pop(name, None) for name in ("task", "seq_len", "target_len", "kind")}
-    argv = tuple(asked.pop("script_args", ()))
-    given = Path(workload) if isinstance(workload, str) else workload
-    return make_source(given, folder=folder, recompute=recompute, zero_init=zero_init, argv=argv, **own)
+    workload = request.workload
+    return make_source(
+        Path(workload) if isinstance(workload, str) else workload,
+        folder=folder,
+        task=request.task,
+        seq_len=request.seq_len,
+        target_len=request.target_len,
+        recompute=recompute,
+        kind=request.kind,
+        argv=request.script_args,
+        zero_init=zero_init,
+    )
 
 
-def _with_tuples(asked: dict[str, Any]) -> dict[str, Any]:
-    """A ladder may be a line or a list, folders may be text."""
-    ladder = asked.get("ladder", ())
-    names = tuple(name.strip() for name in ladder.split(",")) if isinstance(ladder, str) else tuple(ladder)
-    return {**asked, "ladder": names, "strategies": tuple(Path(folder) for folder in asked.get("strategies", ()))}
+FIT: UseCase[FitRequest, Settings, Event, Report] = UseCase(_resolve_fit, _run_fit)
+PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] = UseCase(_resolve_plan, _run_plan)
+PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resolve_probe, _run_probe)
 
 
-def run_fit(settings: Settings, listen: Listener, fresh: bool) -> Report:
-    """Run the fit; imported late, because it brings Ray."""
-    from .tuner.fit import fit
+def _make_function(
+    name: str, request: Callable[P, Request], run: Callable[[Request], Result], returns: str
+) -> Callable[P, Result]:
+    """A function whose arguments are the fields of the request, with their help as its docstring."""
+    signature = inspect.signature(request)
 
-    return fit(settings, listen=listen, fresh=fresh)
+    def function(*args: P.args, **kwargs: P.kwargs) -> Result:
+        signature.bind(*args, **kwargs)  # so that a wrong argument is named without the request
+        return run(request(*args, **kwargs))
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = describe_arguments(request) + "\n\n" + returns + _RAISES
+    function.__dict__["__signature__"] = signature
+    return function
 
 
-def _ignore(event: object) -> None:
-    return None
+_RAISES = """
+
+Raises InputError for wrong input, EnvironmentBroken when the machine lacks something, Interrupted on Ctrl-C.
+"""
+find_best_config = _make_function(
+    "find_best_config",
+    FitRequest,
+    FIT,
+    "Returns the Report, which is also written to `out`. That nothing fits is a result: its status is 'nothing_fits'.",
+)
+plan = _make_function(
+    "plan", PlanRequest, PLAN, "Returns the Forecast: a verdict and the bytes on each tier for every rung."
+)
+probe = _make_function(
+    "probe",
+    ProbeRequest,
+    PROBE,
+    "Returns the ProbeReport. That no cell fits is a result: its status is 'nothing_fits'.",
+)

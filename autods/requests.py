@@ -1,598 +1,424 @@
-"""What a user asked of `autods fit` and `autods plan`, checked against the machine."""
+"""What a user may ask of each command: one frozen dataclass a command, one field an option.
+
+The options of the command line (`cli.options`) and the arguments of the Python API (`api`) are generated from the
+fields: name, type, default and help. A request checks the types of its values only; `settings` checks it against the
+machine.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
 
-from .config.base_config import (
-    ConfigSource,
-    check_ranks,
-    find_misspelt_keys,
-    merge_script_config,
-    parse_precisions,
-    parse_size,
-    precision_name,
-    resolve_base_config,
-    resolve_global_batch,
-)
-from .config.catalogue import ASKED, HERE, Machine, find_machines
-from .config.profiles import Budget, Profile, Stop, read_profile
-from .config.strategies import Rung, read_rungs, select_rungs
-from .errors import EnvironmentBroken, InputError
-from .system.host import Hardware
-from .system.host import requested_threads as asked_threads
-from .types import Device, ModelFacts, WorkloadSource
-from .units import format_bytes, parse_seconds
+from .errors import InputError
 
-_WHOLE = (
-    "nodes", "global_batch", "seq_len", "target_len", "seed", "max_trials", "micro_batch", "parallel_trials",
-    "repeats", "steps",
-)  # fmt: skip
-_TEXT = ("address", "device", "precision", "task", "kind", "objective", "stop", "on")
-_SWITCHES = ("forecast", "zero_init", "as_written", "largest", "capacity", "forecast_only")
-_SIZES = ("gpu_memory", "host_memory", "nvme")
-_PATHS = ("out", "nvme_path", "config", "experiment")
-_LISTS = ("strategies", "script_args")
-_NEVER_NONE = ("seed", "parallel_trials", "device", "precision", "objective", "config", *_SWITCHES, *_LISTS)
+if TYPE_CHECKING:
+    from .events import Listener
+    from .forecast.values import ForecastListener
+    from .workload.protocol import Workload
 
 
-def typed(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked, numbers as Python's own. Raises InputError for a value of another type than the signature says.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values that an argument accepts: their Python types, and the same in words for a message.
 
-    gpus of a probe, ladder and vary may be several things; what reads them checks them.
+    cli: the type of the option on the command line.
     """
-    return {name: _read(name, value) for name, value in asked.items()}
+
+    types: type | tuple[type, ...]
+    words: str
+    cli: Any = str
 
 
-def whole(name: str, value: object) -> int:
-    """A whole number, numpy's too; True is none. Raises InputError."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise _wrong(name, "a whole number", value)
-    return int(value)
-
-
-def _read(name: str, value: Any) -> Any:
-    if value is None and name not in _NEVER_NONE:
-        return None
-    if name in _WHOLE:
-        return whole(name, value)
-    kinds: dict[tuple[str, ...], tuple[Any, str]] = {
-        _TEXT: (str, "text"),
-        _SWITCHES: (bool, "True or False"),
-        _SIZES: ((str, Real), "a size such as '16GiB', or bytes"),
-        _PATHS: ((str, os.PathLike), "a path"),
-        ("base_config",): ((str, os.PathLike, Mapping), "a path or a dict"),
-    }
-    for names, (kind, words) in kinds.items():
-        if name in names and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise _wrong(name, words, value)
-    if name in _LISTS and (isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)):
-        raise _wrong(name, "a list", value)
-    return os.fspath(value) if name == "config" else value
-
-
-def _wrong(name: str, words: str, value: object) -> InputError:
-    return InputError(f"{name}={value!r}: {words} is needed, not {type(value).__name__}")
-
-
-_OF_A_PROCESS = 2**30  # bytes of private memory that a rank holds before its trial begins, and some to spare
-
-
-def resolve_device(device: str, hardware: Hardware) -> Device:
-    """Where the ranks run. EnvironmentBroken for cards that cannot be used."""
-    if device == "cpu":
-        return "cpu"
-    if device != "cuda":
-        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
-    if hardware.unusable is not None:
-        raise EnvironmentBroken(hardware.unusable)
-    if not hardware.cards:
-        raise InputError(
-            "no CUDA GPU is visible on this machine",
-            hint="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
-        )
-    return "cuda"
-
-
-def check_nodes(nodes: int | None, address: str | None) -> int:
-    """How many; several need a cluster."""
-    if nodes is not None and nodes < 1:
-        raise InputError(f"--nodes {nodes}: at least one node is needed")
-    if nodes is not None and nodes > 1 and address is None:
-        raise InputError(
-            f"--nodes {nodes} needs a Ray cluster",
-            hint="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
-        )
-    return nodes or 1
-
-
-def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
-    """Of all nodes together; on CUDA all cards, if nothing was asked."""
-    if gpus is None:
-        if device == "cpu":
-            raise InputError("--device cpu needs the number of ranks", hint="give --gpus 2, say")
-        return len(hardware.cards) * nodes
-    if check_ranks(gpus) % nodes:
-        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
-    if gpus // nodes > len(hardware.cards) and device == "cuda":
-        shown = f"this machine shows {len(hardware.cards)} GPUs"
-        if nodes > 1:
-            shown = (
-                f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {len(hardware.cards)} GPUs"
-            )
-        raise InputError(
-            f"--gpus {gpus}: {shown}",
-            hint=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
-        )
-    return gpus
-
-
-def resolve_device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
-    """The memory of a rank's device; on CPU ranks a fair share of what is free, if nothing was asked."""
-    if device == "cuda":
-        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
-        smallest = card.usable_bytes
-        if asked is not None and asked > smallest:
-            shared = f", of which other processes hold {format_bytes(card.others_bytes)}" if card.others_bytes else ""
-            raise InputError(
-                f"--gpu-memory {format_bytes(asked)}: the card has {format_bytes(card.total_bytes)}{shared}",
-                hint=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
-            )
-        return asked or smallest
-    fair = int(hardware.host_free_bytes * 0.8 / ranks)
-    if asked is not None and asked * ranks > hardware.host_bytes:
-        raise InputError(
-            f"{ranks} CPU ranks × {format_bytes(asked)} = {format_bytes(asked * ranks)}: "
-            f"this machine has {format_bytes(hardware.host_bytes)}",
-            hint=f"give --gpu-memory {fair // 2**20}MiB or less",
-        )
-    _check_process(asked or fair, hardware.process_bytes)
-    return asked or fair
-
-
-def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
-    """A CPU rank is a process: what one may hold bounds its budget."""
-    if process_bytes is None or budget_bytes + _OF_A_PROCESS <= process_bytes:
-        return
-    less = process_bytes - _OF_A_PROCESS
-    raise InputError(
-        f"a CPU rank with {format_bytes(budget_bytes)} holds up to {format_bytes(_OF_A_PROCESS)} more of torch and"
-        f" DeepSpeed, and `ulimit -Hd` lets a process hold {format_bytes(process_bytes)}",
-        hint=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise it in a shell of root's",
-    )
-
-
-def check_nvme_folder(path: str | Path | None) -> Path | None:
-    """A folder that can be written."""
-    if path is None:
-        return None
-    folder = Path(path).absolute()
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError("is not a folder that can be written", where=f"--nvme-path {path}", hint="create it first")
-    return folder
-
-
-_SEEDS = 2**32  # numpy takes no larger ones
-# What the search looks for: the most samples or tokens a second, or the least device memory.
-Objective = Literal["samples", "tokens", "memory"]
+Count = Annotated[int, Kind(Integral, "a whole number", int)]
+Text = Annotated[str, Kind(str, "text")]
+Switch = Annotated[bool, Kind(bool, "True or False", bool)]
+Size = Annotated[str | int, Kind((str, Real), "a size such as '16GiB', or bytes")]
+Duration = Annotated[str | float, Kind((str, Real), "a time such as '20m', or seconds")]
+PathText = Annotated[str | os.PathLike[str], Kind((str, os.PathLike), "a path")]
+ConfigSource = Annotated[
+    str | os.PathLike[str] | Mapping[str, Any], Kind((str, os.PathLike, Mapping), "a path or a dict")
+]
+Texts = Annotated[Sequence[str], Kind(Iterable, "a list", list[str])]
+Paths = Annotated[Sequence[str | os.PathLike[str]], Kind(Iterable, "a list", list[str])]
+Names = Annotated[str | Sequence[str], Kind((str, Iterable), "text such as 'a,b', or a list")]
+OnOff = Annotated[str | bool, Kind((str, bool), "'on', 'off', True or False")]
+Counts = Annotated[int | str | Sequence[int], Kind(object, "a number, or several")]
+Axes = Annotated[Sequence[str] | Mapping[str, Iterable[Any]], Kind(object, "a list or a dict", list[str])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """One fit, as asked and checked. `device_bytes` is the memory of one rank's device."""
+class Option:
+    """What help says about a field, and how the command line spells it.
 
-    source: WorkloadSource
-    gpus: int
-    device: Device
-    device_bytes: int
-    device_bytes_asked: bool  # given by --gpu-memory, so it has to be enforced
-    out: Path
-    profile: Profile
-    ladder: tuple[Rung, ...]
-    base: Mapping[str, Any] = field(default_factory=dict)
-    global_batch: int | None = None
-    nvme_path: Path | None = None
-    seed: int = 0
-    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
-    forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
-    objective: Objective = "samples"
-    precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
-    budget: Budget = field(default_factory=Budget)
-    nodes: int = 1  # of a Ray cluster, each with as many ranks
-    address: str | None = None  # of that cluster, 'auto' or HOST:PORT; None: a Ray of our own on this machine
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Equal on all nodes."""
-        return -(-self.gpus // self.nodes)
-
-    def fingerprint(self) -> str:
-        """Equal for equal questions; a journal answers only the question it was made for."""
-        said = {
-            "workload": self.source.digest,
-            "gpus": self.gpus,
-            "device": self.device,
-            "device_bytes": self.device_bytes if self.device_bytes_asked else "all",
-            "base": self.base,
-            "global_batch": self.global_batch,
-            "nvme_path": str(self.nvme_path),
-            "ladder": [repr(rung) for rung in self.ladder],
-            "profile": repr(self.profile),
-            "seed": self.seed,
-            "objective": self.objective,
-            "precisions": self.precisions,
-            **({"nodes": self.nodes} if self.nodes > 1 else {}),
-            **({} if self.threads is None else {"threads": self.threads}),
-        }
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def resolve(
-    source: WorkloadSource,
-    *,
-    hardware: Hardware,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    address: str | None = None,
-    device: str = "cuda",
-    gpu_memory: str | int | None = None,
-    global_batch: int | None = None,
-    precision: str = "auto",
-    base_config: ConfigSource = None,
-    config: str = "default",
-    ladder: tuple[str, ...] = (),
-    strategies: tuple[Path, ...] = (),
-    nvme_path: str | Path | None = None,
-    out: str | Path | None = None,
-    seed: int = 0,
-    forecast: bool = True,
-    objective: str = "samples",
-    stop: str | None = None,
-    max_trials: int | None = None,
-    max_time: str | float | None = None,
-) -> Settings:
-    """Check what was asked against what the machine has. Raises InputError, never adjusts silently.
-
-    hardware: of the weakest node that may be used, where `address` says a cluster.
+    panel: the group in which help shows the option; "": it is an argument of the Python API only. default: what help
+    shows as the default where the real one depends on something. flags: spellings other than --name.
     """
-    if not 0 <= seed < _SEEDS:
-        raise InputError(f"--seed {seed}: seeds are 0 to {_SEEDS - 1}")
-    if out is not None and not str(out):
-        raise InputError("--out is empty", hint="give a folder: --out autods-out/mine, or . for this one")
-    profile = _stopping(read_profile(config), stop)
-    rungs = select_rungs(ladder or profile.ladder, read_rungs(strategies))
-    kind = resolve_device(device, hardware)
-    spread = check_nodes(nodes, address)
-    ranks = resolve_ranks(gpus, kind, hardware, spread)
-    asked = parse_size(gpu_memory, "--gpu-memory")
-    first, *others = parse_precisions(precision)
-    base = resolve_base_config(source, base_config, first, world_size=ranks)
-    total = resolve_global_batch(global_batch, base, ranks)
-    settings = Settings(
-        source=source,
-        gpus=ranks,
-        device=kind,
-        device_bytes=resolve_device_bytes(asked, kind, ranks // spread, hardware),
-        device_bytes_asked=asked is not None or kind == "cpu",
-        out=Path(),
-        profile=profile,
-        ladder=rungs,
-        base=base,
-        global_batch=total,
-        nvme_path=check_nvme_folder(nvme_path),
-        seed=seed,
-        threads=asked_threads(),
-        forecast=forecast,
-        objective=_objective(objective),
-        precisions=tuple(others),
-        budget=_budget(profile.budget, max_trials, max_time),
-        nodes=spread,
-        address=address,
+
+    help: str
+    metavar: str | None = None
+    panel: str = ""
+    default: str | None = None
+    flags: tuple[str, ...] = ()
+    positional: bool = False
+
+
+def _option(
+    panel: str, help: str, metavar: str | None = None, *, default: str | None = None, flags: tuple[str, ...] = ()
+) -> Mapping[str, Option]:
+    """The metadata of a field that is an option."""
+    return {"option": Option(help=help, metavar=metavar, panel=panel, default=default, flags=flags)}
+
+
+def _argument(help: str, metavar: str) -> Mapping[str, Option]:
+    """The metadata of a field that the command line takes by its position."""
+    return {"option": Option(help=help, metavar=metavar, panel="Workload", positional=True)}
+
+
+def _listener(help: str) -> Mapping[str, Option]:
+    """The metadata of a field that only the Python API has."""
+    return {"option": Option(help=help)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    def __post_init__(self) -> None:
+        """Raises InputError for a value of another type. Numbers become Python's own, numpy's too."""
+        for name, hint in field_types(type(self)).items():
+            if (kind := kind_of(hint)) is not None:
+                value = getattr(self, name)
+                if value is not None or type(None) not in get_args(hint):
+                    object.__setattr__(self, name, check_value(name, value, kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseRequest(_Request):
+    """Say why a run died: from its LOGs (files, folders, - for standard input) and exit code."""
+
+    logs: Paths = field(
+        default=(), kw_only=False, metadata=_argument("Logs of one run, or folders of them; - reads a pipe.", "LOG...")
     )
-    name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
-    return replace(settings, out=(Path(out) if out is not None else Path("autods-out") / name).absolute())
-
-
-def with_workloads_config(settings: Settings, facts: ModelFacts) -> Settings:
-    """With the config that the survey saw a script give to the engine, under what was asked; others as they are.
-
-    The script's own precision stays unless one was asked for; its file's train_batch_size is kept, as a base config's
-    is. Raises InputError for a config that contradicts itself or what was asked.
-    """
-    if facts.config is None:
-        return settings
-    base = merge_script_config(settings.source, facts.config, settings.base, world_size=settings.gpus)
-    total = resolve_global_batch(settings.global_batch, base, settings.gpus)
-    return replace(settings, base=base, global_batch=total)
-
-
-def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
-    """What a person should know of a script once it was looked at; settings: with its config."""
-    if facts.config is None:
-        return ()
-    said = []
-    if not {"bf16", "fp16"} & set(settings.base):
-        said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
-    if facts.config_place:
-        said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
-    if facts.stood_in:
-        said.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
-    return tuple(said)
-
-
-def _objective(objective: str) -> Objective:
-    if objective not in get_args(Objective):
-        raise InputError(
-            f"there is no objective {objective!r}", hint=f"give --objective {', '.join(get_args(Objective))}"
-        )
-    return cast(Objective, objective)
-
-
-def _stopping(profile: Profile, stop: str | None) -> Profile:
-    if stop is None:
-        return profile
-    if stop not in get_args(Stop):
-        raise InputError(f"--stop {stop!r} is neither first-fit nor fastest", hint="give --stop first-fit or fastest")
-    return replace(profile, race=replace(profile.race, stop=cast(Stop, stop)))
-
-
-def _budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
-    """The profile's, unless something else was asked."""
-    if trials is not None and trials < 1:
-        raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
-    try:
-        seconds = budget.seconds if time is None else parse_seconds(str(time))
-    except ValueError as error:
-        raise InputError(f"--max-time {error}", hint="give a time such as 90s, 20m or 2h") from None
-    return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
-
-
-_MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
-_USUAL_IN_A_NODE = 8
-NVME_PLACE = Path("/local_nvme")  # stands for a folder nobody named; nothing is written there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Ranks on one kind of machine.
-
-    base: the DeepSpeed config with its precision. micro_batch and accumulation are those that are forecast. problem:
-    why nothing can run there, or None.
-    """
-
-    machine: Machine
-    world_size: int
-    ranks_per_node: int
-    base: Mapping[str, Any]
-    micro_batch: int
-    global_batch: int | None = None
-    nvme_path: Path | None = None
-    problem: str | None = None
-
-    @property
-    def nodes(self) -> int:
-        """Of the job."""
-        return -(-self.world_size // self.ranks_per_node)
-
-    @property
-    def precision(self) -> str:
-        """'bf16', 'fp16' or 'fp32'."""
-        return precision_name(self.base)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One forecast, as asked and checked. More than one site: which machine do I need?
-
-    checkpointing: None where nothing was said: on, if the model can. largest: look for the largest micro batch.
-    zero_init: stage 3 builds the model under `deepspeed.zero.Init`. as_written: buckets and limits are the base
-    config's, or DeepSpeed's own, and not sized as a fit would start. assumed: what nobody said, in sentences.
-    """
-
-    source: WorkloadSource
-    sites: tuple[Site, ...]
-    ladder: tuple[Rung, ...]
-    device: Device = "cuda"
-    checkpointing: bool | None = None
-    largest: bool = True
-    zero_init: bool = False
-    as_written: bool = False
-    assumed: tuple[str, ...] = field(default=())
-
-
-def pose(
-    source: WorkloadSource,
-    *,
-    hardware: Hardware,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    device: str = "cuda",
-    on: str | None = None,
-    gpu_memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    nvme: str | int | None = None,
-    nvme_path: str | Path | None = None,
-    micro_batch: int | None = None,
-    global_batch: int | None = None,
-    precision: str = "auto",
-    checkpointing: str | None = None,
-    base_config: ConfigSource = None,
-    ladder: tuple[str, ...] = (),
-    strategies: tuple[Path, ...] = (),
-    largest: bool = True,
-    zero_init: bool = False,
-    as_written: bool = False,
-) -> Question:
-    """Check what was asked. `hardware` answers only what nobody said. Raises InputError, never adjusts silently."""
-    rungs = select_rungs(ladder or read_profile("default").ladder, read_rungs(strategies))
-    kind = _device(device)
-    if source.kind == "script":
-        _check_script(source, checkpointing=checkpointing, zero_init=zero_init)
-    if micro_batch is not None and micro_batch < 1:
-        raise InputError(f"--micro-batch {micro_batch}: at least one sample is needed")
-    machines = _machines(on, parse_size(gpu_memory, "--gpu-memory"), kind, hardware)
-    host_bytes, nvme_bytes = parse_size(host_memory, "--host-memory"), parse_size(nvme, "--nvme")
-    sites = []
-    for machine in machines:
-        own = replace(machine, host_bytes=host_bytes or machine.host_bytes, nvme_bytes=nvme_bytes or machine.nvme_bytes)
-        ranks, per_node = _ranks(gpus, nodes, own, kind)
-        otherwise = "bf16" if own.bf16 else "fp16"
-        base = resolve_base_config(source, base_config, precision, world_size=ranks, otherwise=otherwise)
-        total = resolve_global_batch(global_batch, base, ranks)
-        site = Site(
-            machine=own,
-            world_size=ranks,
-            ranks_per_node=per_node,
-            base=base,
-            micro_batch=_micro_batch(micro_batch, total, base, ranks),
-            global_batch=total,
-            nvme_path=nvme_place(nvme_path, own),
-        )
-        sites.append(replace(site, problem=_problem(site)))
-    if source.kind != "script":
-        _check_one(sites)
-    return Question(
-        source=source,
-        sites=tuple(sites),
-        ladder=rungs,
-        device=kind,
-        checkpointing=_checkpointing(checkpointing),
-        largest=largest,
-        zero_init=zero_init,
-        as_written=as_written,
-        assumed=tuple(_assumed(sites, kind, said_micro=micro_batch is not None, said_nodes=nodes is not None)),
+    exit_code: Count | None = field(
+        default=None,
+        metadata=_option(
+            "Workload", "Exit code of the run: 137, or -9 as Python says it.", "N", default="", flags=("--exit-code",)
+        ),
     )
 
 
-def plan_with_workloads_config(question: Question, facts: ModelFacts) -> Question:
-    """With the config that a script was seen to give to its engine, under what was asked; others as they are.
+@dataclass(frozen=True, kw_only=True)
+class WorkloadRequest(_Request):
+    """What every command about a workload may be asked."""
 
-    Its own precision stays unless one was asked for, and its file's train_batch_size is kept. Raises InputError for a
-    config that contradicts itself or what was asked.
+    workload: str | Path | Workload = field(
+        kw_only=False,
+        metadata=_argument(
+            "A model.py with build_model and build_batch, a Hugging Face config.json or its folder "
+            "(hf:./DIR; random weights), or a training script.",
+            "WORKLOAD",
+        ),
+    )
+    script_args: Texts = field(
+        default=(),
+        metadata=_argument(
+            "Arguments of a training script; {ds_config}, {micro_batch_size}, "
+            "{gradient_accumulation_steps}, {train_batch_size} are filled in.",
+            "-- ARGS...",
+        ),
+    )
+    kind: Text | None = field(
+        default=None,
+        metadata=_option(
+            "Workload",
+            "model, script, deepspeed, hf_trainer, accelerate or lightning.",
+            "NAME",
+            default="by what the file defines and imports",
+        ),
+    )
+    task: Text | None = field(
+        default=None,
+        metadata=_option(
+            "Workload",
+            "Task of a Hugging Face config: causal-lm, seq2seq, masked-lm or image-classification.",
+            "NAME",
+            default="by the config's architectures",
+        ),
+    )
+    seq_len: Count | None = field(
+        default=None,
+        metadata=_option("Workload", "Tokens of a sample; a model.py takes it as build_batch(…, seq_len).", "N"),
+    )
+    target_len: Count | None = field(
+        default=None, metadata=_option("Workload", "Tokens of a target, for seq2seq.", "N", default="--seq-len")
+    )
+    zero_init: Switch = field(
+        default=False,
+        metadata=_option("Workload", "Stage 3 builds the model under deepspeed.zero.Init, already split."),
+    )
+    base_config: ConfigSource | None = field(
+        default=None,
+        metadata=_option(
+            "Workload",
+            "Your DeepSpeed JSON; what is not tuned stays. Also: --deepspeed-config.",
+            "FILE",
+            flags=("--base-config", "--deepspeed-config"),
+        ),
+    )
+    global_batch: Count | None = field(
+        default=None, metadata=_option("Workload", "Keep micro batch × accumulation × ranks at N.", "N")
+    )
+    precision: Text = field(
+        default="auto",
+        metadata=_option(
+            "Workload", "auto (the base config's, else bf16), bf16, fp16 or fp32; bf16,fp32: either may win.", "NAME"
+        ),
+    )
+    device: Text = field(default="cuda", metadata=_option("Machine", "cpu: CPU ranks stand in for GPUs.", "cuda|cpu"))
+    ladder: Names = field(default=(), metadata=_option("Search", "Try these rungs only.", "A,B,C"))
+    strategies: Paths = field(
+        default=(), metadata=_option("Search", "A folder of your own rungs; may be repeated.", "DIR")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRequest(WorkloadRequest):
+    """What a command that runs trials may be asked as well."""
+
+    nodes: Count | None = field(
+        default=None,
+        metadata=_option(
+            "Machine",
+            "Nodes of the Ray cluster that the ranks are spread over; --gpus 8 --nodes 2 is a "
+            "hostfile of two lines with slots=4. Needs --address.",
+            "N",
+            default="1",
+        ),
+    )
+    address: Text | None = field(
+        default=None,
+        metadata=_option(
+            "Machine",
+            "Run the ranks on this Ray cluster.",
+            "auto|HOST:PORT",
+            default="a Ray of its own on this machine",
+        ),
+    )
+    gpu_memory: Size | None = field(
+        default=None,
+        metadata=_option(
+            "Machine", "Memory of a rank, such as 416MiB; less than the card has emulates a smaller one.", "SIZE"
+        ),
+    )
+    nvme_path: PathText | None = field(
+        default=None, metadata=_option("Machine", "A folder on NVMe; opens zero3-nvme.", "DIR")
+    )
+    config: PathText = field(
+        default="default",
+        metadata=_option("Search", "How hard to try: quick, default, thorough or a FILE.toml.", "NAME"),
+    )
+    forecast: Switch = field(
+        default=True,
+        metadata=_option("Search", "Forecast first; --no-forecast tries every rung, even those that cannot fit."),
+    )
+    seed: Count = field(default=0, metadata=_option("Search", "Seed of weights and search.", "N"))
+    fresh: Switch = field(default=False, metadata=_option("Output", "Forget the finished trials of an earlier run."))
+    out: PathText | None = field(
+        default=None, metadata=_option("Output", "Where the results go.", "DIR", default="autods-out/NAME")
+    )
+    on_event: Listener | None = field(
+        default=None, compare=False, repr=False, metadata=_listener("Called with each `events.Event` while it works.")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest(TrialRequest):
+    """Find the fastest DeepSpeed config that fits WORKLOAD, and write it to ds_config.json.
+
+    Finished trials are journaled: the same command goes on where a stopped one ended.
     """
-    if facts.config is None:
-        return question
-    sites = []
-    for site in question.sites:
-        base = merge_script_config(question.source, facts.config, site.base, world_size=site.world_size)
-        total = resolve_global_batch(site.global_batch, base, site.world_size)
-        own = replace(
-            site,
-            base=base,
-            global_batch=total,
-            micro_batch=_micro_batch(site.micro_batch, total, base, site.world_size),
-        )
-        sites.append(replace(own, problem=_problem(own)))
-    _check_one(sites)
-    plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
-    said = ("its DeepSpeed config names no precision, so fp32 it is (--precision)",) if plain else ()
-    return replace(question, sites=tuple(sites), assumed=(*question.assumed, *said))
+
+    gpus: Count | None = field(
+        default=None, metadata=_option("Machine", "Ranks, of all nodes together.", "N", default="all visible cards")
+    )
+    objective: Text = field(
+        default="samples",
+        metadata=_option("Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME"),
+    )
+    stop: Text | None = field(
+        default=None,
+        metadata=_option(
+            "Search",
+            "Take the first rung that fits, or race all that could be faster.",
+            "first-fit|fastest",
+            default="the config's",
+        ),
+    )
+    max_trials: Count | None = field(
+        default=None,
+        metadata=_option("Search", "After N trials nothing more is raced or tuned.", "N", default="the config's"),
+    )
+    max_time: Duration | None = field(
+        default=None,
+        metadata=_option("Search", "The same after so much time in trials: 90s, 20m, 2h.", "TIME", default="none"),
+    )
 
 
-def _check_script(source: WorkloadSource, *, checkpointing: str | None, zero_init: bool) -> None:
-    for option, given in (("--checkpointing", checkpointing is not None), ("--zero-init", zero_init)):
-        if given:
-            raise InputError(
-                f"{option} says nothing to a training script: it builds its model itself",
-                where=source.path,
-                hint="drop the option, or give the script's own arguments after --",
-            )
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(WorkloadRequest):
+    """Forecast what every rung of the ladder needs for WORKLOAD, on every tier. No GPU, no trial.
+
+    DeepSpeed's own engine runs on a simulated GPU. A number is what a rank, or a node, must hold, with its interval.
+    """
+
+    gpus: Count | None = field(
+        default=None, metadata=_option("Machine", "Ranks, of all nodes together.", "N", default="a node's")
+    )
+    nodes: Count | None = field(
+        default=None,
+        metadata=_option(
+            "Machine", "Nodes that the ranks are spread over.", "N", default="1; nodes of 8 beyond 16 ranks"
+        ),
+    )
+    on: Text | None = field(
+        default=None,
+        metadata=_option(
+            "Machine", "Machines of the catalogue, such as a100-80gb; all: which do I need?", "NAME,…|all"
+        ),
+    )
+    gpu_memory: Size | None = field(
+        default=None, metadata=_option("Machine", "Memory of a card, such as 80GiB, when not --on.", "SIZE")
+    )
+    host_memory: Size | None = field(
+        default=None, metadata=_option("Machine", "Memory of a node, such as 1TiB.", "SIZE")
+    )
+    nvme: Size | None = field(
+        default=None, metadata=_option("Machine", "NVMe of a node, such as 2TiB; opens zero3-nvme.", "SIZE")
+    )
+    nvme_path: PathText | None = field(
+        default=None, metadata=_option("Machine", "The same without a size; the folder need not be here.", "DIR")
+    )
+    micro_batch: Count | None = field(
+        default=None, metadata=_option("Search", "Samples of a rank at a time.", "N", default="1")
+    )
+    checkpointing: OnOff | None = field(
+        default=None, metadata=_option("Search", "Recompute activations.", "on|off", default="on, if the model can")
+    )
+    as_written: Switch = field(
+        default=False,
+        metadata=_option("Search", "Buckets and limits of the base config, not as a fit would start them."),
+    )
+    largest: Switch = field(default=True, metadata=_option("Search", "Look for the largest micro batch of each rung."))
+    on_event: ForecastListener | None = field(
+        default=None,
+        compare=False,
+        repr=False,
+        metadata=_listener("Called with each `forecast.values` event while it works, from any thread."),
+    )
 
 
-def _device(device: str) -> Device:
-    if device not in ("cuda", "cpu"):
-        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
-    return "cpu" if device == "cpu" else "cuda"
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest(TrialRequest):
+    """Measure WORKLOAD under every combination of what is varied: throughput, memory on each tier, what runs out.
+
+    Each cell is a real short trial, repeated in turns, so that noise is told from difference. Finished trials are
+    journaled: the same command goes on where a stopped one ended.
+    """
+
+    vary: Axes = field(
+        default=(),
+        metadata=_option(
+            "Search",
+            "What is varied, may be repeated: rung, micro_batch, pin_memory, precision, gpus, "
+            "seq_len, checkpointing, accumulation, any DeepSpeed key, env.NAME, build_model.NAME, build_batch.NAME.",
+            "NAME=A,B,…",
+        ),
+    )
+    experiment: PathText | None = field(
+        default=None, metadata=_option("Search", "Axes of a file, such as stages or offload.", "NAME|FILE")
+    )
+    gpus: Counts | None = field(
+        default=None, metadata=_option("Machine", "Ranks; several are an axis.", "N,M,…", default="all visible cards")
+    )
+    capacity: Switch = field(
+        default=False, metadata=_option("Search", "Look for the largest micro batch of each cell.")
+    )
+    parallel_trials: Count = field(
+        default=1,
+        metadata=_option(
+            "Search",
+            "With --capacity: search up to N cells side by side, as far as cards or processors are "
+            "free. 1 by default: trials that share a machine tell no speeds.",
+            "N",
+        ),
+    )
+    forecast_only: Switch = field(
+        default=False, metadata=_option("Machine", "The same without a trial, for a machine that need not be here.")
+    )
+    on: Text | None = field(
+        default=None,
+        metadata=_option("Machine", "With --forecast-only: a machine of the catalogue, such as a100-80gb.", "NAME"),
+    )
+    host_memory: Size | None = field(
+        default=None, metadata=_option("Machine", "With --forecast-only: memory of a node, such as 1TiB.", "SIZE")
+    )
+    repeats: Count | None = field(
+        default=None, metadata=_option("Search", "How often each cell is measured, in turns.", "N", default="3")
+    )
+    steps: Count | None = field(
+        default=None, metadata=_option("Search", "Timed steps of a trial.", "N", default="the config's")
+    )
+    as_written: Switch = field(
+        default=False,
+        metadata=_option("Search", "Buckets and limits of the base config, not as a fit would start them."),
+    )
 
 
-def _machines(on: str | None, asked: int | None, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
-    """The catalogue's, or one of the size that was asked for, or this one."""
-    if on is not None:
-        if asked is not None or device == "cpu":
-            other = "--gpu-memory" if asked is not None else "--device cpu"
-            raise InputError(f"--on names a card, so {other} says nothing", hint="drop one of the two")
-        return find_machines(on)
-    cards = hardware.cards if device == "cuda" else ()
-    if asked is not None:
-        return (Machine(name=ASKED, title="as asked", device_bytes=asked, gpus=len(cards) or None),)
-    if not cards:
-        what = (
-            "no CUDA GPU is visible, so say which to forecast for" if device == "cuda" else "--device cpu has no card"
-        )
-        hint = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
-        raise InputError(what, hint=hint)
-    smallest = min(cards, key=lambda card: card.total_bytes)
-    here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
-    return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
+def field_types(request: type) -> Mapping[str, Any]:
+    """The type of each field, with its `Kind`; types of layers above are left out as Any."""
+    above = {"Workload": Any, "Listener": Any, "ForecastListener": Any}
+    return get_type_hints(request, localns=above, include_extras=True)
 
 
-def _ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
-    """World size and ranks of a node; more cards than any node has are taken to be on nodes of eight."""
-    if nodes is not None and nodes < 1:
-        raise InputError(f"--nodes {nodes}: at least one node is needed")
-    if gpus is None:
-        if machine.gpus is None:
-            raise InputError("say how many ranks to forecast for", hint="give --gpus 8, say")
-        return machine.gpus * (nodes or 1), machine.gpus
-    if check_ranks(gpus) % (nodes or 1):
-        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
-    if nodes is None:
-        catalogued = machine.links is not None and machine.gpus is not None
-        if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:
-            return gpus, machine.gpus or _USUAL_IN_A_NODE
-        return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
-    return gpus, gpus // nodes
+def kind_of(hint: Any) -> Kind | None:
+    """The `Kind` in a field's type, Count | None say; None: any value may stand there."""
+    if get_origin(hint) is Annotated:
+        return next((each for each in hint.__metadata__ if isinstance(each, Kind)), None)
+    return next((kind for part in get_args(hint) if (kind := kind_of(part)) is not None), None)
 
 
-def _micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], ranks: int) -> int:
-    users = base.get("train_micro_batch_size_per_gpu")
-    micro = asked or (users if isinstance(users, int) else 1)
-    if total is not None and total % (micro * ranks):
-        raise InputError(
-            f"micro batch {micro} × {ranks} ranks does not divide the global batch {total}",
-            hint=f"give a --micro-batch that divides {total // ranks}",
-        )
-    return micro
+def options_of(request: Any) -> Mapping[str, Option]:
+    """The option of each field of a request's class."""
+    return {each.name: each.metadata["option"] for each in fields(request)}
 
 
-def nvme_place(path: str | Path | None, machine: Machine) -> Path | None:
-    """Where a forecast takes NVMe to be. It writes nothing, so the folder need not exist here."""
-    if path is not None:
-        return Path(path).absolute()
-    return NVME_PLACE if machine.nvme_bytes is not None else None
+def check_value(name: str, value: Any, kind: Kind) -> Any:
+    """The value as it is kept. Raises InputError that names the argument where the value is of another type.
+
+    True and False are no numbers. Text is no list, although Python can iterate over it.
+    """
+    types = kind.types if isinstance(kind.types, tuple) else (kind.types,)
+    right = isinstance(value, types)
+    if isinstance(value, bool):
+        right = bool in types or object in types
+    if Iterable in types and str not in types and isinstance(value, str | bytes | os.PathLike):
+        right = False
+    if not right:
+        raise InputError(f"{name}={value!r}: {kind.words} is needed, not {type(value).__name__}")
+    if Integral in types:
+        return int(value)
+    return tuple(value) if Iterable in types and not isinstance(value, str) else value
 
 
-def _problem(site: Site) -> str | None:
-    return f"{site.machine.title} has no bf16" if site.precision == "bf16" and not site.machine.bf16 else None
+def check_count(name: str, value: Any) -> int:
+    """A whole number. Raises InputError for a value of another type."""
+    return cast(int, check_value(name, value, Kind(Integral, "a whole number", int)))
 
 
-def _check_one(sites: Sequence[Site]) -> None:
-    if len(sites) == 1 and (problem := sites[0].problem) is not None:
-        raise InputError(problem, hint='give --precision fp16, or "fp16": {"enabled": true} in the base config')
-
-
-def _checkpointing(said: str | None) -> bool | None:
-    if said not in (None, "on", "off"):
-        raise InputError(f"--checkpointing {said!r}: it is on or off", hint="give --checkpointing on")
-    return None if said is None else said == "on"
-
-
-def _assumed(sites: Sequence[Site], device: Device, *, said_micro: bool, said_nodes: bool) -> list[str]:
-    """What nobody said and the answer depends on."""
-    said = [
-        f"{site.ranks_per_node} ranks a node (--nodes)"
-        for site in sites
-        if site.nodes > 1 and not said_nodes and site.machine.links is None
-    ]
-    if not said_micro and len({site.micro_batch for site in sites}) == 1:
-        said.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
-    if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
-        said.append("host memory without a limit (--host-memory)")
-    return [*said, *dict.fromkeys(one for site in sites for one in find_misspelt_keys(site.base))]
+def describe_arguments(request: Callable[..., Any]) -> str:
+    """The docstring of a function of the Python API that takes these arguments."""
+    lines = [f"{name}: {option.help}" for name, option in options_of(request).items()]
+    return "\n".join([(request.__doc__ or "").strip(), "", *lines])

@@ -1,1 +1,1 @@
-"""The commands, one file each: ask a use case, show how it ended. What they share is in `calls`."""
+"""The command line, one file a command. `options` makes the options of a command, `ending` shows how it ends."""

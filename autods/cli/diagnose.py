@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from . import options
-from .ending import ended_by
+from ..requests import DiagnoseRequest
+from .ending import Call, end_with_error, print_result
+from .options import AS_JSON, make_command
 
 if TYPE_CHECKING:
     from ..diagnosis.values import Diagnosis
@@ -31,45 +29,42 @@ Exit codes: 0 answered, whatever the answer; 2 wrong input.
 """
 
 
-def diagnose_command(
-    context: typer.Context,
-    logs: options.Logs = None,
-    exit_code: options.ExitCode = None,
-    as_json: options.Json = False,
-) -> int:
-    """Say why a run died: from its LOGs (files, folders, - for standard input) and exit code."""
+def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: bool) -> int:
+    """Show why the run died, and return the exit code."""
     try:
-        from . import ending
-
-        said = _diagnosed(logs or [], exit_code)
-        ending.printed(lambda: _show(said, as_json=as_json))
+        diagnosis = _diagnose(request)
+        print_result(lambda: _show(diagnosis, as_json=as_json))
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        return ended_by(error, call=context.obj, as_json=as_json, resumes=False)
+        return end_with_error(error, call=call, as_json=as_json, resumes=False)
 
 
-def _show(said: Diagnosis, *, as_json: bool) -> None:
+diagnose_command = make_command(DiagnoseRequest, run_diagnose, AS_JSON)
+
+
+def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(said.to_dict(), indent=2))
+        print(json.dumps(diagnosis.to_dict(), indent=2))
         return
     from rich.console import Console
 
     from ..report.diagnosis_view import print_diagnosis
 
-    print_diagnosis(said, Console(soft_wrap=True))
+    print_diagnosis(diagnosis, Console(soft_wrap=True))
 
 
-def _diagnosed(logs: Sequence[Path], exit_code: int | None) -> Diagnosis:
+def _diagnose(request: DiagnoseRequest) -> Diagnosis:
     from ..diagnosis.diagnose import diagnose
     from ..errors import InputError
 
-    if not logs and exit_code is None:
+    logs = [Path(log) for log in request.logs]
+    if not logs and request.exit_code is None:
         raise InputError("there is nothing to go by", hint="give a log, or --exit-code: autods diagnose train.log")
     if Path("-") in logs:
-        return diagnose(sys.stdin.buffer.read().decode(errors="replace"), exit_code)
-    said = diagnose(logs, exit_code)
-    if said.kind == "unknown" and said.confidence <= 0.1:
+        return diagnose(sys.stdin.buffer.read().decode(errors="replace"), request.exit_code)
+    diagnosis = diagnose(logs, request.exit_code)
+    if diagnosis.kind == "unknown" and diagnosis.confidence <= 0.1:
         raise InputError(
             "is not a text log", where=", ".join(map(str, logs)), hint="give the log itself (gzip is fine)"
         )
-    return said
+    return diagnosis

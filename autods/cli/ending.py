@@ -21,33 +21,37 @@ from ..report.results import Report
 from ..report.serialize import SO_FAR, to_dict
 
 if TYPE_CHECKING:
-    from ..events import Listener
-    from ..forecast.values import ForecastListener
-    from ..prober.request import Question as ProbeQuestion
+    from ..api import UseCase
+    from ..events import Event
+    from ..forecast.values import ForecastEvent
+    from ..prober.request import Question as ProbeSettings
     from ..report.results import Forecast, ProbeReport
-    from ..requests import Question, Settings
+    from ..requests import FitRequest, PlanRequest, ProbeRequest
+    from ..settings import PlanSettings, Settings
 
 _MOST = 400  # characters of one line
 
 
 def show_result(report: Report, *, as_json: bool) -> None:
     """Print the report, as tables or as JSON, to standard output."""
-    printed(lambda: print(json.dumps(to_dict(report), indent=2)) if as_json else print_fit(report, Console()))
+    print_result(lambda: print(json.dumps(to_dict(report), indent=2)) if as_json else print_fit(report, Console()))
 
 
-def printed(say: Callable[[], None]) -> None:
-    """Let `say` print the result. A reader that leaves early is no failure. Raises InputError where the output cannot
-    be written, on a full disk."""
+def print_result(print_it: Callable[[], None]) -> None:
+    """Call `print_it`, which prints to standard output. A reader that leaves early is no failure.
+
+    Raises InputError where the output cannot be written, on a full disk say.
+    """
     try:
-        say()
+        print_it()
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
-        if not isinstance(error, BrokenPipeError):  # `| head`: whoever reads has seen enough
+        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
             raise InputError(f"standard output cannot be written: {error.strerror}") from None
 
 
-def lines_of(error: AutodsError) -> list[str]:
+def format_error(error: AutodsError) -> list[str]:
     """One or two lines: what is wrong and where, how to fix it."""
     if isinstance(error, InputError):
         what = f"{error.where}: {error.what}" if error.where else error.what
@@ -61,7 +65,7 @@ def lines_of(error: AutodsError) -> list[str]:
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:
     """What `--json` prints instead of a report."""
-    lines = lines_of(error) if isinstance(error, AutodsError) else [f"{type(error).__name__}: {error}"]
+    lines = format_error(error) if isinstance(error, AutodsError) else [f"{type(error).__name__}: {error}"]
     kinds = {InputError: "input", EnvironmentBroken: "environment", Interrupted: "interrupted"}
     kind = next((name for cls, name in kinds.items() if isinstance(error, cls)), "internal")
     if isinstance(error, KeyboardInterrupt):
@@ -76,25 +80,29 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, AutodsError) else EnvironmentBroken.exit_code
 
 
-def tell(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes: bool = True) -> None:
+def print_error(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes: bool = True) -> None:
     """Say on standard error what ended the command. `out` is the fit's folder, where it is known already.
 
     resumes: the same command goes on where this one stopped.
     """
     match error:
         case KeyboardInterrupt() | Interrupted() if not resumes:
-            _say("interrupted: nothing is left running")
+            _print_lines("interrupted: nothing is left running")
         case KeyboardInterrupt() | Interrupted():
             gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
             kept = out is not None and _has_finished(out / "journal.jsonl")
             state = f"finished trials are kept in {out}" if kept else "no trial had finished yet"
-            _say(f"interrupted: {gone}{state}", *_so_far(out), f"go on with: {resuming_command(argv)}")
+            _print_lines(
+                f"interrupted: {gone}{state}", *_name_best_config(out), f"go on with: {resuming_command(argv)}"
+            )
         case AutodsError():
-            first, *rest = lines_of(error) or ["unknown"]
-            _say(f"error: {first}", *rest)
+            first, *rest = format_error(error) or ["unknown"]
+            _print_lines(f"error: {first}", *rest)
         case _:
             cause = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
-            _say(f"internal error: {cause}", f"the traceback is in {keep_traceback(error, out)}; please report it")
+            _print_lines(
+                f"internal error: {cause}", f"the traceback is in {keep_traceback(error, out)}; please report it"
+            )
 
 
 def _has_finished(journal: Path) -> bool:
@@ -105,7 +113,7 @@ def _has_finished(journal: Path) -> bool:
         return False
 
 
-def _so_far(out: Path | None) -> list[str]:
+def _name_best_config(out: Path | None) -> list[str]:
     best = None if out is None else out / SO_FAR
     return [f"the best config so far, not certified: {best}"] if best is not None and best.exists() else []
 
@@ -134,47 +142,33 @@ def keep_traceback(error: BaseException, out: Path | None) -> Path:
     return Path(file.name)
 
 
-def _say(first: str, *rest: str) -> None:
+def _print_lines(first: str, *rest: str) -> None:
     print("\n  ".join((first, *rest)), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
-class UseCases:
-    """What the commands call: `api.settle` and `api.run_fit`, `api.ask` and `api.run_plan`, `api.ask_probe` and
-    `api.run_probe`; tests hand in their own.
+class Call:
+    """One call of the program; `argv` with the program's name, to say how to resume.
 
-    Those that are None are the real ones.
+    fit, plan, probe: the use cases, for tests; None: those of `api`.
     """
 
-    settle: Callable[..., Settings] | None = None
-    run_fit: Callable[[Settings, Listener, bool], Report] | None = None
-    ask: Callable[..., Question] | None = None
-    run_plan: Callable[[Question, ForecastListener], Forecast] | None = None
-    ask_probe: Callable[..., ProbeQuestion] | None = None
-    run_probe: Callable[[ProbeQuestion, Listener, bool], ProbeReport] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the program; `argv` with the program's name, to say how to resume."""
-
-    uses: UseCases
     argv: Sequence[str]
+    fit: UseCase[FitRequest, Settings, Event, Report] | None = None
+    plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] | None = None
+    probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
 
 
-def named(workload: str, *, module: bool) -> str:
-    """The workload as `workload.script_source` reads it: with -m it is a module."""
-    return f"module:{workload}" if module else workload
-
-
-def own_part(argv: Sequence[str]) -> Sequence[str]:
-    """What is autods' own of a command line: what stands before `--`."""
+def own_arguments(argv: Sequence[str]) -> Sequence[str]:
+    """The part of a command line that is not the script's: before `--`."""
     return argv[: argv.index("--")] if "--" in argv else argv
 
 
-def ended_by(error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True) -> int:
+def end_with_error(
+    error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True
+) -> int:
     """Say what ended the command and return its exit code. resumes: the same command goes on where this one stopped."""
-    tell(error, out=out, argv=call.argv, resumes=resumes)
+    print_error(error, out=out, argv=call.argv, resumes=resumes)
     if as_json:
-        printed(lambda: print(json.dumps(error_to_dict(error))))
+        print_result(lambda: print(json.dumps(error_to_dict(error))))
     return exit_code(error)

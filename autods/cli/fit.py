@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from . import options
-from .ending import Call, ended_by, named
+from ..requests import FitRequest
+from .ending import Call, end_with_error, show_result
+from .options import AS_JSON, MODULE, QUIET, make_command
 
 if TYPE_CHECKING:
-    from ..events import Event, Listener
-    from ..requests import Settings
+    from ..events import Listener
+    from ..settings import Settings
     from ..types import Trial
 
 EPILOG = """
@@ -35,83 +34,38 @@ Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 int
 """
 
 
-def fit_command(
-    context: typer.Context,
-    workload: options.Workload,
-    script_args: options.ScriptArgs = None,
-    gpus: options.Gpus = None,
-    nodes: options.FitNodes = None,
-    address: options.Address = None,
-    device: options.Device = "cuda",
-    gpu_memory: options.GpuMemory = None,
-    global_batch: options.GlobalBatch = None,
-    precision: options.Precision = "auto",
-    base_config: options.BaseConfig = None,
-    config: options.Config = "default",
-    ladder: options.Ladder = None,
-    strategies: options.Strategies = None,
-    nvme_path: options.NvmePath = None,
-    task: options.Task = None,
-    seq_len: options.SeqLen = None,
-    target_len: options.TargetLen = None,
-    zero_init: options.ZeroInit = False,
-    kind: options.Kind = None,
-    module: options.Module = False,
-    out: options.Out = None,
-    no_forecast: options.NoForecast = False,
-    fresh: options.Fresh = False,
-    objective: options.Objective = "samples",
-    stop: options.Stop = None,
-    max_trials: options.MaxTrials = None,
-    max_time: options.MaxTime = None,
-    seed: options.Seed = 0,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> int:
-    """Find the fastest DeepSpeed config that fits WORKLOAD, and write it to ds_config.json.
-
-    Finished trials are journaled: the same command goes on where a stopped one ended.
-    """
-    asked = {
-        "gpus": gpus, "nodes": nodes, "address": address, "device": device, "gpu_memory": gpu_memory,
-        "global_batch": global_batch,
-        "precision": precision, "base_config": base_config, "config": config,
-        "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()),
-        "nvme_path": nvme_path, "task": task, "seq_len": seq_len, "target_len": target_len, "out": out, "seed": seed,
-        "forecast": not no_forecast, "objective": objective, "stop": stop, "max_trials": max_trials,
-        "max_time": max_time, "zero_init": zero_init, "kind": kind, "script_args": tuple(script_args or ()),
-    }  # fmt: skip
-    return _fit(context.obj, named(workload, module=module), asked, fresh=fresh, as_json=as_json, quiet=quiet)
-
-
-def _fit(call: Call, workload: str, asked: dict[str, Any], *, fresh: bool, as_json: bool, quiet: bool) -> int:
-    """Run the fit and show how it ended, whatever that is."""
-    from .. import api
-    from . import ending
-
-    out = Path(asked["out"]) if asked["out"] else None
+def run_fit(call: Call, request: FitRequest, *, as_json: bool, quiet: bool) -> int:
+    """Run the fit, show how it ended, and return the exit code."""
+    out = Path(request.out) if request.out else None
     try:
-        settings = (call.uses.settle or api.settle)(workload, **asked)
+        from ..api import FIT
+        from ..events import Note
+
+        command = call.fit or FIT
+        settings = command.resolve(request)
         out = settings.out
-        with _progress(quiet) as listen:
-            listen(_question(settings))
-            report = (call.uses.run_fit or api.run_fit)(settings, listen, fresh)
-        ending.show_result(report, as_json=as_json)
+        with _show_progress(quiet) as listen:
+            listen(Note(text=_describe(settings)))
+            report = command.run(settings, listen)
+        show_result(report, as_json=as_json)
         return 0 if report.status == "fit" else 1
     except (Exception, KeyboardInterrupt) as error:
-        return ended_by(error, call=call, out=out, as_json=as_json)
+        return end_with_error(error, call=call, out=out, as_json=as_json)
 
 
-def _progress(quiet: bool) -> AbstractContextManager[Listener]:
+fit_command = make_command(FitRequest, run_fit, MODULE, AS_JSON, QUIET)
+
+
+def _show_progress(quiet: bool) -> AbstractContextManager[Listener]:
     from ..report.live import Progress
 
-    return nullcontext(lambda event: None) if quiet else Progress(label=Unusual())
+    return nullcontext(lambda event: None) if quiet else Progress(label=DifferenceFromFirst())
 
 
-class Unusual:
-    """What a trial does that the first one did not: 'without checkpointing', 'recomputing', 'in fp16'; mostly ''.
+class DifferenceFromFirst:
+    """Labels a trial by what it does that the first trial did not: 'without checkpointing', 'recomputing', 'in fp16'.
 
-    The walk comes first, and recomputes where the model can. Not every trial's line says so, only the others'.
+    The walk comes first, and recomputes activations where the model can, so most labels are empty.
     """
 
     def __init__(self) -> None:
@@ -125,13 +79,12 @@ class Unusual:
         return unusual_knobs(trial.knobs, recomputes=self._recomputes)
 
 
-def _question(settings: Settings) -> Event:
-    """What is asked and where the answer goes, said before anything slow begins."""
-    from ..events import Note
+def _describe(settings: Settings) -> str:
+    """The question and the folder of the answer, shown before anything slow begins."""
     from ..report.text import format_ranks
     from ..units import format_bytes
 
-    what = f"{format_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
+    machine = f"{format_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
     if settings.nodes > 1:
-        what += f" on {settings.nodes} nodes"
-    return Note(text=f"{settings.source.name} on {what}, {settings.profile.name} config → {settings.out}")
+        machine += f" on {settings.nodes} nodes"
+    return f"{settings.source.name} on {machine}, {settings.profile.name} config → {settings.out}"

@@ -11,9 +11,8 @@ import typer
 
 from ..errors import InputError
 from . import diagnose, fit, plan, probe
-from .ending import Call, UseCases, ended_by, own_part
+from .ending import Call, end_with_error, own_arguments
 
-__all__ = ["UseCases", "app", "main"]
 # Typer names only BadParameter; its base is the error of every wrong command line.
 UsageError: Any = typer.BadParameter.__base__
 app = typer.Typer(
@@ -24,9 +23,12 @@ app = typer.Typer(
 )
 
 
-def main(argv: Sequence[str] | None = None, *, uses: UseCases | None = None) -> int:
-    """Run one command line (without the program's name) and return its exit code."""
-    call = Call(uses or UseCases(), sys.argv if argv is None else ["autods", *argv])
+def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
+    """Run one command line (without the program's name) and return its exit code.
+
+    commands: stand-ins for the use cases of `api`, see `Call`.
+    """
+    call = Call(sys.argv if argv is None else ["autods", *argv], **commands)
     args = list(call.argv[1:]) or ["--help"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None, *, uses: UseCases | None = None) -> 
     except UsageError as error:
         command = f"{args[0]} " if args[0] in _COMMANDS else ""
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
-        return ended_by(wrong, call=call, as_json="--json" in own_part(args), resumes=False)
+        return end_with_error(wrong, call=call, as_json="--json" in own_arguments(args), resumes=False)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,198 +1,90 @@
-"""Every option of the command line, once. What a value means is checked by `settings` and `question`, not here."""
+"""The options of a command, generated from the fields of its request."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any
 
-from typer import Argument, Option
+import typer
 
-Workload = Annotated[
-    str,
-    Argument(
-        metavar="WORKLOAD",
-        help="A model.py with build_model and build_batch, a Hugging Face config (hf:./FOLDER), or a training script.",
-    ),
-]
-ScriptArgs = Annotated[
-    list[str] | None,
-    Argument(
-        metavar="-- ARGS...",
-        help="Of a training script; {ds_config}, {micro_batch_size}, {gradient_accumulation_steps}, {train_batch_size} "
-        "are filled in.",
-    ),
-]
-Module = Annotated[
-    bool, Option("--module", "-m", help="WORKLOAD is a module, package.module, and is started as with python -m.")
-]
-Kind = Annotated[
-    str | None,
-    Option(
-        metavar="NAME",
-        help="model, script, deepspeed, hf_trainer, accelerate or lightning.",
-        show_default="by what the file defines and imports",
-    ),
-]
-Gpus = Annotated[
-    int | None, Option(metavar="N", help="Ranks, of all nodes together.", show_default="all visible cards")
-]
-FitNodes = Annotated[
-    int | None,
-    Option(
-        "--nodes",
-        metavar="N",
-        help="Nodes of the Ray cluster that the ranks are spread over; --gpus 8 --nodes 2 is a hostfile of two lines "
-        "with slots=4. Needs --address.",
-        show_default="1",
-    ),
-]
-Address = Annotated[
-    str | None,
-    Option(
-        metavar="auto|HOST:PORT",
-        help="Run the ranks on this Ray cluster.",
-        show_default="a Ray of its own on this machine",
-    ),
-]
-Device = Annotated[str, Option(metavar="cuda|cpu", help="cpu: CPU ranks stand in for GPUs.")]
-GpuMemory = Annotated[
-    str | None,
-    Option(metavar="SIZE", help="Memory of a rank, such as 416MiB; less than the card has emulates a smaller one."),
-]
-GlobalBatch = Annotated[int | None, Option(metavar="N", help="Keep micro batch × accumulation × ranks at N.")]
-Precision = Annotated[
-    str,
-    Option(metavar="NAME", help="auto (the base config's, else bf16), bf16, fp16 or fp32; bf16,fp32: either may win."),
-]
-Objective = Annotated[
-    str, Option(metavar="NAME", help="samples or tokens (the most a second), memory (the least of the device).")
-]
-Stop = Annotated[
-    str | None,
-    Option(
-        metavar="first-fit|fastest",
-        help="Take the first rung that fits, or race all that could be faster.",
-        show_default="the config's",
-    ),
-]
-MaxTrials = Annotated[
-    int | None, Option(metavar="N", help="After N trials nothing more is raced or tuned.", show_default="the config's")
-]
-MaxTime = Annotated[
-    str | None, Option(metavar="TIME", help="The same after so much time in trials: 90s, 20m, 2h.", show_default="none")
-]
-BaseConfig = Annotated[
-    str | None,
-    Option(
-        "--base-config",
-        "--deepspeed-config",
-        metavar="FILE",
-        help="Your DeepSpeed JSON; what is not tuned stays. Also: --deepspeed-config.",
-    ),
-]
-Config = Annotated[str, Option(metavar="NAME", help="How hard to try: quick, default, thorough or a FILE.toml.")]
-Ladder = Annotated[str | None, Option(metavar="A,B,C", help="Try these rungs only.")]
-Strategies = Annotated[list[Path] | None, Option(metavar="DIR", help="A folder of your own rungs; may be repeated.")]
-NvmePath = Annotated[str | None, Option(metavar="DIR", help="A folder on NVMe; opens zero3-nvme.")]
-Out = Annotated[str | None, Option(metavar="DIR", help="Where the results go.", show_default="autods-out/NAME")]
-NoForecast = Annotated[
-    bool, Option("--no-forecast", metavar="", help="Try every rung, even those that cannot fit by the forecast.")
-]
-Fresh = Annotated[bool, Option("--fresh", metavar="", help="Forget the finished trials of an earlier run.")]
-Seed = Annotated[int, Option(metavar="N", help="Seed of weights and search.")]
-Json = Annotated[bool, Option("--json", metavar="", help="Print report.json instead of a table.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", metavar="", help="No progress, only the result.")]
-Logs = Annotated[
-    list[Path] | None, Argument(metavar="LOG...", help="Logs of one run, or folders of them; - reads a pipe.")
-]
-ExitCode = Annotated[
-    int | None, Option("--exit-code", metavar="N", help="Of the run: 137, or -9 as Python says it.", show_default=False)
-]
-# Of `plan`: it may be asked about machines that are not here.
-AnyWorkload = Annotated[
-    str,
-    Argument(
-        metavar="WORKLOAD",
-        help="A model.py, a Hugging Face config.json or its folder (hf:./DIR; random weights), or a training script.",
-    ),
-]
-ForecastGpus = Annotated[
-    int | None, Option("--gpus", metavar="N", help="Ranks, of all nodes together.", show_default="a node's")
-]
-Nodes = Annotated[
-    int | None,
-    Option(metavar="N", help="Nodes that the ranks are spread over.", show_default="1; nodes of 8 beyond 16 ranks"),
-]
-On = Annotated[
-    str | None, Option(metavar="NAME,…|all", help="Machines of the catalogue, such as a100-80gb; all: which do I need?")
-]
-ForecastMemory = Annotated[
-    str | None, Option("--gpu-memory", metavar="SIZE", help="Memory of a card, such as 80GiB, when not --on.")
-]
-HostMemory = Annotated[str | None, Option(metavar="SIZE", help="Memory of a node, such as 1TiB.")]
-Nvme = Annotated[str | None, Option(metavar="SIZE", help="NVMe of a node, such as 2TiB; opens zero3-nvme.")]
-ForecastNvmePath = Annotated[
-    str | None, Option("--nvme-path", metavar="DIR", help="The same without a size; the folder need not be here.")
-]
-Task = Annotated[
-    str | None,
-    Option(
-        metavar="NAME",
-        help="Of a Hugging Face config: causal-lm, seq2seq, masked-lm or image-classification.",
-        show_default="by the config's architectures",
-    ),
-]
-SeqLen = Annotated[
-    int | None, Option(metavar="N", help="Tokens of a sample; a model.py takes it as build_batch(…, seq_len).")
-]
-TargetLen = Annotated[
-    int | None, Option(metavar="N", help="Tokens of a target, for seq2seq.", show_default="--seq-len")
-]
-MicroBatch = Annotated[int | None, Option(metavar="N", help="Samples of a rank at a time.", show_default="1")]
-Checkpointing = Annotated[
-    str | None, Option(metavar="on|off", help="Recompute activations.", show_default="on, if the model can")
-]
-ZeroInit = Annotated[
-    bool, Option("--zero-init", metavar="", help="Stage 3 builds the model under deepspeed.zero.Init, already split.")
-]
-AsWritten = Annotated[
-    bool,
-    Option("--as-written", metavar="", help="Buckets and limits of the base config, not as a fit would start them."),
-]
-Largest = Annotated[bool, Option("--largest/--no-largest", help="Look for the largest micro batch of each rung.")]
-PlanJson = Annotated[bool, Option("--json", metavar="", help="Print JSON instead of a table.")]
-# Of `probe`.
-Vary = Annotated[
-    list[str] | None,
-    Option(
-        metavar="NAME=A,B,…",
-        help="What is varied, may be repeated: rung, micro_batch, pin_memory, precision, gpus, seq_len, checkpointing, "
-        "accumulation, any DeepSpeed key, env.NAME, build_model.NAME, build_batch.NAME.",
-    ),
-]
-Experiment = Annotated[str | None, Option(metavar="NAME|FILE", help="Axes of a file, such as stages or offload.")]
-SeveralGpus = Annotated[
-    str | None, Option("--gpus", metavar="N,M,…", help="Ranks; several are an axis.", show_default="all visible cards")
-]
-Capacity = Annotated[bool, Option("--capacity", metavar="", help="Look for the largest micro batch of each cell.")]
-ParallelTrials = Annotated[
-    int,
-    Option(
-        metavar="N",
-        help="With --capacity: search up to N cells side by side, as far as cards or processors are free. 1 by "
-        "default: trials that share a machine tell no speeds.",
-    ),
-]
-ForecastOnly = Annotated[
-    bool, Option("--forecast-only", metavar="", help="The same without a trial, for a machine that need not be here.")
-]
-OnOne = Annotated[
-    str | None, Option("--on", metavar="NAME", help="With --forecast-only: a machine of the catalogue, as a100-80gb.")
-]
-Repeats = Annotated[
-    int | None, Option(metavar="N", help="How often each cell is measured, in turns.", show_default="3")
-]
-TimedSteps = Annotated[
-    int | None, Option("--steps", metavar="N", help="Timed steps of a trial.", show_default="the config's")
-]
-Csv = Annotated[str | None, Option("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]
+from ..requests import Option, field_types, kind_of
+from .ending import Call
+
+
+def _flag(name: str, *spellings: str, help: str, panel: str = "Output", metavar: str = "") -> inspect.Parameter:
+    """An option that belongs to the command line alone: a switch, or text where it has a metavar."""
+    described = typer.Option(*spellings, metavar=metavar, help=help, rich_help_panel=panel)
+    annotation, default = (Annotated[str | None, described], None) if metavar else (Annotated[bool, described], False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+AS_JSON = _flag("as_json", "--json", help="Print JSON instead of a table.")
+QUIET = _flag("quiet", "--quiet", "-q", help="No progress, only the result.")
+CSV = _flag("csv", "--csv", metavar="FILE", help="Write the table there as well; - prints it.")
+MODULE = _flag(
+    "module",
+    "--module",
+    "-m",
+    help="WORKLOAD is a module, package.module, and is started as with python -m.",
+    panel="Workload",
+)
+
+
+def make_command(request: type[Any], run: Callable[..., int], *flags: inspect.Parameter) -> Callable[..., int]:
+    """A function for Typer with an option for each field of the request, and with these flags.
+
+    It calls `run(call, request, **flags)`, and takes its help from the request's docstring. With --module the workload
+    becomes 'module:NAME'.
+    """
+
+    def command(context: typer.Context, **given: Any) -> int:
+        values = {name: given.pop(name) for name in names}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        if given.pop("module", False):
+            values["workload"] = f"module:{values['workload']}"
+        call: Call = context.obj
+        return run(call, request(**{name: value for name, value in values.items() if value is not None}), **given)
+
+    types = field_types(request)
+    parameters = [_parameter(each, types[each.name]) for each in fields(request) if each.metadata["option"].panel]
+    names = [parameter.name for parameter in parameters]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    signature = inspect.Signature([context, *parameters, *flags], return_annotation=int)
+    command.__doc__ = request.__doc__
+    command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    command.__dict__["__signature__"] = signature
+    return command
+
+
+def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
+    """A field as a parameter that Typer understands."""
+    option: Option = field.metadata["option"]
+    kind = kind_of(hint)
+    cli = str if kind is None else kind.cli
+    required = field.default is MISSING
+    default = None if required or field.default == () else field.default
+    show_default: Any = True if option.default is None else option.default or False
+    if option.positional:
+        described: Any = typer.Argument(metavar=option.metavar, help=option.help)
+    else:
+        described = typer.Option(
+            *(option.flags or (_spelling(field.name, default),)),
+            metavar="" if cli is bool and not default else option.metavar,
+            help=option.help,
+            show_default=show_default,
+            rich_help_panel=option.panel,
+        )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else default,
+        annotation=Annotated[cli if required or default is not None else cli | None, described],
+    )
+
+
+def _spelling(name: str, default: Any) -> str:
+    """'--seq-len'; a switch that is on by default can be turned off: '--forecast/--no-forecast'."""
+    word = name.replace("_", "-")
+    return f"--{word}/--no-{word}" if default is True else f"--{word}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from . import options
-from .ending import Call, ended_by, named
+from ..requests import ProbeRequest
+from .ending import Call, end_with_error, print_result
+from .options import AS_JSON, CSV, MODULE, QUIET, make_command
 
 if TYPE_CHECKING:
-    from ..events import Event, Listener
+    from ..events import Listener
     from ..prober.request import Question
     from ..report.results import ProbeReport
 
@@ -40,105 +39,39 @@ Exit codes: 0 done, 1 no cell fits, 2 wrong input, 3 broken environment, 130 int
 """
 
 
-def probe_command(
-    context: typer.Context,
-    workload: options.Workload,
-    script_args: options.ScriptArgs = None,
-    vary: options.Vary = None,
-    experiment: options.Experiment = None,
-    gpus: options.SeveralGpus = None,
-    nodes: options.FitNodes = None,
-    address: options.Address = None,
-    device: options.Device = "cuda",
-    gpu_memory: options.GpuMemory = None,
-    capacity: options.Capacity = False,
-    parallel_trials: options.ParallelTrials = 1,
-    forecast_only: options.ForecastOnly = False,
-    on: options.OnOne = None,
-    host_memory: options.HostMemory = None,
-    repeats: options.Repeats = None,
-    steps: options.TimedSteps = None,
-    global_batch: options.GlobalBatch = None,
-    precision: options.Precision = "auto",
-    base_config: options.BaseConfig = None,
-    as_written: options.AsWritten = False,
-    config: options.Config = "default",
-    ladder: options.Ladder = None,
-    strategies: options.Strategies = None,
-    nvme_path: options.NvmePath = None,
-    task: options.Task = None,
-    seq_len: options.SeqLen = None,
-    target_len: options.TargetLen = None,
-    zero_init: options.ZeroInit = False,
-    kind: options.Kind = None,
-    module: options.Module = False,
-    out: options.Out = None,
-    no_forecast: options.NoForecast = False,
-    fresh: options.Fresh = False,
-    seed: options.Seed = 0,
-    csv: options.Csv = None,
-    as_json: options.PlanJson = False,
-    quiet: options.Quiet = False,
-) -> int:
-    """Measure WORKLOAD under every combination of what is varied: throughput, memory on each tier, what runs out.
-
-    Each cell is a real short trial, repeated in turns, so that noise is told from difference. Finished trials are
-    journaled: the same command goes on where a stopped one ended.
-    """
-    asked = {
-        "vary": tuple(vary or ()), "experiment": experiment, "gpus": gpus, "nodes": nodes, "address": address,
-        "device": device, "gpu_memory": gpu_memory,
-        "capacity": capacity, "parallel_trials": parallel_trials, "forecast_only": forecast_only, "on": on,
-        "host_memory": host_memory,
-        "repeats": repeats, "steps": steps, "global_batch": global_batch, "precision": precision,
-        "base_config": base_config, "as_written": as_written, "config": config,
-        "ladder": () if ladder is None else ladder, "strategies": tuple(strategies or ()), "nvme_path": nvme_path,
-        "task": task, "seq_len": seq_len, "target_len": target_len, "zero_init": zero_init, "kind": kind,
-        "script_args": tuple(script_args or ()), "out": out, "forecast": not no_forecast, "seed": seed,
-    }  # fmt: skip
-    return _probe(
-        context.obj,
-        named(workload, module=module),
-        asked,
-        fresh=fresh,
-        csv=csv,
-        as_json=as_json,
-        quiet=quiet,
-    )
-
-
-def _probe(
-    call: Call, workload: str, asked: dict[str, Any], *, fresh: bool, csv: str | None, as_json: bool, quiet: bool
-) -> int:
-    """Run the probe and show how it ended, whatever that is."""
-    from .. import api
-    from ..report.serialize import check_writable, write_csv
-    from . import ending
-
-    out = Path(asked["out"]) if asked["out"] else None
+def run_probe(call: Call, request: ProbeRequest, *, csv: str | None, as_json: bool, quiet: bool) -> int:
+    """Run the probe, show how it ended, and return the exit code. csv: a file for the table as well; - prints it."""
+    out = Path(request.out) if request.out else None
     table = None if csv in (None, "-") else Path(str(csv))
     try:
+        from ..api import PROBE
+        from ..events import Note
+        from ..report.serialize import check_writable, write_csv
+
+        command = call.probe or PROBE
         if table is not None:
             check_writable(table)
-        question = (call.uses.ask_probe or api.ask_probe)(workload, **asked)
+        question = command.resolve(request)
         out = question.settings.out
-        with _progress(question, quiet) as listen:
-            listen(_said(question))
-            report = (call.uses.run_probe or api.run_probe)(question, listen, fresh)
+        with _show_progress(question, quiet) as listen:
+            listen(Note(text=_describe(question)))
+            report = command.run(question, listen)
         if table is not None:
             write_csv(report, table)
-        ending.printed(lambda: _show(report, as_json=as_json, as_csv=csv == "-"))
+        print_result(lambda: _show(report, as_json=as_json, as_csv=csv == "-"))
         return 0 if report.status == "done" else 1
     except (Exception, KeyboardInterrupt) as error:
-        return ended_by(error, call=call, out=out, as_json=as_json)
+        return end_with_error(error, call=call, out=out, as_json=as_json)
+
+
+probe_command = make_command(ProbeRequest, run_probe, MODULE, CSV, AS_JSON, QUIET)
 
 
 def _show(report: ProbeReport, *, as_json: bool, as_csv: bool) -> None:
-    from ..report.serialize import probe_to_dict as to_dict
-    from ..report.serialize import to_csv
+    from ..report.serialize import probe_to_dict, to_csv
 
     if as_json:
-        print(json.dumps(to_dict(report), indent=2))
+        print(json.dumps(probe_to_dict(report), indent=2))
     elif as_csv:
         print(to_csv(report), end="")
     else:
@@ -149,20 +82,18 @@ def _show(report: ProbeReport, *, as_json: bool, as_csv: bool) -> None:
         print_probe(report, Console())
 
 
-def _progress(question: Question, quiet: bool) -> AbstractContextManager[Listener]:
+def _show_progress(question: Question, quiet: bool) -> AbstractContextManager[Listener]:
     from ..prober.grid import label_of
     from ..report.live import Progress
 
     return nullcontext(lambda event: None) if quiet else Progress(label=lambda trial: label_of(question, trial))
 
 
-def _said(question: Question) -> Event:
-    """What is asked and where the answer goes, said before anything slow begins."""
-    from ..events import Note
-
+def _describe(question: Question) -> str:
+    """The question and the folder of the answer, shown before anything slow begins."""
     cells = sum(1 for _ in question.cells())
-    how = f", each {question.repeats} times, in turns" if question.repeats > 1 else ", each once"
+    repeats = f", each {question.repeats} times, in turns" if question.repeats > 1 else ", each once"
     if question.capacity:
-        how = ", by the forecast" if question.forecast_only else ", by the forecast and by trials"
-    what = "the largest micro batch of " if question.capacity else ""
-    return Note(text=f"{question.settings.source.name}: {what}{cells} cells{how} → {question.settings.out}")
+        repeats = ", by the forecast" if question.forecast_only else ", by the forecast and by trials"
+    subject = "the largest micro batch of " if question.capacity else ""
+    return f"{question.settings.source.name}: {subject}{cells} cells{repeats} → {question.settings.out}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -194,13 +195,13 @@ def _meant_for(total: int | None, micro: int | None, accumulation: int | None) -
 
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-ConfigSource = str | Path | Mapping[str, Any] | None
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 def load_base_config(given: ConfigSource, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
     """The base config, from a file or as an object, and the name that errors give it. See `check_base_config`."""
-    where = str(given) if isinstance(given, (str, Path)) else "base config"
-    base = read_base_config(Path(given)) if isinstance(given, (str, Path)) else _plain(given, where)
+    where = str(given) if isinstance(given, (str, os.PathLike)) else "base config"
+    base = read_base_config(Path(given)) if isinstance(given, (str, os.PathLike)) else _plain(given, where)
     check_base_config(base, world_size=world_size, where=where, filled_in=filled_in)
     return base, where
 

@@ -16,7 +16,7 @@ from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
 from ..report.results import Forecast, SiteForecast
-from ..requests import Question, Site, plan_with_workloads_config
+from ..settings import PlanSettings, Site, apply_script_config_to_plan
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
@@ -26,7 +26,7 @@ _PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
 
 
-def plan(question: Question, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
+def plan(question: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
     """The forecast of every rung on the machine that was asked about.
 
     Several machines share simulations, and of each only the rungs up to the fastest that fits are forecast. Raises
@@ -37,7 +37,7 @@ def plan(question: Question, *, listen: ForecastListener, start: StartSimulator 
         with (start or ProcessSimulator)(_to_look_at(question)) as simulator:
             listen(Note(text="preparing the simulated device"))
             facts = _looked(simulator, question, listen)
-            question = plan_with_workloads_config(question, facts)
+            question = apply_script_config_to_plan(question, facts)
             checkpointing = checkpointing_of(question, facts)
             allocator = read_alloc_conf(os.environ) if question.device == "cuda" else AllocConf()
             work = Work(question, facts, simulator, listen, expandable=allocator.expandable)
@@ -59,7 +59,7 @@ def plan(question: Question, *, listen: ForecastListener, start: StartSimulator 
     )
 
 
-def _to_look_at(question: Question) -> WorkloadSource:
+def _to_look_at(question: PlanSettings) -> WorkloadSource:
     """The workload; a script with the base config that was asked for, which its `{ds_config}` holds then."""
     if question.source.kind != "script":
         return question.source
@@ -117,7 +117,7 @@ def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _shared(question: Question) -> tuple[str, ...]:
+def _shared(question: PlanSettings) -> tuple[str, ...]:
     """What is said of simulations that answer for more than one machine."""
     if all(len(sites) == 1 for _, sites in groups_of(question.sites)):
         return ()
@@ -138,7 +138,7 @@ def _of_site(work: Work, site: Site) -> SiteForecast:
     return SiteForecast(site=site, rungs=rungs, to_try=to_try, lacks_nvme=lacks_nvme)
 
 
-def _looked(simulator: Simulator, question: Question, listen: ForecastListener) -> ModelFacts:
+def _looked(simulator: Simulator, question: PlanSettings, listen: ForecastListener) -> ModelFacts:
     """What a look at the model finds: of a script alone, as in a fit, else among all of its ranks."""
     ranks = max(site.world_size for site in question.sites)
     try:

@@ -26,7 +26,7 @@ from ..forecast.values import (
     Simulator,
 )
 from ..forecast.verdict import judge_memory
-from ..requests import Question, Site
+from ..settings import PlanSettings, Site
 from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Tier
@@ -68,7 +68,7 @@ def holds_for(simulated: Simulation, ask: EngineSpec, device_bytes: int) -> bool
     )
 
 
-def checkpointing_of(question: Question, facts: ModelFacts) -> bool:
+def checkpointing_of(question: PlanSettings, facts: ModelFacts) -> bool:
     """Whether activations are recomputed. Raises InputError when that was asked for and the model cannot."""
     if question.checkpointing and not facts.checkpointing:
         raise InputError(
@@ -79,7 +79,9 @@ def checkpointing_of(question: Question, facts: ModelFacts) -> bool:
     return facts.checkpointing if question.checkpointing is None else question.checkpointing
 
 
-def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizing: Sizing) -> EngineSpec | RungForecast:
+def ask_for(
+    rung: Rung, site: Site, question: PlanSettings, facts: ModelFacts, sizing: Sizing
+) -> EngineSpec | RungForecast:
     """The engine of a rung there, or why it does not apply."""
     reason = (
         site.problem
@@ -115,7 +117,7 @@ def ask_for(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizin
     )
 
 
-def _settings(rung: Rung, site: Site, question: Question, facts: ModelFacts, sizing: Sizing) -> dict[str, Scalar]:
+def _settings(rung: Rung, site: Site, question: PlanSettings, facts: ModelFacts, sizing: Sizing) -> dict[str, Scalar]:
     """Buckets and limits as a fit would start with them; as_written: DeepSpeed's own where the base config has none."""
     if not question.as_written:
         return start_settings(rung, base=site.base, device_bytes=sizing.buckets_bytes, facts=facts)
@@ -143,7 +145,7 @@ def on_site(ask: EngineSpec, site: Site) -> EngineSpec:
     return replace(ask, device_bytes=site.machine.device_bytes, ranks_per_node=site.ranks_per_node)
 
 
-def limits_of(site: Site, question: Question) -> Mapping[Tier, int]:
+def limits_of(site: Site, question: PlanSettings) -> Mapping[Tier, int]:
     """Bytes, where they are known: the device a rank, host and NVMe a node. CPU ranks' budgets are the host's limit."""
     limits: dict[Tier, int] = {"device": site.machine.device_bytes}
     if question.device == "cuda" and site.machine.host_bytes is not None:
@@ -165,7 +167,7 @@ def _accumulation(site: Site) -> int:
     return accumulation_for(site.global_batch, site.micro_batch, site.world_size)
 
 
-def _why_not(rung: Rung, site: Site, question: Question) -> str | None:
+def _why_not(rung: Rung, site: Site, question: PlanSettings) -> str | None:
     if rung.needs_nvme_path and site.nvme_path is None:
         return "no NVMe was named (--nvme 2TiB)"
     if question.device == "cpu" and site.precision == "fp16":
@@ -185,7 +187,7 @@ class Work:
     torch's allocator has expandable segments, see `forecast.allocator`.
     """
 
-    question: Question
+    question: PlanSettings
     facts: ModelFacts
     simulator: Simulator
     listen: ForecastListener

@@ -15,7 +15,7 @@ from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import EngineSpec, RungForecast, Simulator, StartSimulator
 from ..forecast.verdict import judge_memory
-from ..requests import NVME_PLACE
+from ..settings import NVME_PLACE
 from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
 from ..types import Device, Knobs, ModelFacts, Scalar, Tier, Trial, WorkloadSource

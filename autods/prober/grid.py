@@ -14,8 +14,8 @@ from ..config.strategies import Rung
 from ..errors import InputError
 from ..journal import History, Journal, trial_key
 from ..report.text import format_value
-from ..requests import Settings, with_workloads_config
 from ..schema import read_as
+from ..settings import Settings, apply_script_config
 from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
@@ -103,7 +103,7 @@ def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Ru
 
 def settings_of(question: Question, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
     """The settings under these conditions, with the config that a script brings."""
-    return with_workloads_config(apply_conditions(question.settings, conditions), facts)
+    return apply_script_config(apply_conditions(question.settings, conditions), facts)
 
 
 def config_of(question: Question, trial: Trial, facts: ModelFacts) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from ..config.catalogue import ASKED, HERE, Machine, find_machines
 from ..config.profiles import read_profile
 from ..config.strategies import Rung, read_rungs, select_rungs
 from ..errors import InputError
-from ..requests import Settings, nvme_place, resolve, whole
+from ..requests import FitRequest, check_count
+from ..settings import Settings, nvme_place, resolve_fit
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource
@@ -245,10 +246,11 @@ def pose(
         check_argument(name, source, arguments)
     counts = [count for count in named.get("gpus", gpus) if isinstance(count, int)]
     nvme_path = asked.pop("nvme_path", None) if machine is not None else None  # it need not be here
-    settings = resolve(
-        source, hardware=hardware, gpus=max(counts, default=None), base_config=base_config, config=config,
+    fit = FitRequest(
+        source.path, gpus=max(counts, default=None), base_config=base_config, config=config, out=out,
         ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **asked,
     )  # fmt: skip
+    settings = resolve_fit(fit, source, hardware=hardware)
     for count in counts:  # a base config, or a global batch, may suit some and not others
         base, _ = load_base_config(source.base_config if base_config is None else base_config, world_size=count)
         resolve_global_batch(asked.get("global_batch"), base, count)
@@ -394,7 +396,7 @@ def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
     try:
         if isinstance(gpus, str):
             return tuple(int(part) for part in gpus.split(","))
-        return tuple(whole("gpus", part) for part in gpus)
+        return tuple(check_count("gpus", part) for part in gpus)
     except (ValueError, TypeError):
         raise InputError(f"--gpus {gpus}: these are no numbers", hint="give --gpus 8, or --gpus 1,2,4,8") from None
 

@@ -16,7 +16,7 @@ from ..forecast.values import StartSimulator
 from ..journal import JOURNAL, History, Journal, TrialStore, check_disk_space, workspace
 from ..report.results import CellResult, ProbeReport
 from ..report.serialize import write_probe
-from ..requests import Settings
+from ..settings import Settings
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
 from .capacity import Boundaries

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..forecast.values import RungForecast
-from ..requests import Site
+from ..settings import Site
 from ..types import Device, Knobs, ModelFacts, Record, Scalar, ScriptKind, Skipped, Tier, TierUse, WorkloadSource
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..errors import EnvironmentBroken
-from ..requests import Settings
+from ..settings import Settings
 from ..system.gpus import Card
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from ..events import Event, Note
-from ..requests import Settings
+from ..settings import Settings
 from ..types import Fit, Outcome, OutOfMemory, Record, Scalar, Trial
 from ..units import format_bytes
 from ..workload.conditions import apply_conditions, environment_variables

@@ -19,7 +19,7 @@ from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Listener, Note, TrialMoved
-from ..requests import Settings, describe_script, with_workloads_config
+from ..settings import Settings, apply_script_config, describe_script
 from ..trial.job import Job, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial, WorkloadSource
@@ -92,7 +92,7 @@ class RayRunner:
         check_survey(failure, job)
         result = result_of_rank_0(self.results)
         self.facts = ModelFacts(**result["facts"])
-        self.settings = with_workloads_config(self.settings, self.facts)
+        self.settings = apply_script_config(self.settings, self.facts)
         for text in describe_script(self.settings, self.facts):
             self._note(text)
         return self.facts, result["op_problems"]
@@ -106,7 +106,7 @@ class RayRunner:
         survey = self.surveys.get(settings.source.digest)
         if survey is None:
             survey = self.surveys[settings.source.digest] = self.survey()
-        self.facts, self.settings = survey[0], with_workloads_config(settings, survey[0])
+        self.facts, self.settings = survey[0], apply_script_config(settings, survey[0])
         return survey
 
     def run(self, trial: Trial, *, id: int) -> Record:

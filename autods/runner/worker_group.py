@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import EnvironmentBroken
 from ..events import Event, Note
-from ..requests import Settings
+from ..settings import Settings
 from ..system import processes
 from ..system.host import read_hardware
 from ..trial.job import RankJob

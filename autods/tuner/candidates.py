@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..config.deepspeed import compose, get_key, required_ops, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..requests import Settings
+from ..settings import Settings
 from ..types import Knobs, ModelFacts, Scalar
 from .trials import accumulation_for
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..journal import TrialStore
-from ..requests import Settings
+from ..settings import Settings
 from ..types import ModelFacts, Record, Trial
 from .comparison import Score
 from .forecasts import Forecaster

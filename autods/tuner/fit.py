@@ -19,7 +19,7 @@ from ..events import Listener, Note
 from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
 from ..report import serialize
 from ..report.results import Report
-from ..requests import Settings, with_workloads_config
+from ..settings import Settings, apply_script_config
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, WorkloadSource, is_machines_fault
@@ -81,7 +81,7 @@ def fit(
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
         seconds = time.monotonic() - began + earlier_s
-        report = _report(with_workloads_config(settings, result.facts), memory, opened, result, seconds)
+        report = _report(apply_script_config(settings, result.facts), memory, opened, result, seconds)
         serialize.write(report, out)
         return report
 
@@ -119,7 +119,7 @@ class Search:
             if self.settings.forecast:
                 self.memory.listen(Note(text=f"{reason}; rungs are tried instead"))
         context = FitContext(
-            settings=with_workloads_config(self.settings, facts),
+            settings=apply_script_config(self.settings, facts),
             facts=facts,
             memory=self.memory,
             forecaster=forecaster,

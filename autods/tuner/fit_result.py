@@ -10,7 +10,7 @@ from ..forecast.values import RungForecast
 from ..report import text
 from ..report.results import ClosestRung, Report, Throughput
 from ..report.serialize import rung_to_dict
-from ..requests import Settings
+from ..settings import Settings
 from ..system.host import threads_per_rank
 from ..types import Fit, Knobs, ModelFacts, Record
 from ..workload.script_source import describe_launch

@@ -16,8 +16,8 @@ from ..forecast.calibration import Observation
 from ..forecast.forecaster import Foreseer
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
-from ..requests import Settings
 from ..schema import read_as
+from ..settings import Settings
 from ..system.host import read_hardware
 from ..types import Fit, Record, Tier, Trial
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autods.api import ask as pose
+from autods.api import PLAN
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import EngineSpec
 from autods.planner.simulate import Sizing, ask_for
+from autods.requests import PlanRequest
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
 GIB = 2**30
@@ -54,10 +55,11 @@ def main() -> int:
 
 def simulated(model: str, *, gpus: int, rungs: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Rung → the peak of live bytes on the device, and the elements that the rank's optimizer updates."""
-    question = pose(
+    request = PlanRequest(
         GEOMETRIES / model, gpus=gpus, gpu_memory="80GiB", nvme="2TiB", seq_len=2048, ladder=rungs, checkpointing="on",
         zero_init=True, as_written=True, base_config=BASE,
     )  # fmt: skip
+    question = PLAN.resolve(request)
     sizing = Sizing(buckets_bytes=80 * GIB, device_bytes=80 * GIB)
     found = {}
     with Simulator(question.source) as simulator:

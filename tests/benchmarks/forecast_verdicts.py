@@ -170,11 +170,11 @@ def train(
 @contextlib.contextmanager
 def runner_of(workload: str, world_size: int, scratch: Path, nvme: Path | None) -> Iterator[Any]:
     """The runner of a fit, surveyed."""
-    from autods.requests import resolve
     from autods.runner.runner import RayRunner
     from autods.system.host import read_hardware
+    from tests.support.settings import fit_settings
 
-    settings = resolve(
+    settings = fit_settings(
         source(workload, scratch), hardware=read_hardware(), gpus=world_size, device="cpu", gpu_memory="4GiB",
         base_config=BASE, nvme_path=nvme, out=scratch / f"{workload}-{world_size}",
     )  # fmt: skip

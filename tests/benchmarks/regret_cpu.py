@@ -62,7 +62,7 @@ from autods.config.profiles import Budget
 from autods.errors import AutodsError
 from autods.forecast.values import Engine, EngineSpec, Simulation, Simulator
 from autods.journal import Journal, TrialStore
-from autods.requests import Settings, resolve
+from autods.settings import Settings
 from autods.system.host import installed_versions, read_hardware
 from autods.tuner.fit import Search, fit
 from autods.tuner.fit_result import FitResult
@@ -70,6 +70,7 @@ from autods.tuner.forecasts import open_forecaster
 from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import format_bytes
 from autods.workload import make_source
+from tests.support.settings import fit_settings
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -164,7 +165,7 @@ def _options() -> argparse.Namespace:
 
 def settings_of(workload: Workload, out: Path, *, seed: int = 0, trials: int | None = None) -> Settings:
     """The question, as `autods fit` with the default config asks it."""
-    return resolve(
+    return fit_settings(
         make_source(HERE / "workloads" / f"regret_{workload.name}.py"), hardware=read_hardware(), gpus=RANKS,
         device="cpu", gpu_memory=workload.gpu_memory, global_batch=workload.global_batch, out=out,
         seed=seed, max_trials=trials,

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from autods.config.deepspeed import start_settings
 from autods.config.strategies import read_rungs
-from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.types import Fit, Knobs, Steps, Trial
 from autods.workload import make_source
+from tests.support.settings import fit_settings
 
 TORCH_ADAM = {"optimizer.params.torch_adam": True}  # so that no op has to be built
 RUNGS = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param")
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        settings = resolve(
+        settings = fit_settings(
             make_source(options.workload), hardware=read_hardware(), gpus=2, device="cpu", gpu_memory="2GiB", out=folder
         )
         with RayRunner(settings, lambda event: None) as runner:

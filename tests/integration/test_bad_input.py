@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autods.api import settle
-from autods.cli.ending import UseCases
+from autods import api
 from autods.cli.main import main
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
@@ -35,16 +35,16 @@ class Shared:
 
     def __call__(self, workload, out, *argv) -> int:
         args = ["fit", str(workload), "--gpus", "2", *BUDGET, *CPU, "--out", str(out), *argv]
-        code = main(args, uses=UseCases(settle, self._run_fit))
+        code = main(args, fit=replace(api.FIT, run=self._run_fit))
         self.said = self.capsys.readouterr().err
         return code
 
-    def _run_fit(self, settings, listen, fresh):
+    def _run_fit(self, settings, listen):
         def start(settings, listen):
             self.runner.settings, self.runner.listen = settings, listen
             return contextlib.nullcontext(self.runner)
 
-        return fit(settings, listen=listen, fresh=fresh, start=start)
+        return fit(settings, listen=listen, fresh=settings.fresh, start=start)
 
 
 @pytest.fixture(scope="module")

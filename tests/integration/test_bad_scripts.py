@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autods.api import settle
-from autods.cli.ending import UseCases
+from autods import api
 from autods.cli.main import main
-from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
@@ -19,6 +17,7 @@ from autods.workload import make_source
 from tests.support.bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial
+from tests.support.settings import fit_settings
 from tests.support.wrong import is_one_message
 
 ARGS = ("--", "{micro_batch_size}")
@@ -30,7 +29,7 @@ def started(ray, tmp_path_factory):
     (folder / "train.py").write_text(GOOD)
     source = make_source(folder / "train.py", argv=("{micro_batch_size}",))
     asked = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder / "out"}
-    with RayRunner(resolve(source, hardware=read_hardware(), **asked), ignore) as runner:
+    with RayRunner(fit_settings(source, hardware=read_hardware(), **asked), ignore) as runner:
         yield runner
 
 
@@ -48,18 +47,18 @@ def script(tmp_path):
 def autods(started, capsys):
     """The command line on one zygote, which never runs a script and so serves all. Returns what it says of an error."""
 
-    def run_fit(settings, listen, fresh):
+    def run_fit(settings, listen):
         def start(settings, listen):
             started.settings, started.listen = settings, listen
             return contextlib.nullcontext(started)
 
         limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
         settings = replace(settings, profile=replace(settings.profile, limits=limits))
-        return fit(settings, listen=listen, fresh=fresh, start=start)
+        return fit(settings, listen=listen, fresh=settings.fresh, start=start)
 
     def autods(path, out):
         argv = ["fit", str(path), "--gpus", "2", "--gpu-memory", "1GiB", "--device", "cpu", "--config", "quick"]
-        code = main([*argv, "--quiet", "--out", str(out), *ARGS], uses=UseCases(settle, run_fit))
+        code = main([*argv, "--quiet", "--out", str(out), *ARGS], fit=replace(api.FIT, run=run_fit))
         assert code == 2
         return capsys.readouterr().err
 

@@ -11,13 +11,13 @@ from autods.events import Note
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import EngineSpec
 from autods.forecast.verdict import judge_memory
-from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.types import Communication, Exam, Examined, Fit, Knobs, Scalar, Steps, Trial
 from autods.workload import make_source
 from tests.support.fits import HERE, TORCH_ADAM, question
+from tests.support.settings import fit_settings
 
 PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for each
 WHOLE = 2 * PARAMETERS
@@ -147,7 +147,7 @@ def test_experts_train_evaluate_save_and_load(runners, rung):
 
 def test_the_pipeline_of_a_script_is_counted_too(ray, tmp_path_factory):
     source = make_source(HERE / "scripts" / "with_pipeline.py", argv=("--deepspeed_config", "{ds_config}"))
-    settings = resolve(
+    settings = fit_settings(
         source, hardware=read_hardware(), gpus=2, device="cpu", gpu_memory="1GiB", config="quick", precision="fp32",
         out=tmp_path_factory.mktemp("pipe"),
     )  # fmt: skip

@@ -11,7 +11,6 @@ import pytest
 
 from autods.errors import InputError
 from autods.report import to_dict
-from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
@@ -19,6 +18,7 @@ from autods.types import Failed, Fit, OutOfMemory
 from autods.workload import make_source
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial, untouched
+from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"
 
@@ -58,7 +58,7 @@ def started(ray, users, tmp_path_factory):
                     source = make_source(users / name, argv=argv)
                 out = tmp_path_factory.mktemp("out")
                 said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **asked}
-                settings = resolve(source, hardware=read_hardware(), **said)
+                settings = fit_settings(source, hardware=read_hardware(), **said)
                 limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
                 settings = replace(settings, profile=replace(settings.profile, limits=limits))
                 known[key] = stack.enter_context(RayRunner(settings, ignore))
@@ -72,7 +72,7 @@ def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path
     with contextlib.chdir(users):
         source = make_source(users / "trainer.py", argv=HF)
     said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "max_trials": 2, "ladder": ("zero2",)}
-    settings = resolve(source, hardware=read_hardware(), out=tmp_path, **said)
+    settings = fit_settings(source, hardware=read_hardware(), out=tmp_path, **said)
     report = fit(settings, listen=ignore)
     assert (report.status, report.rung) == ("fit", "zero2")
     written = json.loads((tmp_path / "ds_config_hf.json").read_text())

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from autods.events import Note
-from autods.requests import resolve
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
@@ -19,6 +18,7 @@ from autods.types import Fit, OutOfMemory
 from autods.workload import make_source
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial, untouched
+from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -55,7 +55,7 @@ def asked(users, tmp_path_factory):
             "forecast": False,
             **said,
         }
-        settings = resolve(source, hardware=read_hardware(), **said)
+        settings = fit_settings(source, hardware=read_hardware(), **said)
         profile = settings.profile
         limits = replace(profile.limits, stall_s=100.0, init_s=200.0)
         certify = profile.certify if certified else replace(profile.certify, most_trials=0)

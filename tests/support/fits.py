@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from autods.events import Event
-from autods.requests import Settings, resolve
+from autods.settings import Settings
 from autods.system.host import read_hardware
 from autods.workload import Workload, make_source
+from tests.support.settings import fit_settings
 
 TORCH_ADAM = {"optimizer.params.torch_adam": True}  # a knob: torch's AdamW, for which no op has to be built
 HERE = Path(__file__).parents[1] / "integration"
@@ -35,7 +36,7 @@ def question(
         "forecast": False,
         **asked,
     }
-    settings = resolve(source, hardware=read_hardware(), **said)  # type: ignore[arg-type]
+    settings = fit_settings(source, hardware=read_hardware(), **said)  # type: ignore[arg-type]
     profile = settings.profile
     limits = replace(profile.limits, stall_s=stall_s, init_s=200.0)
     certify = profile.certify if certified else replace(profile.certify, most_trials=0)

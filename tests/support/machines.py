@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.requests import Settings, resolve
 from autods.runner.placement import NodeDescription, NodeState, Spot
+from autods.settings import Settings
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
+from tests.support.settings import fit_settings
 
 SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="1")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23"}
@@ -26,7 +27,7 @@ def describe(machine: Hardware, **versions: str) -> NodeDescription:
 
 def settings_of(**options: Any) -> Settings:
     """Eight ranks on two nodes of a cluster."""
-    return resolve(SOURCE, hardware=a_machine(8), **{"gpus": 8, "nodes": 2, "address": "10.0.0.1:6379", **options})
+    return fit_settings(SOURCE, hardware=a_machine(8), **{"gpus": 8, "nodes": 2, "address": "10.0.0.1:6379", **options})
 
 
 def spot(number: int, bundle: int) -> Spot:

@@ -9,9 +9,10 @@ from autods.forecast.scripted import Script, ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, ForecastEvent, Simulation
 from autods.planner.plan import plan
 from autods.report.results import Forecast
-from autods.requests import Question, pose
+from autods.settings import PlanSettings
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
+from tests.support.settings import plan_settings
 
 GIB = 2**30
 
@@ -38,16 +39,16 @@ def shrinking(ask: EngineSpec, micro_batch: int) -> Simulation:
     return simulate_peaks(micro_batch, init=GIB, backward=int((NEEDS[ask.rung] + micro_batch / 2) * GIB))
 
 
-def question(**said: Any) -> Question:
+def question(**said: Any) -> PlanSettings:
     if "on" not in said:
         said = {"gpus": 8, "gpu_memory": "40GiB", "host_memory": "512GiB", **said}
-    return pose(SOURCE, hardware=LAPTOP, **said)
+    return plan_settings(SOURCE, hardware=LAPTOP, **said)
 
 
 class Planned:
     """A plan on a scripted simulator: what it said, what it was asked, what it told while it worked."""
 
-    def __init__(self, asked: Question, script: Script = shrinking, facts: ModelFacts = FACTS) -> None:
+    def __init__(self, asked: PlanSettings, script: Script = shrinking, facts: ModelFacts = FACTS) -> None:
         self.simulator = ScriptedSimulator(facts, script)
         self.events: list[ForecastEvent] = []
         self.forecast: Forecast = plan(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from autods.config.catalogue import find_machines
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.report.results import Forecast, SiteForecast
-from autods.requests import Site, pose
+from autods.settings import Site
 from autods.system.host import Hardware
 from autods.types import ModelFacts, Tier, WorkloadSource
+from tests.support.settings import plan_settings
 
 GIB = 2**30
 LIMIT = 80 * GIB
@@ -66,7 +67,7 @@ RUNGS = (
 
 def site(on: str | None = None) -> Site:
     asked: Mapping[str, object] = {"on": on} if on else {"gpu_memory": LIMIT, "host_memory": "1TiB"}
-    return pose(SOURCE, hardware=LAPTOP, gpus=8, **asked).sites[0]  # type: ignore[arg-type]
+    return plan_settings(SOURCE, hardware=LAPTOP, gpus=8, **asked).sites[0]  # type: ignore[arg-type]
 
 
 def forecast(rungs: tuple[RungForecast, ...] = RUNGS) -> Forecast:

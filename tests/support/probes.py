@@ -15,8 +15,8 @@ from autods.events import Listener
 from autods.prober.request import Question, settle
 from autods.prober.run import probe
 from autods.report.results import ProbeReport
-from autods.requests import Settings
 from autods.runner.testing import Answer, ScriptedRunner
+from autods.settings import Settings
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import ModelFacts, Record, Scalar, Trial, WorkloadSource

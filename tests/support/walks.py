@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autods.config.profiles import read_profile
 from autods.config.strategies import read_rungs
-from autods.requests import Settings
 from autods.runner.testing import failed, fit, out_of_memory
+from autods.settings import Settings
 from autods.types import ModelFacts, Steps, WorkloadSource
 
 FACTS = ModelFacts(

@@ -2,11 +2,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autods
-from autods.api import settle
+from autods.api import FIT
+from autods.requests import FitRequest
+from autods.settings import Settings
+
+
+def settle(workload: str | Path | autods.Workload, **asked: Any) -> Settings:
+    return FIT.resolve(FitRequest(workload, **asked))
+
 
 MODEL = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"
 

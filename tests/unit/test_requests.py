@@ -7,11 +7,12 @@ import pytest
 
 from autods.config.profiles import read_profile
 from autods.errors import EnvironmentBroken, InputError
-from autods.requests import Settings, resolve
-from autods.requests import with_workloads_config as with_config_of
+from autods.settings import Settings
+from autods.settings import apply_script_config as with_config_of
 from autods.system.gpus import Card
 from autods.system.host import Hardware, data_folder
 from autods.types import ModelFacts, WorkloadSource
+from tests.support.settings import fit_settings
 
 GIB = 2**30
 EIGHT_CARDS = Hardware(
@@ -26,7 +27,7 @@ SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", dig
 
 
 def asked(**said: Any) -> Settings:
-    return resolve(said.pop("source", SOURCE), hardware=said.pop("hardware", EIGHT_CARDS), **said)
+    return fit_settings(said.pop("source", SOURCE), hardware=said.pop("hardware", EIGHT_CARDS), **said)
 
 
 def refusal(**said: Any) -> str:
@@ -312,7 +313,7 @@ def config_file(folder: Path, old: str, new: str) -> Path:
 def of_script(config: dict[str, Any], **asked: Any) -> Settings:
     """The base config of a script that gives this config to its engine."""
     source = WorkloadSource(kind="script", path="/train.py", name="train", digest="")
-    settings = resolve(source, hardware=NO_CARDS, gpus=2, device="cpu", **asked)
+    settings = fit_settings(source, hardware=NO_CARDS, gpus=2, device="cpu", **asked)
     facts = ModelFacts(
         parameters=1,
         largest_parameter=1,

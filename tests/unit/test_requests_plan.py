@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.requests import Question, pose
-from autods.requests import plan_with_workloads_config as with_config_of
+from autods.settings import PlanSettings
+from autods.settings import apply_script_config_to_plan as with_config_of
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
+from tests.support.settings import plan_settings
 
 GIB = 2**30
 LAPTOP = Hardware(cpu="a CPU", cores=4, host_bytes=16 * GIB, host_free_bytes=8 * GIB, cards=())
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 
 
-def asked(**said: Any) -> Question:
-    return pose(said.pop("source", SOURCE), hardware=said.pop("hardware", LAPTOP), **said)
+def asked(**said: Any) -> PlanSettings:
+    return plan_settings(said.pop("source", SOURCE), hardware=said.pop("hardware", LAPTOP), **said)
 
 
 def refusal(**said: Any) -> str:

@@ -6,18 +6,18 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from autods.api import UseCase
 from autods.cli import ending
 from autods.cli import fit as fit_command
-from autods.cli.ending import UseCases
 from autods.cli.main import main
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
 from autods.report import Report
-from autods.requests import Settings, resolve
+from autods.requests import FitRequest
+from autods.settings import Settings, resolve_fit
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
 from tests.support.reports import fit, fitting_report, hopeless_report, record
@@ -26,22 +26,21 @@ MACHINE = Hardware(cpu="EPYC", cores=2, host_bytes=2**36, host_free_bytes=2**35,
 
 
 class Fake:
-    """The use cases without a machine: what they were asked is kept, how the fit ends is given."""
+    """The use case without a machine: what it was asked is kept, how the fit ends is given."""
 
     def __init__(self, end: Callable[[], Report]) -> None:
         self.end = end
-        self.asked: dict[str, Any] = {}
-        self.fresh: bool | None = None
+        self.request: FitRequest | None = None
         self.out: Path | None = None
 
-    def settle(self, workload: str, **asked: Any) -> Settings:
-        self.asked = {"workload": workload, **asked}
-        source = WorkloadSource(kind="file", path=f"/{workload}", name="gpt", digest="1")
-        known = {key: asked[key] for key in _SETTLED}
-        return resolve(source, hardware=MACHINE, **known)
+    def resolve(self, request: FitRequest) -> Settings:
+        self.request = request
+        source = WorkloadSource(kind="file", path=f"/{request.workload}", name="gpt", digest="1")
+        known = replace(request, ladder=(), strategies=(), base_config=None, nvme_path=None)
+        return resolve_fit(known, source, hardware=MACHINE)
 
-    def run_fit(self, settings: Settings, listen: Listener, fresh: bool) -> Report:
-        self.fresh, self.out = fresh, settings.out
+    def run_fit(self, settings: Settings, listen: Listener) -> Report:
+        self.out = settings.out
         settings.out.mkdir(parents=True, exist_ok=True)
         (settings.out / "journal.jsonl").write_text('{"kind": "finished"}\n')
         listen(Note(text="starting Ray"))
@@ -49,7 +48,7 @@ class Fake:
         return self.end()
 
     def __call__(self, *argv: str) -> int:
-        return main(argv, uses=UseCases(self.settle, self.run_fit))
+        return main(argv, fit=UseCase(self.resolve, self.run_fit))
 
 
 def raising(error: BaseException) -> Fake:
@@ -64,10 +63,6 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-_SETTLED = (
-    "gpus", "device", "gpu_memory", "out", "config", "global_batch", "precision", "objective", "stop", "max_trials",
-    "max_time", "nodes", "address",
-)  # fmt: skip
 CPU = ("fit", "model.py", "--device", "cpu", "--gpus", "2", "--gpu-memory", "416MiB")
 
 
@@ -108,15 +103,13 @@ def test_every_option_reaches_the_fit() -> None:
     place = ("--nodes", "2", "--address", "10.0.0.1:6379")
     script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
     assert fake(*CPU, *more, *rest, *last, *search, *place, *script) == 0
-    assert fake.asked == {
-        "workload": "model.py", "gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "global_batch": 64,
-        "precision": "fp16", "base_config": "base.json", "config": "quick", "ladder": "zero1,zero2",
-        "strategies": (Path("a"), Path("b")), "nvme_path": "/n", "task": "seq2seq", "seq_len": 512,
-        "target_len": 64, "out": "here", "seed": 7, "forecast": False, "objective": "memory", "stop": "first-fit",
-        "max_trials": 9, "max_time": "20m", "zero_init": False, "kind": "script",
-        "script_args": ("--epochs", "3", "{ds_config}"), "nodes": 2, "address": "10.0.0.1:6379",
-    }  # fmt: skip
-    assert fake.fresh is True
+    assert fake.request == FitRequest(
+        "model.py", gpus=2, device="cpu", gpu_memory="416MiB", global_batch=64, precision="fp16",
+        base_config="base.json", config="quick", ladder="zero1,zero2", strategies=("a", "b"), nvme_path="/n",
+        task="seq2seq", seq_len=512, target_len=64, out="here", seed=7, forecast=False, objective="memory",
+        stop="first-fit", max_trials=9, max_time="20m", kind="script", script_args=("--epochs", "3", "{ds_config}"),
+        nodes=2, address="10.0.0.1:6379", fresh=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -182,17 +175,17 @@ def test_an_interrupt_exits_130_and_prints_the_command_that_goes_on(
 
 def test_an_interrupt_before_any_trial_claims_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text('{"kind": "header"}\n{"kind": "started"}\n')
-    ending.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    ending.print_error(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
     assert capsys.readouterr().err.startswith("interrupted: every rank is gone, no trial had finished yet\n")
 
 
 def test_an_interrupt_names_the_best_config_that_was_found_so_far(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ending.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    ending.print_error(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
     assert "so far" not in capsys.readouterr().err
     (tmp_path / "ds_config_so_far.json").write_text("{}")
-    ending.tell(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    ending.print_error(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
     assert f"the best config so far, not certified: {tmp_path}/ds_config_so_far.json\n" in capsys.readouterr().err
 
 
@@ -309,7 +302,7 @@ def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
 
 
 def test_a_trial_says_what_it_does_that_the_first_one_did_not() -> None:
-    said = fit_command.Unusual()
+    said = fit_command.DifferenceFromFirst()
     walk = record(1, "ddp", fit()).trial
     keeps = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
     half = replace(keeps, knobs=replace(keeps.knobs, settings={"bf16.enabled": False, "fp16.enabled": True}))
@@ -319,7 +312,7 @@ def test_a_trial_says_what_it_does_that_the_first_one_did_not() -> None:
 
 
 def test_a_model_that_cannot_recompute_is_not_told_so_in_every_line() -> None:
-    said = fit_command.Unusual()
+    said = fit_command.DifferenceFromFirst()
     walk = record(1, "ddp", fit()).trial
     plain = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
     assert [said(plain), said(plain), said(walk)] == ["", "", "recomputing"]

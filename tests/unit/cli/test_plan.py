@@ -3,39 +3,40 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autods.cli.ending import UseCases
+from autods.api import UseCase
 from autods.cli.main import main
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.forecast.values import ForecastListener
 from autods.report.results import Forecast
-from autods.requests import Question, pose
+from autods.requests import PlanRequest
+from autods.settings import PlanSettings, resolve_plan
 from tests.support.plans import LAPTOP, SOURCE, comparison, forecast, hopeless
 
 ASKED = ("plan", "llama/config.json", "--gpus", "8", "--gpu-memory", "80GiB", "--host-memory", "1TiB")
 
 
 class Fake:
-    """The use cases without a simulator: what they were asked is kept, how the plan ends is given."""
+    """The use case without a simulator: what it was asked is kept, how the plan ends is given."""
 
     def __init__(self, end: Callable[[], Forecast]) -> None:
         self.end = end
-        self.asked: dict[str, Any] = {}
+        self.request: PlanRequest | None = None
 
-    def ask(self, workload: str, **asked: Any) -> Question:
-        self.asked = {"workload": workload, **asked}
-        return pose(SOURCE, hardware=LAPTOP, gpus=asked["gpus"], gpu_memory=asked["gpu_memory"], on=asked["on"])
+    def resolve(self, request: PlanRequest) -> PlanSettings:
+        self.request = request
+        known = PlanRequest(request.workload, gpus=request.gpus, gpu_memory=request.gpu_memory, on=request.on)
+        return resolve_plan(known, SOURCE, hardware=LAPTOP)
 
-    def run_plan(self, question: Question, listen: ForecastListener) -> Forecast:
+    def run_plan(self, settings: PlanSettings, listen: ForecastListener) -> Forecast:
         listen(Note(text="preparing the simulated device"))
         return self.end()
 
     def __call__(self, *argv: str) -> int:
-        return main(argv, uses=UseCases(ask=self.ask, run_plan=self.run_plan))
+        return main(argv, plan=UseCase(self.resolve, self.run_plan))
 
 
 def raising(error: BaseException) -> Fake:
@@ -85,15 +86,12 @@ def test_every_option_reaches_the_plan() -> None:
         fake(*ASKED, *more, *rest, *last, "--no-largest", "--zero-init", "--as-written", "--device", "cpu", *script)
         == 0
     )
-    assert fake.asked == {
-        "workload": "llama/config.json", "kind": "script", "script_args": ("--epochs", "3", "{ds_config}"),
-        "gpus": 8, "nodes": 2, "on": None, "gpu_memory": "80GiB",
-        "host_memory": "1TiB", "nvme": "2TiB", "nvme_path": "/n", "device": "cpu", "task": "seq2seq", "seq_len": 512,
-        "target_len": 64, "micro_batch": 4, "global_batch": 64, "precision": "fp16", "checkpointing": "off",
-        "zero_init": True, "as_written": True, "base_config": "base.json", "ladder": "zero1,zero2",
-        "strategies": (Path("a"),),
-        "largest": False,
-    }  # fmt: skip
+    assert fake.request == PlanRequest(
+        "llama/config.json", kind="script", script_args=("--epochs", "3", "{ds_config}"), gpus=8, nodes=2,
+        gpu_memory="80GiB", host_memory="1TiB", nvme="2TiB", nvme_path="/n", device="cpu", task="seq2seq", seq_len=512,
+        target_len=64, micro_batch=4, global_batch=64, precision="fp16", checkpointing="off", zero_init=True,
+        as_written=True, base_config="base.json", ladder="zero1,zero2", strategies=("a",), largest=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,16 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autods.cli.ending import UseCases
+from autods.api import UseCase
 from autods.cli.main import main
 from autods.errors import Interrupted
 from autods.events import Listener
 from autods.prober.request import Question
 from autods.report.results import ProbeReport
+from autods.requests import ProbeRequest
 from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
 
@@ -27,19 +27,19 @@ class Fake:
 
     def __init__(self, folder: Path, *vary: str, error: BaseException | None = None) -> None:
         self.folder, self.vary, self.error = folder, vary, error
-        self.asked: dict[str, Any] = {}
+        self.request: ProbeRequest | None = None
 
-    def ask(self, workload: str, **asked: Any) -> Question:
-        self.asked = {"workload": workload, **asked}
+    def resolve(self, request: ProbeRequest) -> Question:
+        self.request = request
         return ask(self.folder, *self.vary)
 
-    def run(self, question: Question, listen: Listener, fresh: bool) -> ProbeReport:
+    def run(self, question: Question, listen: Listener) -> ProbeReport:
         if self.error is not None:
             raise self.error
-        return probed(question, Bench(SURFACE), listen, fresh=fresh)
+        return probed(question, Bench(SURFACE), listen)
 
     def __call__(self, *argv: str) -> int:
-        return main(["probe", "model.py", *argv], uses=UseCases(ask_probe=self.ask, run_probe=self.run))
+        return main(["probe", "model.py", *argv], probe=UseCase(self.resolve, self.run))
 
 
 def test_the_table_is_on_stdout_and_progress_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_csv_that_cannot_be_written_is_an_error_of_input(tmp_path: Path, capsy
         fake = Fake(tmp_path)
         assert fake("--csv", str(path)) == 2
         assert "cannot be written" in capsys.readouterr().err
-        assert not fake.asked  # it is said before anything runs
+        assert fake.request is None  # it is said before anything runs
 
 
 def test_that_no_cell_fits_exits_1(tmp_path: Path) -> None:
@@ -94,16 +94,13 @@ def test_every_option_reaches_the_question(tmp_path: Path) -> None:
         "--seq-len 8 --target-len 4 --out o --no-forecast --seed 3 --zero-init --kind script -- --lr {lr} 3"
     )
     assert fake("-q", *argv.split()) == 0
-    assert fake.asked == {
-        "workload": "model.py", "vary": ("a=1", "b=2"), "experiment": "stages", "gpus": "1,2", "device": "cpu",
-        "nodes": 2, "address": "h:1",
-        "gpu_memory": "1GiB", "capacity": True, "parallel_trials": 3, "forecast_only": True, "on": "a100-80gb",
-        "host_memory": "1TiB",
-        "repeats": 5, "steps": 20, "global_batch": 64, "precision": "fp32", "base_config": "b.json",
-        "as_written": True, "config": "quick", "ladder": "zero1", "strategies": (Path("s"),), "nvme_path": "/n",
-        "task": "seq2seq", "seq_len": 8, "target_len": 4, "out": "o", "forecast": False, "seed": 3,
-        "zero_init": True, "kind": "script", "script_args": ("--lr", "{lr}", "3"),
-    }  # fmt: skip
+    assert fake.request == ProbeRequest(
+        "model.py", vary=("a=1", "b=2"), experiment="stages", gpus="1,2", device="cpu", nodes=2, address="h:1",
+        gpu_memory="1GiB", capacity=True, parallel_trials=3, forecast_only=True, on="a100-80gb", host_memory="1TiB",
+        repeats=5, steps=20, global_batch=64, precision="fp32", base_config="b.json", as_written=True, config="quick",
+        ladder="zero1", strategies=("s",), nvme_path="/n", task="seq2seq", seq_len=8, target_len=4, out="o",
+        forecast=False, seed=3, zero_init=True, kind="script", script_args=("--lr", "{lr}", "3"),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from autods.events import Event, Note
 from autods.journal import Journal
 from autods.prober.request import Question
 from autods.report.results import ProbeReport
-from autods.requests import Settings
 from autods.runner.placement import NoRoom
 from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
 from autods.runner.testing import failed, fit, out_of_memory, surface
+from autods.settings import Settings
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed
 

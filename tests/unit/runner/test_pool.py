@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from autods.requests import Settings
 from autods.runner import pool as pools
 from autods.runner.pool import RunnerPool
 from autods.runner.testing import ScriptedRunner, fit
+from autods.settings import Settings
 from autods.types import Knobs, ModelFacts, Record, Trial
 from tests.support.probes import FACTS, ask
 

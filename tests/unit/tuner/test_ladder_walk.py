@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from autods.report.results import ClosestRung
-from autods.requests import Settings
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
+from autods.settings import Settings
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk
 from autods.tuner.trials import accumulation_for
