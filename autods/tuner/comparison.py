@@ -129,7 +129,7 @@ class _Final:
         )
 
     def _reason(self, winner: int, scores: Mapping[int, float], turns_of: Mapping[int, int]) -> str:
-        best, times = comparison(self.score)
+        best, times = comparison_words(self.score)
         turns = turns_of[winner]
         how_often = f"measured again in {turns} turn{'s' if turns > 1 else ''}"
         said = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
@@ -181,12 +181,12 @@ def _unmeasured(contestants: Sequence[Record], score: Score) -> FinalsResult:
     why = (
         "had no other to be compared with"
         if len(contestants) == 1
-        else f"was the {comparison(score)[0]}, and none was measured again"
+        else f"was the {comparison_words(score)[0]}, and none was measured again"
     )
     return FinalsResult(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
 
 
-def comparison(score: Score) -> tuple[str, str]:
+def comparison_words(score: Score) -> tuple[str, str]:
     """What the best is called by this score, and how it compares: "fastest", "times as fast"."""
     return ("fastest", "times as fast") if score is samples_per_second else ("best", "times as good")
 
@@ -218,7 +218,7 @@ def confirm_gain(
 
     leaders: best first; one that did not even claim the gain is not measured again. See `finals` for how they are.
     """
-    best, times = comparison(score)
+    best, times = comparison_words(score)
     claims = {id(one): score(one) / max(score(start), 1e-12) for one in leaders}
     promising = [one for one in leaders if claims[id(one)] >= gain]
     if not promising:

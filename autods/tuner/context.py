@@ -1,4 +1,4 @@
-"""What every step of a search works with: the question, the workload's facts, and trials within the budget."""
+"""What every step of a fit works with: the settings, the facts of the workload, and trials within the budget."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from .trials import score_function
 
 
 class Runner(Protocol):
-    """What a fit needs of a runner; `runner.runner.RayRunner` is the real one."""
+    """Runs trials on real ranks. `runner.runner.RayRunner` is the one of a fit, `runner.testing` has a scripted one."""
 
-    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]: ...
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""
 
-    def run(self, trial: Trial, *, id: int) -> Record: ...
+    def run(self, trial: Trial, *, id: int) -> Record:
+        """Run one trial to its end."""
 
-    def final_config(self, trial: Trial) -> dict[str, Any]: ...
+    def final_config(self, trial: Trial) -> dict[str, Any]:
+        """The DeepSpeed config of a trial as the user gets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitContext:
-    """settings: with the config that the workload brings. final_config: of a trial, as the user gets it.
+    """The inputs that all steps share.
 
-    check: passes a record on, and raises when the machine has to be mended first.
+    settings: with the config that the workload brings. study: the file of Optuna's study. check: returns a record, or
+    raises when the machine needs repair first. final_config: a trial's DeepSpeed config as the user gets it.
     """
 
     settings: Settings
@@ -42,7 +46,7 @@ class FitContext:
 
     @property
     def usable_bytes(self) -> float:
-        """Of the device, with the headroom left."""
+        """Device memory less the headroom."""
         return usable_bytes_of(self.settings)
 
     @property
@@ -52,24 +56,23 @@ class FitContext:
 
     @property
     def score(self) -> Score:
-        """What is wanted of a config: larger is better."""
+        """The score to maximise."""
         return score_function(self.settings.objective)
 
     def run(self, trial: Trial) -> Record:
-        """A trial after the walk: what a person has to mend ends the fit."""
+        """Run a trial; raises when the machine fails."""
         return self.check(self.memory.run(trial))
 
     def may_run(self, trials: int) -> bool:
-        """Whether the budget lets race and tune run so many more; what the certificate needs is set aside."""
+        """Whether the budget allows race and tuning so many more trials, besides those of the certificate."""
         budget, records = self.settings.budget, self.memory.records
         certify = self.settings.profile.certify
-        aside = 0 if certify.most_trials < 1 else 1 if certify.parity is None else 3
-        spent_s = sum(record.seconds for record in records)
-        return not (budget.trials and len(records) + trials + aside > budget.trials) and not (
-            budget.seconds and spent_s >= budget.seconds
-        )
+        reserved = 0 if certify.most_trials < 1 else 1 if certify.parity is None else 3
+        if budget.trials and len(records) + trials + reserved > budget.trials:
+            return False
+        return not (budget.seconds and sum(record.seconds for record in records) >= budget.seconds)
 
 
 def usable_bytes_of(settings: Settings) -> float:
-    """Of the device, with the headroom left."""
+    """Device memory less the headroom of the profile."""
     return settings.device_bytes * (1 - settings.profile.headroom)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..types import Fit, Knobs, Record, Steps, Trial
 from .certificate import Parity
-from .exams import Exams, what_happened
+from .exams import Exams, describe_exam
 
 CHECKPOINTING = "checkpointing"
 _TINY = 1e-12  # a loss of 0 has no relative difference
@@ -151,11 +151,11 @@ class _Comparing:
         if self.batch is not None:
             knobs = replace(knobs, micro_batch=self.batch.micro_batch, accumulation=self.batch.accumulation)
         trial = replace(config, knobs=knobs, purpose="certify", exam="parity", steps=self.steps, repeat=0)
-        answer = self.exams.ask(trial)
+        answer = self.exams.examine(trial)
         if answer is None:
             return f"was not run, {self.exams.spent}"
         if not isinstance(answer.outcome, Fit):
-            return what_happened(answer.outcome, self.limit_bytes)
+            return describe_exam(answer.outcome, self.limit_bytes)
         return answer.outcome if answer.outcome.losses else "gave no losses"
 
 

@@ -1,4 +1,4 @@
-"""What every step of the search shares: asking once more after a fluke, and the batch identity."""
+"""What every step of the search shares: the batch identity, retries, the length of a trial, and its score."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from statistics import median
 
 from ..types import Action, Failed, Fit, OutOfMemory, Record, Run, Steps, Trial
 
-# Nothing of these changes by asking again: the workload, the config or the machine has to be mended first.
+# Running the trial again changes nothing: the user has to repair the workload, the config or the machine first.
 PERMANENT_ACTIONS: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
     """Micro batches per optimizer step, so that micro batch × accumulation × world size = global batch; 1 without one.
 
-    Raises ValueError when no whole number does it: callers offer only micro batches from `micro_batches`.
+    Raises ValueError when no whole number does it: callers take micro batches from `micro_batches` only.
     """
     if global_batch is None:
         return 1
@@ -35,7 +35,7 @@ def micro_batches(global_batch: int | None, world_size: int, most: int) -> range
 
 
 def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:
-    """The records of one question, the last one is the answer: a failure that may be a fluke is asked once more."""
+    """Run a trial, and run it once more after a failure that may be accidental. The last record counts."""
     first = run(trial)
     match first.outcome:
         case Failed(failure="toolchain") | Fit() | OutOfMemory():
@@ -47,19 +47,21 @@ def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:
 
 
 def fit_steps_to_budget(steps: Steps, step_s: float, *, least: int = 1) -> Steps:
-    """Of warm-up and timed steps as many as their budget has room for, of the timed ones at least so many: the noise of
-    a long step is small. step_s: how long one is expected to take, 0: unknown."""
-    room = steps.budget_s / step_s if step_s > 0 else math.inf
-    if room >= steps.warmup + steps.timed:
+    """The steps of a trial, shortened to its time budget where a step takes `step_s` seconds; 0: unknown.
+
+    At least `least` steps are timed. Few of them are enough where steps are long, because their noise is small.
+    """
+    affordable = steps.budget_s / step_s if step_s > 0 else math.inf
+    if affordable >= steps.warmup + steps.timed:
         return steps
     warmup = min(steps.warmup, 1)
-    timed = min(steps.timed, max(least, int(room) - warmup))
-    fixed = steps.timed == steps.most_timed
-    return replace(steps, warmup=warmup, timed=timed, most_timed=timed if fixed else steps.most_timed)
+    timed = min(steps.timed, max(least, int(affordable) - warmup))
+    is_fixed = steps.timed == steps.most_timed
+    return replace(steps, warmup=warmup, timed=timed, most_timed=timed if is_fixed else steps.most_timed)
 
 
 def fits_well(record: Record) -> bool:
-    """Whether the trial fitted, and its allocator never had to flush and try again: it would in every step to come."""
+    """Whether the trial fitted, and its allocator never had to flush its cache: later steps would suffer from that."""
     return isinstance(record.outcome, Fit) and record.outcome.alloc_retries == 0
 
 
@@ -69,26 +71,26 @@ def fits_within(record: Record, usable_bytes: float) -> bool:
 
 
 def samples_per_second(record: Record) -> float:
-    """The objective; 0 for a trial that did not fit."""
+    """Throughput; 0 for a trial that did not fit."""
     return record.outcome.samples_per_second if isinstance(record.outcome, Fit) else 0.0
 
 
-def median_step_s(record: Record) -> float:
-    """Seconds of its median step; 0 for a trial that did not fit."""
-    fit = record.outcome
-    return median(fit.step_s) if isinstance(fit, Fit) and fit.step_s else 0.0
-
-
-def is_same_config(one: Record, other: Record) -> bool:
-    """Whether two trials ran the same config, whatever they were asked for."""
-    return (one.trial.rung, one.trial.knobs) == (other.trial.rung, other.trial.knobs)
-
-
 def memory_score(record: Record) -> float:
-    """The objective where memory is what counts: more for a smaller peak; 0 for a trial that did not fit."""
+    """A score that is higher for a lower device peak; 0 for a trial that did not fit."""
     return 1 / max(1, record.outcome.device_peak_bytes) if isinstance(record.outcome, Fit) else 0.0
 
 
 def score_function(objective: str) -> Callable[[Record], float]:
-    """What is to be as large as possible. A sample has the same tokens in every trial, so one order holds for both."""
+    """The score to maximise. Samples and tokens have the same order, since a sample has the same tokens everywhere."""
     return memory_score if objective == "memory" else samples_per_second
+
+
+def median_step_s(record: Record) -> float:
+    """Seconds of the trial's median optimizer step; 0 for a trial that did not fit."""
+    fit = record.outcome
+    return median(fit.step_s) if isinstance(fit, Fit) and fit.step_s else 0.0
+
+
+def is_same_config(first: Record, second: Record) -> bool:
+    """Whether two trials ran the same rung and knobs, whatever their purpose."""
+    return (first.trial.rung, first.trial.knobs) == (second.trial.rung, second.trial.knobs)

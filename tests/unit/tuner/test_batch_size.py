@@ -55,7 +55,7 @@ def growing(
         world_size=2,
         global_batch=global_batch,
     )
-    grown = grow(winner, rules)
+    grown = grow(winner, rules).result()
     return Growth(grown, runner.trials[1:])
 
 

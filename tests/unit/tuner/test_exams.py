@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from autods.runner.testing import fit, out_of_memory
+from autods.tuner.batch_curve import MemoryLine
 from autods.tuner.certify import CertifyResult
-from autods.tuner.exams import MemoryLine, next_micro_batch, usual_line
+from autods.tuner.exams import next_micro_batch, usual_memory_line
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
 
@@ -155,14 +156,14 @@ def test_only_the_usual_batch_of_the_same_config_makes_its_memory_line() -> None
         replace(first, trial=replace(trial("zero1", 8), knobs=Knobs(micro_batch=8, checkpointing=True))),
         replace(first, trial=trial("zero1", 16), outcome=out_of_memory()),
     ]
-    assert usual_line(trial("zero1", 2), [*records, *others]) == MemoryLine(fixed_bytes=100, bytes_each=100)
-    assert usual_line(trial("zero1", 2), [first, *others]) is None
+    assert usual_memory_line(trial("zero1", 2), [*records, *others]) == MemoryLine(fixed_bytes=100, bytes_each=100)
+    assert usual_memory_line(trial("zero1", 2), [first, *others]) is None
 
 
 def test_a_peak_that_has_not_begun_to_grow_makes_no_line() -> None:
     flat = [
         Record(id=size, trial=trial("zero1", size), outcome=fit(peak_bytes=600 * MIB), seconds=1.0) for size in (1, 14)
     ]
-    assert usual_line(trial("zero1", 14), flat) is None
+    assert usual_memory_line(trial("zero1", 14), flat) is None
     sizes = range(1, 14)
     assert next_micro_batch([14], {}, sizes, line=None, usable_bytes=USABLE, longest_ratio=8.0) == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.batch_size import least_sample_s, micro_step_seconds, promise
+from autods.tuner.batch_curve import BatchCurve, ThroughputBound, least_sample_s
 from autods.types import Knobs, Outcome, Record, Trial
 
 CLOSE = 1.05  # sizes closer than twofold are not told apart; what lies between them may be this much faster
@@ -33,6 +33,10 @@ def drawn(seed: int) -> tuple[Callable[[float], float], Sequence[int], float, fl
     return seconds, sizes, most, least
 
 
+def bound(times: Mapping[int, float], *, most: float, sample_s: float) -> ThroughputBound:
+    return BatchCurve(micro_step_s=times).throughput_bound(most, sample_s)
+
+
 def rates(seconds: Callable[[float], float], sizes: Sequence[int]) -> dict[int, float]:
     return {size: size / seconds(size) for size in sizes}
 
@@ -41,7 +45,7 @@ def rates(seconds: Callable[[float], float], sizes: Sequence[int]) -> dict[int, 
 def test_no_larger_micro_batch_is_faster_than_was_promised(first: int) -> None:
     for seed in range(first, first + 500):
         seconds, sizes, most, least = drawn(seed)
-        promised = promise({size: seconds(size) for size in sizes}, most=most, sample_s=least)
+        promised = bound({size: seconds(size) for size in sizes}, most=most, sample_s=least)
         reached = max(rates(seconds, range(max(sizes), int(most) + 1)).values())
         assert promised.rate * CLOSE >= reached, (seed, sizes, promised, reached)
 
@@ -50,7 +54,7 @@ def test_the_promise_is_never_less_than_what_was_measured() -> None:
     draw = random.Random(0)
     for _ in range(500):  # noisy seconds need not be convex
         times = {size: draw.uniform(0.1, 1.0) * size for size in draw.sample(range(1, 65), 4)}
-        promised = promise(times, most=draw.randint(64, 128), sample_s=0.05)
+        promised = bound(times, most=draw.randint(64, 128), sample_s=0.05)
         assert promised.rate >= max(size / seconds for size, seconds in times.items())
 
 
@@ -58,35 +62,35 @@ def test_more_room_never_promises_less() -> None:
     for seed in range(300):
         seconds, sizes, most, least = drawn(seed)
         times = {size: seconds(size) for size in sizes}
-        little, some, much = (promise(times, most=room, sample_s=least).rate for room in (sizes[-1], most, 2 * most))
+        little, some, much = (bound(times, most=room, sample_s=least).rate for room in (sizes[-1], most, 2 * most))
         assert little <= some * (1 + 1e-9) <= much * (1 + 2e-9)
 
 
 def test_nothing_is_proposed_that_was_measured_or_is_beyond_what_fits() -> None:
     for seed in range(1000):
         seconds, sizes, most, least = drawn(seed)
-        size = promise({one: seconds(one) for one in sizes}, most=most, sample_s=least).size
+        size = bound({one: seconds(one) for one in sizes}, most=most, sample_s=least).size
         assert size is None or (1 <= size <= most and size not in sizes), (seed, sizes, most, size)
 
 
 def test_of_what_was_never_measured_everything_may_be_hoped() -> None:
-    assert promise({}, most=8, sample_s=1.0).rate == math.inf
+    assert bound({}, most=8, sample_s=1.0).rate == math.inf
 
 
 def test_a_config_that_was_measured_to_its_limit_promises_what_it_reached() -> None:
-    assert promise({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).rate == 2 / 3
-    assert promise({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).size is None
+    assert bound({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).rate == 2 / 3
+    assert bound({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).size is None
 
 
 def test_the_largest_is_proposed_where_larger_means_faster() -> None:
-    promised = promise({1: 11.0}, most=50, sample_s=0.9)
+    promised = bound({1: 11.0}, most=50, sample_s=0.9)
     assert promised.size == 50
     assert promised.rate == pytest.approx(50 / (11.0 + 49 * 0.9 * SURE))
 
 
 def test_without_a_limit_what_a_sample_costs_is_the_limit() -> None:
-    assert promise({1: 11.0}, most=math.inf, sample_s=0.5).rate == pytest.approx(2.0 / SURE)
-    assert promise({1: 11.0}, most=math.inf, sample_s=0.0).rate == math.inf
+    assert bound({1: 11.0}, most=math.inf, sample_s=0.5).rate == pytest.approx(2.0 / SURE)
+    assert bound({1: 11.0}, most=math.inf, sample_s=0.0).rate == math.inf
 
 
 def record(size: int, outcome: Outcome, accumulation: int = 1) -> Record:
@@ -94,8 +98,8 @@ def record(size: int, outcome: Outcome, accumulation: int = 1) -> Record:
     return Record(id=1, trial=Trial(rung="zero2", knobs=knobs, purpose="grow"), outcome=outcome, seconds=1.0)
 
 
-def timed(times: Mapping[int, float]) -> list[Record]:
-    return [record(size, fit(peak_bytes=1, step_s=seconds)) for size, seconds in times.items()]
+def timed(times: Mapping[int, float]) -> BatchCurve:
+    return BatchCurve(micro_step_s=times)
 
 
 def test_a_micro_step_is_an_optimizer_step_shared_among_its_micro_batches() -> None:
@@ -105,7 +109,7 @@ def test_a_micro_step_is_an_optimizer_step_shared_among_its_micro_batches() -> N
         record(4, fit(peak_bytes=1, step_s=2.5)),
         record(4, fit(peak_bytes=1, step_s=2.0)),  # of two measurements the faster: the other was disturbed
     ]
-    assert micro_step_seconds(records) == {2: 1.5, 4: 2.0}
+    assert BatchCurve.from_records(records).micro_step_s == {2: 1.5, 4: 2.0}
 
 
 def test_what_a_sample_costs_at_least_is_seen_only_where_sizes_lie_apart() -> None:
@@ -113,3 +117,9 @@ def test_what_a_sample_costs_at_least_is_seen_only_where_sizes_lie_apart() -> No
     assert least_sample_s([close]) == 0.0
     assert least_sample_s([close, wide, dear]) == pytest.approx(1.0)  # the cheapest
     assert least_sample_s([timed({1: 5.0, 8: 4.0})]) == 0.0  # noise: no sample costs less than nothing
+
+
+def test_noise_that_hides_how_a_step_grows_is_not_believed() -> None:
+    assert BatchCurve(micro_step_s={1: 1.0, 11: 6.0}).micro_step_at(21) == pytest.approx(11.0)
+    noisy = BatchCurve(micro_step_s={12: 18.2, 25: 15.1})
+    assert noisy.micro_step_at(172) == pytest.approx(15.1 * 172 / 25 / 2)

@@ -1,0 +1,226 @@
+"""Peak memory and step time of one config by micro batch: as measured, and as far as that can be extrapolated.
+
+Growth, race, certificate and probe share it: `BatchCurve.from_records(records, usable_bytes)` collects the
+measurements, `next_size` proposes the next micro batch by memory, `micro_step_at` extrapolates the time of a step, and
+`throughput_bound` says how fast the config may still become.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..types import Fit, Record
+from .trials import fits_within, median_step_s
+
+LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
+_LONGEST_FLAT_JUMP = 4  # the same while the peak has not begun to grow
+_CLOSE = 1 / 16  # relative distance of two micro batches below which nothing between them is worth a trial
+_WIDE = 2  # ratio of two micro batches from which their times show what a sample costs; closer ones show noise
+SURE = 0.85  # share of a measured slope that is relied upon, for its noise
+_WORTH_GROWING = 1.02  # predicted gain that is worth a trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """Device peak as a line in the micro batch: fixed_bytes + bytes_each × micro batch."""
+
+    fixed_bytes: float
+    bytes_each: float
+
+    @classmethod
+    def through(cls, peak_bytes: Mapping[int, int], left: int, right: int) -> MemoryLine:
+        """The line through the peaks of two micro batches."""
+        bytes_each = (peak_bytes[right] - peak_bytes[left]) / (right - left)
+        return cls(fixed_bytes=peak_bytes[left] - bytes_each * left, bytes_each=bytes_each)
+
+    def largest(self, usable_bytes: float) -> float:
+        """The micro batch that fills the usable memory; infinite where the line does not rise."""
+        return (usable_bytes - self.fixed_bytes) / self.bytes_each if self.bytes_each > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputBound:
+    """The most samples a second that a rank may reach, and the micro batch to measure for it; None: nothing is left."""
+
+    rate: float
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCurve:
+    """Measurements of one config.
+
+    peak_bytes: device peak by micro batch, those above `usable_bytes` included. micro_step_s: seconds of one micro
+    batch's forward and backward with its share of the optimizer step; the fastest of repeated trials. fits: the largest
+    micro batch that leaves the headroom, or 1. too_large: the smallest that does not; None when there is none.
+    """
+
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    micro_step_s: Mapping[int, float] = field(default_factory=dict)
+    usable_bytes: float = math.inf
+    fits: int = 1
+    too_large: int | None = None
+
+    @classmethod
+    def from_records(cls, records: Iterable[Record], usable_bytes: float = math.inf) -> BatchCurve:
+        """The curve of one config's trials. Of a repeated micro batch the last trial says whether it fits."""
+        last: dict[int, Record] = {}
+        peaks: dict[int, int] = {}
+        times: dict[int, float] = {}
+        for record in records:
+            size = record.trial.knobs.micro_batch
+            last[size] = record
+            if isinstance(record.outcome, Fit):
+                peaks[size] = max(peaks.get(size, 0), record.outcome.device_peak_bytes)
+                if record.outcome.step_s:
+                    seconds = median_step_s(record) / record.trial.knobs.accumulation
+                    times[size] = min(seconds, times.get(size, math.inf))
+        fitting = [size for size, record in last.items() if fits_within(record, usable_bytes)]
+        return cls(
+            peak_bytes=peaks,
+            micro_step_s=times,
+            usable_bytes=usable_bytes,
+            fits=max([1, *fitting]),
+            too_large=min((size for size in last if size > 1 and size not in fitting), default=None),
+        )
+
+    # Memory
+
+    def line_limit(self) -> float | None:
+        """The micro batch that fills the usable memory by the line through the two largest that fit; None with one.
+
+        The peak is the largest of several lines (forward and backward, optimizer step), so it bends upwards only: this
+        is an upper bound. It is infinite where the line does not rise.
+        """
+        left = max((size for size in self.peak_bytes if size < self.fits), default=None)
+        if left is None:
+            return None
+        return MemoryLine.through(self.peak_bytes, left, self.fits).largest(self.usable_bytes)
+
+    def next_size(self, sizes: Sequence[int]) -> int | None:
+        """The micro batch of `sizes` (ascending) to try next; None when the largest that fits is known closely."""
+        between = self.open_sizes(sizes)
+        if not between or self.peak_bytes[self.fits] > self.usable_bytes:
+            return None
+        limit = self.line_limit()
+        if limit is not None and limit < self.fits + max(1.0, self.fits * _CLOSE):
+            return None
+        if self.too_large is None:
+            return self._size_above(between, limit)
+        if self.too_large - self.fits <= self.fits * _CLOSE:
+            return None
+        return self._size_within(between, self.too_large, limit)
+
+    def open_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Those of `sizes` above what fits and below what is too large."""
+        stop = len(sizes) if self.too_large is None else bisect_left(sizes, self.too_large)
+        return sizes[bisect_right(sizes, self.fits) : stop]
+
+    def _size_within(self, sizes: Sequence[int], too_large: int, limit: float | None) -> int | None:
+        """Between what fits and what does not."""
+        if too_large in self.peak_bytes:  # the chord lies above the peaks between, so its limit is a lower bound
+            chord = MemoryLine.through(self.peak_bytes, self.fits, too_large)
+            if (size := _largest_up_to(sizes, chord.largest(self.usable_bytes))) is not None:
+                return size
+        if limit is not None and limit < too_large:
+            return _largest_up_to(sizes, limit)
+        # The line through what fits is from before a bend: halve the ratio of the two.
+        return _largest_up_to(sizes, math.sqrt(self.fits * too_large)) or sizes[0]
+
+    def _size_above(self, sizes: Sequence[int], limit: float | None) -> int | None:
+        """Upwards, as far as the line says, but never far beyond what was measured."""
+        # All of the peak cannot grow faster than in proportion to the micro batch, so this size must fit.
+        certain = self.fits * self.usable_bytes / max(1, self.peak_bytes[self.fits])
+        match limit:
+            case None:
+                target = max(certain, sizes[0])
+            case math.inf:  # a flat line has not bent yet and says nothing about larger sizes
+                target = max(certain, _LONGEST_FLAT_JUMP * self.fits, sizes[0])
+            case _:
+                target = limit
+        size = _largest_up_to(sizes, min(target, LONGEST_JUMP * self.fits))
+        if size is None and sizes[0] <= certain:
+            return sizes[0]  # the divisors of a global batch can lie further apart than the longest jump
+        return size
+
+    # Time
+
+    def micro_step_at(self, micro_batch: int) -> float:
+        """Seconds of a micro step: measured, interpolated, or extrapolated; 0 where nothing was measured.
+
+        Beyond the largest measured size the line through the two largest counts, but never less than half of growth in
+        proportion: one point does not tell which part is constant, and noise can hide that a step becomes longer.
+        """
+        times = self.micro_step_s
+        if micro_batch in times or not times:
+            return times.get(micro_batch, 0.0)
+        below = max((size for size in times if size < micro_batch), default=None)
+        above = min((size for size in times if size > micro_batch), default=None)
+        if above is None:
+            largest = max(times)
+            hopeful = times[largest] * max(1.0, micro_batch / largest / 2)
+            if len(times) == 1:
+                return hopeful
+            each = max(0.0, self._slope(sorted(times)[-2], largest))
+            return max(hopeful, times[largest] + each * (micro_batch - largest))
+        if below is None:
+            return times[above] * micro_batch / above
+        return times[below] + self._slope(below, above) * (micro_batch - below)
+
+    def sample_s(self) -> float:
+        """Seconds of one more sample at the largest micro batch measured; 0 where no smaller one is far enough."""
+        last = max(self.micro_step_s)
+        before = well_below(self.micro_step_s, last)
+        return 0.0 if before is None else self._slope(before, last)
+
+    def throughput_bound(self, most: float, sample_s: float) -> ThroughputBound:
+        """The most that the config may reach with a micro batch from the largest measured up to `most`.
+
+        `sample_s` is the least that one more sample costs, by other configs. Samples never become cheaper with the
+        micro batch, so times beyond the largest measured one lie above the line through the last two.
+        """
+        times = self.micro_step_s
+        if not times:
+            return ThroughputBound(rate=math.inf)
+        last = max(times)
+        best = max(size / seconds for size, seconds in times.items())
+        if most <= last:
+            return ThroughputBound(rate=best)
+        each = SURE * max(sample_s, self.sample_s())
+        if math.isinf(most):
+            rate, size = (1 / each if each > 0 else math.inf), 2 * last
+        else:
+            rate, size = most / (times[last] + each * (most - last)), int(most)
+        return ThroughputBound(rate=max(best, rate), size=size if rate > best * _WORTH_GROWING else None)
+
+    def _slope(self, small: int, large: int) -> float:
+        return (self.micro_step_s[large] - self.micro_step_s[small]) / (large - small)
+
+    def overall_sample_s(self) -> float | None:
+        """Seconds of one more sample between the smallest and the largest measured; None where these lie close."""
+        times = self.micro_step_s
+        if not times or max(times) < _WIDE * min(times):
+            return None
+        return self._slope(min(times), max(times))
+
+
+def least_sample_s(curves: Iterable[BatchCurve]) -> float:
+    """Seconds that one more sample costs at least, by the cheapest of these configs; 0 where none shows it.
+
+    Rungs run the same model on the same device, so a sample costs them about the same arithmetic.
+    """
+    costs = [cost for curve in curves if (cost := curve.overall_sample_s()) is not None]
+    return max(0.0, min(costs, default=0.0))
+
+
+def well_below(sizes: Iterable[int], size: int) -> int | None:
+    """The largest of `sizes` that is far enough below `size` for their times to show what a sample costs."""
+    return max((other for other in sizes if size >= _WIDE * other), default=None)
+
+
+def _largest_up_to(sizes: Sequence[int], most: float) -> int | None:
+    end = len(sizes) if math.isinf(most) else bisect_right(sizes, most)
+    return sizes[end - 1] if end else None
