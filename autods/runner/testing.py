@@ -1,4 +1,4 @@
-"""A runner whose trials are answered by a function: for tests of what decides, without Ray, ranks or memory."""
+"""A runner for tests of what decides: a function answers its trials, without Ray, ranks or memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Answer = Callable[[Trial], Outcome]
 
 
 class ScriptedRunner:
-    """Answers each trial with `answer(trial)`; `trials` lists what was asked, in order."""
+    """Answers each trial with `answer(trial)`; `trials` lists the trials in order."""
 
     def __init__(self, answer: Answer) -> None:
         self.trials: list[Trial] = []
         self._answer = answer
 
     def run(self, trial: Trial) -> Record:
-        """A finished trial, numbered in the order of asking."""
+        """Return the finished trial, numbered in the order of the calls."""
         self.trials.append(trial)
         number = len(self.trials)
         outcome = self._answer(trial)
@@ -30,7 +30,7 @@ class ScriptedRunner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Nothing runs, so nothing has to be ended."""
+        """Do nothing: no process runs."""
 
 
 def fit(
@@ -41,7 +41,7 @@ def fit(
     limit_bytes: int | None = None,
     alloc_retries: int = 0,
 ) -> Fit:
-    """A trial that ran, with this device peak and speed."""
+    """The outcome of a trial that ran, with this device peak and speed."""
     return Fit(
         memory={"device": TierUse(peak_bytes=peak_bytes, limit_bytes=limit_bytes)},
         samples_per_second=samples_per_second,
@@ -57,7 +57,7 @@ def fit(
 def out_of_memory(
     *, missing_bytes: int | None = None, tier: Tier = "device", action: Action = "leaner_rung"
 ) -> OutOfMemory:
-    """A trial that ran out on a tier, by what its last allocation lacked."""
+    """The outcome of a trial that ran out on a tier. missing_bytes: of its last allocation."""
     return OutOfMemory(
         tier=tier,
         rank=0,
@@ -72,7 +72,7 @@ def out_of_memory(
 def failed(
     *, failure: FailureKind = "unknown", action: Action = "retry", evidence: str = "exit code 3", op: str | None = None
 ) -> Failed:
-    """A trial that died of something else; a fluke unless `failure` and `action` say otherwise."""
+    """The outcome of a trial that failed for another reason; by default one that is worth a second try."""
     return Failed(failure=failure, rank=0, phase="step", evidence=evidence, action=action, advice="", op=op)
 
 
@@ -86,10 +86,10 @@ def surface(
     sample_s: float = 0.01,
     world_size: int = 2,
 ) -> Answer:
-    """Memory and speed as real trials show them.
+    """Answers with the memory and speed that real trials show.
 
-    The peak is the larger of the optimizer step's (`floor_bytes`) and of forward and backward's, a line in the micro
-    batch; above the limit the trial runs out. A step costs a fixed part and a part per sample: throughput saturates.
+    The peak is the larger one of the optimizer step (`floor_bytes`) and of forward and backward, which grows linearly
+    with the micro batch. Above the limit the trial runs out. A step costs a fixed time and a time per sample.
     """
 
     def answer(trial: Trial) -> Outcome:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.runner.protocol import RankExit
+from autods.diagnosis.trial_outcome import HostMemory
+from autods.runner.outcome import find_failure
+from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
 from autods.trial.job import describe
 from autods.trial.loss_parity import Incomparable
-from autods.types import Examined, Failed, Fit
-from tests.support.ends import outcome, rank_exit
+from autods.types import Examined, Failed, Fit, OutOfMemory
+from tests.support.ends import JOB, outcome, rank_exit, report_of
 
 PASSED = {
     "batch_shape": [2, 64],
@@ -68,3 +70,32 @@ def test_losses_that_cannot_be_compared_need_no_action() -> None:
     assert failed.action == "nothing"
     assert failed.evidence == "samples differ in shape"
     assert failed.advice == "pad every sample"
+
+
+def test_a_zygote_killed_by_an_oom_killer_ran_out_of_host_memory() -> None:
+    host = HostMemory(limit_bytes=2**30, least_free_bytes=2**29, group_kills=1)
+    died = ZygoteDied(how="killed by SIGKILL", phase="backward", step=2, host=host)
+    out = find_failure([died], JOB)
+    assert isinstance(out, OutOfMemory)
+    assert (out.tier, out.rank, out.phase, out.limit_bytes) == ("host", -1, "backward", 2**30)
+
+
+def test_a_zygote_killed_for_no_known_reason_is_tried_again() -> None:
+    host = HostMemory(limit_bytes=2**30, least_free_bytes=2**29)
+    lost = find_failure([ZygoteDied(how="killed by SIGKILL", host=host)], JOB)
+    assert isinstance(lost, Failed)
+    assert (lost.failure, lost.action) == ("infrastructure", "retry")
+
+
+def test_a_store_that_cannot_listen_is_the_environments_fault() -> None:
+    failed = find_failure([StoreFailed(reason="10.0.0.1: Cannot assign requested address")], JOB)
+    assert isinstance(failed, Failed)
+    assert failed.action == "fix_environment"
+    assert "10.0.0.1" in failed.evidence
+
+
+def test_ranks_that_only_we_killed_name_the_reason() -> None:
+    killed = report_of(rank_exit(0, exit_code=-9, killed_by_us=True), killed_because="the driver is gone")
+    failed = find_failure([killed], JOB)
+    assert isinstance(failed, Failed)
+    assert failed.evidence == "the driver is gone"

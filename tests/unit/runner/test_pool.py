@@ -1,4 +1,4 @@
-"""One zygote for each environment of the ranks: which stay, which go, and in which order trials need the fewest."""
+"""One zygote for each environment of the ranks: which stay alive, and in which order trials need the fewest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.probes import FACTS, ask
 
 
 class Made:
-    """Runners without Ray: which were started, which are alive, and what each ran."""
+    """Makes runners without Ray; notes which were started, which are alive, and their numbers of ranks."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -89,7 +89,7 @@ def a_pool(folder: Path, made: Made, environments: int, device: str = "cpu") -> 
     return pool
 
 
-def test_nothing_starts_before_the_first_trial_and_nothing_stays_behind(tmp_path: Path) -> None:
+def test_runners_start_with_the_first_trial_and_all_are_ended(tmp_path: Path) -> None:
     made = Made()
     with a_pool(tmp_path, made, 2) as pool:
         assert made.started == []
@@ -98,7 +98,7 @@ def test_nothing_starts_before_the_first_trial_and_nothing_stays_behind(tmp_path
     assert made.alive == []
 
 
-def test_few_environments_stay_alive_and_their_trials_alternate(tmp_path: Path) -> None:
+def test_few_environments_all_stay_alive(tmp_path: Path) -> None:
     made = Made()
     with a_pool(tmp_path, made, 3) as pool:
         assert pool.order(trials(3)) == trials(3)
@@ -107,9 +107,7 @@ def test_few_environments_stay_alive_and_their_trials_alternate(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("device", "values", "starts"), [("cpu", 6, 6 + 2 + 2), ("cuda", 3, 3 + 2 + 2)])
-def test_many_environments_are_grouped_and_begin_with_what_is_alive(
-    tmp_path: Path, device: str, values: int, starts: int
-) -> None:
+def test_trials_of_many_environments_are_grouped(tmp_path: Path, device: str, values: int, starts: int) -> None:
     made = Made()
     with a_pool(tmp_path, made, values, device) as pool:
         run(pool, values, turns=3)
@@ -117,7 +115,7 @@ def test_many_environments_are_grouped_and_begin_with_what_is_alive(
     assert len(made.started) == starts
 
 
-def test_ranks_are_turned_to_without_a_new_zygote(tmp_path: Path) -> None:
+def test_another_number_of_ranks_needs_no_new_zygote(tmp_path: Path) -> None:
     made = Made()
     with a_pool(tmp_path, made, 1) as pool:
         for ranks in (1, 2, 4):
