@@ -96,7 +96,7 @@ def test_where_time_ends_the_growth_a_little_more_is_not_worth_a_trial() -> None
     model = Model()
     growth = model.growth("ddp")
     growth.walked = model.runner.run(growth.first)
-    growth.ends()
+    growth.run()
     sizes = [record.trial.knobs.micro_batch for record in growth.records]
     assert all(larger >= 1.15 * smaller for smaller, larger in pairwise(sizes))
     assert len(sizes) <= 4
