@@ -5,23 +5,24 @@ from __future__ import annotations
 import codecs
 import gzip
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import IO
 
 from ..errors import InputError
-from .exit_codes import Exits
+from .exit_codes import ExitCodes
 from .messages import SAYS_SO, Assembler, Message
 from .reader import BLOCK_BYTES, Reader
-from .root_cause import Story, finding_of, weigh
-from .rules import ERROR_LINE, first_match
+from .root_cause import LogSummary, finding_of, pick_root_cause
+from .rules import ERROR_LINE, Signature, first_match
 from .values import Diagnosis
 
-# They only pass on that a process of theirs failed; its own words stand elsewhere.
-_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
-_RANK_ID = re.compile(r"\bRankID:(\d+)\)")  # Ascend's error lines
-# About memory running out, not that it did: release notes, settings, advice.
+Log = str | PathLike[str] | Mapping[str, str]
+# Launchers' exceptions: they only report that a child failed, whose own message is elsewhere.
+_LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+_ASCEND_RANK = re.compile(r"\bRankID:(\d+)\)")
+# The line is about memory running out, not a report of it: release notes, settings, advice.
 _ONLY_TALKS = re.compile(
     r"(?:previous|earlier|last) (?:run|attempt|trial|try|job|launch)\b|\bexamples? of\b|\brow \d+\b.{0,4}[\"']"
     r"|skip\w* (?:the )?(?:test|benchmark)"
@@ -29,31 +30,31 @@ _ONLY_TALKS = re.compile(
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
 )
-_FINDINGS = 400  # of one row: the first ones and the last one are kept
-_TIMED = 40  # of one row: of so many the time is looked for
-_PRINTABLE = 0.7  # less than this share of a block's bytes: not text
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-Log = str | PathLike[str] | Mapping[str, str]
+_MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
+_MOST_TIMES = 40  # findings per row for which the time of the line is looked up
+_LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def diagnose(log: Log | Iterable[PathLike[str]], exit_code: int | None = None) -> Diagnosis:
-    """Why the run died that wrote `log`: its text, its path, or several (name → text, or paths), one per rank say.
+    """Find out why a run died.
 
-    exit_code: of the run, negative for a signal or as a shell says it (137). A path is streamed, memory stays bounded.
+    log: its text, its path, or several logs, such as one per rank (name → text, or paths). A path is streamed, so that
+    memory stays bounded. exit_code: of the run, negative for a signal or as a shell reports it (137).
     Raises InputError for a path that cannot be read.
     """
     if isinstance(log, str):
-        return _of([("", _text_blocks(log))], exit_code)
+        return _diagnose_blocks([("", _text_blocks(log))], exit_code)
     if isinstance(log, Mapping):
-        return _of([(name, _text_blocks(text)) for name, text in log.items()], exit_code)
+        return _diagnose_blocks([(name, _text_blocks(text)) for name, text in log.items()], exit_code)
     paths = [Path(log)] if isinstance(log, PathLike) else [Path(path) for path in log]
-    names = names_of(paths)
-    return _of([(name, blocks_of(path)) for name, path in names.items()], exit_code)
+    names = name_logs(paths)
+    return _diagnose_blocks([(name, read_blocks(path)) for name, path in names.items()], exit_code)
 
 
-def names_of(paths: Iterable[Path]) -> dict[str, Path]:
-    """Every log of the given files and folders, by a short name. Raises InputError where there is none."""
-    found: dict[str, Path] = {}
+def name_logs(paths: Iterable[Path]) -> dict[str, Path]:
+    """Short name → path of every log in the given files and folders. Raises InputError where there is none."""
+    logs: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
             raise InputError("no such file", where=str(path), hint="give the log of the run, or a folder of logs")
@@ -61,14 +62,14 @@ def names_of(paths: Iterable[Path]) -> dict[str, Path]:
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not inside:
                 raise InputError("the folder has no files", where=str(path), hint="give the log of the run")
-            found |= {str(file.relative_to(path)): file for file in inside}
+            logs |= {str(file.relative_to(path)): file for file in inside}
         else:
-            found[path.name if path.name not in found else str(path)] = path
-    return found
+            logs[path.name if path.name not in logs else str(path)] = path
+    return logs
 
 
-def blocks_of(path: Path) -> Iterator[bytes]:
-    """A file's text as UTF-8, in pieces. Reads gzip and UTF-16 too. Raises InputError where it cannot be read."""
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """A file's text as blocks of UTF-8; reads gzip and UTF-16 too. Raises InputError where it cannot be read."""
     try:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
@@ -82,7 +83,7 @@ def blocks_of(path: Path) -> Iterator[bytes]:
 
 def _utf8(file: IO[bytes]) -> Iterator[bytes]:
     block = file.read(BLOCK_BYTES)
-    decoder = codecs.getincrementaldecoder("utf-16")(errors="replace") if block[:2] in _UTF16 else None
+    decoder = codecs.getincrementaldecoder("utf-16")(errors="replace") if block[:2] in _UTF16_MARKS else None
     while block:
         yield decoder.decode(block).encode() if decoder else block
         block = file.read(BLOCK_BYTES)
@@ -93,73 +94,80 @@ def _text_blocks(text: str) -> Iterator[bytes]:
         yield text[start : start + BLOCK_BYTES].encode(errors="replace")
 
 
-def _of(logs: Iterable[tuple[str, Iterable[bytes]]], exit_code: int | None) -> Diagnosis:
-    logs = list(logs)
-    story, exits = Story(files=len(logs)), Exits()
-    texts = 0
-    for name, blocks in logs:
-        texts += _read(name, blocks, story, exits)
-    story.exits, story.first_exit, story.root_rank = exits.found, exits.first, exits.root_rank
-    story.text = bool(texts) or not story.bytes
-    return weigh(story, exit_code)
+def _diagnose_blocks(logs: Sequence[tuple[str, Iterable[bytes]]], exit_code: int | None) -> Diagnosis:
+    summary, exit_codes = LogSummary(files=len(logs)), ExitCodes()
+    are_text = [_read_log(name, blocks, summary, exit_codes) for name, blocks in logs]
+    summary.exits = exit_codes.exits
+    summary.first_exit, summary.root_rank = exit_codes.first, exit_codes.root_rank
+    summary.text = any(are_text) or not summary.bytes
+    return pick_root_cause(summary, exit_code)
 
 
-def _read(name: str, blocks: Iterable[bytes], story: Story, exits: Exits) -> bool:
-    """One file into the story; whether it was text."""
+def _read_log(name: str, blocks: Iterable[bytes], summary: LogSummary, exit_codes: ExitCodes) -> bool:
+    """Add one file to the summary; returns whether it was text."""
     assembler = Assembler()
     reader = Reader(name, lambda: assembler.waiting)
-    counts: dict[str, int] = {}
+    row_counts: dict[str, int] = {}
     is_text = True
 
-    def checked() -> Iterator[bytes]:
+    def checked_blocks() -> Iterator[bytes]:
         nonlocal is_text
         for number, block in enumerate(blocks):
             if number == 0:
                 is_text = _is_text(block)
             yield block.replace(b"\0", b"") if b"\0" in block else block
 
-    def take(messages: Iterable[Message]) -> None:
+    def add(messages: Iterable[Message]) -> None:
         for message in messages:
-            _note(message, story, exits, counts, reader)
+            _add_message(message, summary, exit_codes, row_counts, reader)
 
-    for line in reader.read(checked()):
+    for line in reader.read(checked_blocks()):
         if not is_text:
             break
-        take(assembler.feed(line))
-    take(assembler.finish())
-    story.bytes += reader.bytes
-    story.progress |= reader.ended()
-    story.files += len(reader.parts)
-    story.last[name] = reader.last if is_text else []
+        add(assembler.feed(line))
+    add(assembler.finish())
+    summary.bytes += reader.bytes
+    summary.progress |= reader.ended()
+    summary.files += len(reader.parts)
+    summary.last[name] = reader.last if is_text else []
     return is_text
 
 
-def _note(message: Message, story: Story, exits: Exits, counts: dict[str, int], reader: Reader) -> None:
-    """Match a message against the rows; what it says of exits is kept too."""
-    story.ranks.read(message)
-    told = any(exits.read(line) for line in message.text.splitlines())
-    if story.named_rank is None and (found := _RANK_ID.search(message.text)):
-        story.named_rank = int(found[1])
-    if message.manner == "quoted" or message.type in _LAUNCHERS:
+def _add_message(
+    message: Message, summary: LogSummary, exit_codes: ExitCodes, row_counts: dict[str, int], reader: Reader
+) -> None:
+    """Match a message with the rows, and keep the ranks and exit codes that it reports."""
+    summary.ranks.read(message)
+    reports_exit = any(exit_codes.read(line) for line in message.text.splitlines())
+    if summary.named_rank is None and (match := _ASCEND_RANK.search(message.text)):
+        summary.named_rank = int(match[1])
+    row = _matching_row(message)
+    if row is None:
         return
-    says_so = message.prefix.level == "error" or SAYS_SO.match(message.text) is not None
-    type = message.type or (ERROR_LINE if says_so and message.manner == "stated" else "")
-    row = first_match(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
-    if row is None or (told and row.weight in ("likely", "weak") and row.file in ("user_code", "communication")):
+    if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "communication"):
         return
-    if row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
-        return
-    counts[row.name] = counts.get(row.name, 0) + 1
-    message.order = len(story.findings)
-    if counts[row.name] <= _FINDINGS or row.weight == "done":
-        when = reader.when(message.number) if counts[row.name] <= _TIMED else None
-        finding = finding_of(row, message, story.files + len(reader.parts), when)
+    row_counts[row.name] = row_counts.get(row.name, 0) + 1
+    message.order = len(summary.findings)
+    if row_counts[row.name] <= _MOST_FINDINGS or row.weight == "done":
+        when = reader.when(message.number) if row_counts[row.name] <= _MOST_TIMES else None
+        finding = finding_of(row, message, summary.files + len(reader.parts), when)
         if finding.rank is None and finding.local is not None:
-            story.ranks.gpus.add(finding.local)
-        story.findings.append(finding)
+            summary.ranks.gpus.add(finding.local)
+        summary.findings.append(finding)
     if row.weight in ("cause", "likely"):
         reader.watch()
         message.progress = reader.progress
+
+
+def _matching_row(message: Message) -> Signature | None:
+    if message.manner == "quoted" or message.type in _LAUNCHER_ERRORS:
+        return None
+    is_error = message.prefix.level == "error" or SAYS_SO.match(message.text) is not None
+    type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
+    row = first_match(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
+    if row is not None and row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
+        return None
+    return row
 
 
 def _is_text(block: bytes) -> bool:
@@ -170,7 +178,7 @@ def _is_text(block: bytes) -> bool:
     if odd > len(sample) * 0.05:
         return False
     undecodable = sample.decode("utf-8", errors="replace").count("�")
-    return undecodable < len(sample) * (1 - _PRINTABLE)
+    return undecodable < len(sample) * (1 - _LEAST_PRINTABLE)
 
 
-__all__ = ["Diagnosis", "blocks_of", "diagnose", "names_of"]
+__all__ = ["Diagnosis", "diagnose", "name_logs", "read_blocks"]

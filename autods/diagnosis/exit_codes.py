@@ -1,4 +1,4 @@
-"""How processes ended: what launchers, shells and schedulers say of it, and what each signal means by itself."""
+"""Exit codes: how launchers, shells and schedulers report them, and what each one means by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .values import Kind
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """One process's end as a log tells it. code: negative for a signal, as subprocess says it. root: named as first."""
+    """The end of one process as a log reports it.
+
+    code: negative for a signal, as in `subprocess`. root: the launcher names this process as the first that failed.
+    """
 
     code: int
     rank: int | None = None
@@ -22,19 +25,19 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What an exit code says when nothing else does."""
+    """The diagnosis that an exit code allows when there is no other evidence."""
 
     kind: Kind
     action: Action
     confidence: float
-    said: str
+    summary: str
     advice: str
     tier: Tier | None = None
 
 
 _KILLED = (
-    "who sent the SIGKILL is not shown. The kernel's OOM killer is the usual one: dmesg -T | grep -i 'killed process', "
-    "or the oom_kill line of the cgroup's memory.events, confirms it; launchers also kill the siblings of a failed rank"
+    "the log does not show who sent the SIGKILL. Usually it is the kernel's OOM killer: dmesg -T | grep -i 'killed process', "
+    "or the oom_kill line of the cgroup's memory.events, confirms it. Launchers also kill the siblings of a failed rank"
 )
 _CRASH = "native code crashed: python -X faulthandler shows where; suspect the extension that was built last"
 MEANINGS: dict[int, Meaning] = {
@@ -44,19 +47,19 @@ MEANINGS: dict[int, Meaning] = {
         "usually a full /dev/shm: df -h /dev/shm; docker run --shm-size=16g; no rung helps", "shm",
     ),
     -signal.SIGSEGV: Meaning("unknown", "retry", 0.4, "killed by SIGSEGV", _CRASH),
-    -signal.SIGABRT: Meaning("unknown", "retry", 0.4, "ended by SIGABRT", "a library aborted: its reason is in the lines before"),
+    -signal.SIGABRT: Meaning("unknown", "retry", 0.4, "ended by SIGABRT", "a library aborted: the reason is in the lines before"),
     -signal.SIGTERM: Meaning(
         "infrastructure", "retry", 0.5, "ended by SIGTERM",
-        "it was asked to end (a scheduler, a launcher, a person): start again from the last checkpoint",
+        "a scheduler, a launcher or a person ended the run: start again from the last checkpoint",
     ),
-    -signal.SIGINT: Meaning("infrastructure", "nothing", 0.6, "ended by SIGINT", "somebody pressed Ctrl-C"),
-    -signal.SIGHUP: Meaning("infrastructure", "retry", 0.6, "ended by SIGHUP", "the terminal went away: run it under tmux or nohup"),
-    -signal.SIGILL: Meaning("toolchain", "fix_environment", 0.6, "killed by SIGILL", "a binary was built for another CPU: build its ops on this machine"),
+    -signal.SIGINT: Meaning("infrastructure", "nothing", 0.6, "ended by SIGINT", "the run was interrupted with Ctrl-C"),
+    -signal.SIGHUP: Meaning("infrastructure", "retry", 0.6, "ended by SIGHUP", "the terminal was closed: run under tmux or nohup"),
+    -signal.SIGILL: Meaning("toolchain", "fix_environment", 0.6, "killed by SIGILL", "a binary was built for another CPU: build the ops on this machine"),
     -signal.SIGFPE: Meaning("unknown", "retry", 0.4, "killed by SIGFPE", _CRASH),
     -signal.SIGXCPU: Meaning("infrastructure", "retry", 0.7, "CPU time limit", "ask for more CPU time (ulimit -t)"),
     -signal.SIGXFSZ: Meaning("out_of_memory", "fix_environment", 0.7, "file size limit", "a file grew beyond ulimit -f", "nvme"),
-    124: Meaning("infrastructure", "retry", 0.6, "ended by timeout(1)", "the time limit was reached: give it more time"),
-    125: Meaning("infrastructure", "fix_environment", 0.6, "the container did not start", "the container runtime refused: its message says why"),
+    124: Meaning("infrastructure", "retry", 0.6, "ended by timeout(1)", "the time limit was reached: allow more time"),
+    125: Meaning("infrastructure", "fix_environment", 0.6, "the container did not start", "the container runtime refused to start it: its message says why"),
     126: Meaning("toolchain", "fix_environment", 0.6, "the command cannot be executed", "check that the program may be executed"),
     127: Meaning("toolchain", "fix_environment", 0.6, "the command was not found", "activate the environment that has it"),
 }  # fmt: skip
@@ -64,8 +67,8 @@ _OTHER = Meaning(
     "unknown",
     "retry",
     0.3,
-    "it failed",
-    "the log does not say why: look into the log of each rank, and run it once more",
+    "the run failed",
+    "the log does not say why: read the log of each rank, and run once more",
 )
 _NAMES = {
     "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6, "terminated": 15, "illegal instruction": 4,
@@ -109,68 +112,75 @@ _MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .*
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 
-class Exits:
-    """Collects what lines say of ends."""
+class ExitCodes:
+    """Collects the exit codes that the lines of a log report."""
 
     def __init__(self) -> None:
-        self.found: list[Exit] = []
+        self.exits: list[Exit] = []
         self._in_root = 0
         self._root_rank: int | None = None
-        self._mpi_rank: int | None = None  # of mpirun's sentence that goes on in the next line
+        self._mpi_rank: int | None = None  # from mpirun's sentence, which continues on the next line
         self._listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
     def root_rank(self) -> int | None:
-        """The rank that torchrun saw fail first."""
+        """The rank that torchrun names as the root cause."""
         return self._root_rank
 
     @property
     def first(self) -> Exit | None:
-        """The end to go by: torchrun's root cause, else the first that no launcher caused by its own clean-up."""
-        failed = [end for end in self.found if end.code != 0]
-        own = [end for end in failed if end.code not in (-15, 143)] or failed
-        return next((end for end in own if end.root), own[0] if own else None)
+        """The exit that counts: torchrun's root cause, else the first that is no clean-up by the launcher (SIGTERM)."""
+        failed = [exit for exit in self.exits if exit.code != 0]
+        own = [exit for exit in failed if exit.code not in (-15, 143)] or failed
+        return next((exit for exit in own if exit.root), own[0] if own else None)
 
     def read(self, text: str) -> bool:
-        """Whether the line tells of an end."""
+        """Whether the line reports an exit; if so, it is kept."""
         if _ROOT_CAUSE.search(text):
             self._in_root = 8
             return True
-        if found := _ROOT_RANK.match(text):
-            self._listed = int(found[1])
-        if found_mpi := _MPI_RANK.search(text.rstrip()):
-            self._mpi_rank = int(found_mpi[1])
+        root_rank = _ROOT_RANK.match(text)
+        if root_rank:
+            self._listed = int(root_rank[1])
+        if mpi_rank := _MPI_RANK.search(text.rstrip()):
+            self._mpi_rank = int(mpi_rank[1])
         if self._in_root:
             self._in_root -= 1
-            if found and self._root_rank is None:
-                self._root_rank = int(found[1])
+            if root_rank and self._root_rank is None:
+                self._root_rank = int(root_rank[1])
                 return True
         for pattern in _REPORTS:
-            if found := pattern.search(text):
-                said = found.groupdict()
-                rank = int(said["rank"]) if said.get("rank") else self._root_rank if self._in_root else None
-                if rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
-                    rank = self._listed
-                if rank is None and text.startswith("signal "):
-                    rank, self._mpi_rank = self._mpi_rank, None
-                self.found.append(Exit(_code(said), rank, bool(self._in_root), text.strip()[:300]))
+            if match := pattern.search(text):
+                code, rank = _exit_code(match.groupdict()), self._rank(match.groupdict().get("rank"), text)
+                self.exits.append(Exit(code, rank, bool(self._in_root), text.strip()[:300]))
                 return True
         return False
 
+    def _rank(self, named: str | None, text: str) -> int | None:
+        """The rank of a report: named in the line itself, or in a line before it."""
+        if named:
+            return int(named)
+        rank = self._root_rank if self._in_root else None
+        if rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
+            rank = self._listed
+        if rank is None and text.startswith("signal "):
+            rank, self._mpi_rank = self._mpi_rank, None
+        return rank
 
-def _code(said: dict[str, str | None]) -> int:
-    if name := said.get("name"):
+
+def _exit_code(groups: dict[str, str | None]) -> int:
+    if name := groups.get("name"):
         return -_NAMES[name.lower()] if name.lower() in _NAMES else 1
-    if number := said.get("code9"):
+    if number := groups.get("code9"):
         return -int(number)
-    return normal(int(said.get("code") or 1))
+    return normalize_exit_code(int(groups.get("code") or 1))
 
 
-def normal(code: int) -> int:
-    """137 as a shell says it is −9 as subprocess does; 255 − n of a signal is left alone."""
+def normalize_exit_code(code: int) -> int:
+    """Signals as `subprocess` reports them: a shell's 137 becomes −9."""
     return 128 - code if 128 < code <= 128 + 64 else code
 
 
-def meaning_of(code: int) -> Meaning:
-    """What an exit code other than 0 says by itself."""
-    return MEANINGS.get(normal(code), _OTHER)
+def meaning_of_exit(code: int) -> Meaning:
+    """The meaning of an exit code other than 0."""
+    return MEANINGS.get(normalize_exit_code(code), _OTHER)
