@@ -79,7 +79,7 @@ def trials_in(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", IN_THE_SURVEY)
-def test_a_broken_workload_is_found_before_any_trial(autods, model, tmp_path, fault):
+def test_a_broken_workload_is_reported_before_any_trial(autods, model, tmp_path, fault):
     bad = IN_THE_SURVEY[fault]
     path = model(bad.text)
     assert autods(path, tmp_path / "out") == 2
@@ -88,7 +88,7 @@ def test_a_broken_workload_is_found_before_any_trial(autods, model, tmp_path, fa
 
 
 @pytest.mark.parametrize("fault", IN_A_TRIAL)
-def test_a_workload_that_fails_in_the_first_trial_ends_the_fit_at_once(autods, model, tmp_path, fault):
+def test_a_workload_failing_in_the_first_trial_ends_the_fit(autods, model, tmp_path, fault):
     bad = IN_A_TRIAL[fault]
     path = model(bad.text)
     assert autods(path, tmp_path / "out") == 2
@@ -96,7 +96,7 @@ def test_a_workload_that_fails_in_the_first_trial_ends_the_fit_at_once(autods, m
     assert trials_in(tmp_path / "out") == ["001-ddp"]
 
 
-def test_the_log_that_the_message_names_holds_the_traceback(autods, model, tmp_path):
+def test_the_log_named_in_the_message_holds_the_traceback(autods, model, tmp_path):
     autods(model(IN_A_TRIAL["a batch of the wrong width"].text), tmp_path / "out")
     log = autods.said.partition("log: ")[2].strip().rstrip(")")
     assert "Traceback (most recent call last)" in Path(log).read_text()
@@ -117,7 +117,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_config_that_deepspeed_refuses_ends_the_fit_at_once(autods, model, tmp_path, fault):
+def test_a_config_that_deepspeed_refuses_ends_the_fit(autods, model, tmp_path, fault):
     base, says = REFUSED[fault]
     (tmp_path / "base.json").write_text(json.dumps(base))
     assert autods(model(GOOD), tmp_path / "out", "--base-config", str(tmp_path / "base.json")) == 2
@@ -133,7 +133,7 @@ def run(*argv: object, env: dict[str, str] | None = None) -> tuple[int, str, str
 
 
 @pytest.mark.parametrize("fault", ON_SIGHT)
-def test_the_command_finds_a_faulty_file_without_running_it(model, tmp_path, fault):
+def test_a_faulty_file_is_reported_without_running_it(model, tmp_path, fault):
     bad = ON_SIGHT[fault]
     path = model(bad.text)
     code, out, said = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
@@ -150,7 +150,7 @@ def test_the_command_finds_a_faulty_file_without_running_it(model, tmp_path, fau
     ],
     ids=["sys.exit at import", "a NaN loss"],
 )
-def test_the_command_says_what_is_wrong_with_the_workload(model, tmp_path, fault, where):
+def test_the_command_reports_a_faulty_workload(model, tmp_path, fault, where):
     path = model(fault.text)
     code, out, said = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
@@ -201,14 +201,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("fault", OPTIONS)
-def test_an_option_that_makes_no_sense_is_refused_by_name(autods, model, tmp_path, fault):
+def test_a_meaningless_option_is_refused_by_name(autods, model, tmp_path, fault):
     options, says = OPTIONS[fault]
     assert autods(model(GOOD), tmp_path / "out", *options) == 2
     assert is_one_message(autods.said, where="", says=says)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_not_there_is_named(autods, tmp_path):
+def test_a_missing_file_is_named(autods, tmp_path):
     assert autods(tmp_path / "gone.py", tmp_path / "out") == 2
     assert is_one_message(autods.said, where=f"{tmp_path}/gone.py: ", says="No such file")
 
@@ -247,14 +247,14 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_disk_that_is_full_from_the_start_is_named(autods, model, small_disk):
+def test_a_full_disk_is_named(autods, model, small_disk):
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb") as file:
         file.write(bytes(2**23))
     assert autods(model(GOOD), small_disk / "out") == 2
     assert is_one_message(autods.said, where=f"{small_disk}/out", says="the disk is full")
 
 
-def test_a_disk_that_fills_up_under_a_trial_is_named_and_the_fit_goes_on_with_space(autods, model, small_disk):
+def test_a_fit_goes_on_after_a_disk_filled_up_in_a_trial(autods, model, small_disk):
     filler = small_disk / "filler"
     path = model(FILLING.replace("FILLER", str(filler)))
     assert autods(path, small_disk / "out") == 2

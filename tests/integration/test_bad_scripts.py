@@ -66,7 +66,7 @@ def autods(started, capsys):
 
 
 @pytest.mark.parametrize("fault", IN_THE_SURVEY)
-def test_a_broken_script_is_found_before_any_trial(autods, script, tmp_path, fault):
+def test_a_broken_script_is_reported_before_any_trial(autods, script, tmp_path, fault):
     bad = IN_THE_SURVEY[fault]
     path = script(bad.text)
     where = f"{path}:{bad.line}: " if bad.line else f"{path}: "
@@ -75,7 +75,7 @@ def test_a_broken_script_is_found_before_any_trial(autods, script, tmp_path, fau
 
 
 @pytest.mark.parametrize("fault", IN_A_TRIAL)
-def test_a_script_that_fails_in_the_first_trial_ends_the_fit_at_once(autods, script, tmp_path, fault):
+def test_a_script_failing_in_the_first_trial_ends_the_fit(autods, script, tmp_path, fault):
     bad = IN_A_TRIAL[fault]
     path = script(bad.text)
     where = f"{path}:{bad.line}: " if bad.line else f"{path}: "
@@ -84,7 +84,7 @@ def test_a_script_that_fails_in_the_first_trial_ends_the_fit_at_once(autods, scr
 
 
 @pytest.mark.parametrize("oddity", FINE)
-def test_an_odd_script_is_tried_all_the_same(started, script, tmp_path, oddity):
+def test_an_odd_script_can_be_tuned(started, script, tmp_path, oddity):
     old, new = FINE[oddity]
     path = script(GOOD.replace(old, new, 1))
     source = make_source(path, argv=("{micro_batch_size}",))

@@ -51,14 +51,14 @@ def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "length"), [("llama", 64), ("gpt2", 48), ("bert", 40), ("bart", 32), ("t5", 2048)])
-def test_the_sequence_is_the_longest_that_the_config_allows_and_no_longer_than_2048(
+def test_sequences_are_as_long_as_allowed_up_to_2048(
     name: str, length: int, tmp_path: Path
 ) -> None:
     batch = load(make_source(write(tmp_path, CONFIGS[name]))).build_batch(1)
     assert batch["input_ids"].shape == (1, length)  # type: ignore[call-overload]
 
 
-def test_lengths_that_were_asked_for_are_those_of_the_batch(tmp_path: Path) -> None:
+def test_the_batch_has_the_requested_lengths(tmp_path: Path) -> None:
     batch = load(make_source(write(tmp_path, CONFIGS["t5"]), seq_len=20, target_len=7)).build_batch(3)
     assert batch["input_ids"].shape == (3, 20)  # type: ignore[call-overload]
     assert batch["labels"].shape == (3, 7)  # type: ignore[call-overload]
@@ -74,7 +74,7 @@ def test_lengths_that_were_asked_for_are_those_of_the_batch(tmp_path: Path) -> N
         ({**CONFIGS["llama"], "hidden_size": "wide"}, None, "is not a config of llama"),
     ],
 )
-def test_what_transformers_cannot_build_is_refused_in_two_lines(
+def test_a_config_transformers_cannot_build_is_refused(
     config: dict[str, Any], task: str | None, said: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, config)
@@ -96,7 +96,7 @@ print(len(set(sys.modules) - before))
 """
 
 
-def test_the_models_code_is_imported_with_the_workload_and_not_by_each_rank_under_its_budget(tmp_path: Path) -> None:
+def test_the_model_s_code_is_imported_with_the_workload(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _NEW_MODULES, str(write(tmp_path, CONFIGS["bert"]))]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(said.stdout.splitlines()[-1]) < 50

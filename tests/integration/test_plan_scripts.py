@@ -116,7 +116,7 @@ def _ask(name):
     )  # fmt: skip
 
 
-def test_a_script_needs_what_its_model_py_needs_and_each_micro_batch_is_a_run_of_its_own(users):
+def test_a_script_is_forecast_like_its_model_py(users):
     script, model = make_source(users / "with_args.py", argv=ARGS), make_source(users / "twin.py")
     with Simulator(script) as one, Simulator(model) as other:
         for rung in ("zero1", "zero3-offload"):
@@ -129,7 +129,7 @@ def test_a_script_needs_what_its_model_py_needs_and_each_micro_batch_is_a_run_of
             assert larger.live_bytes["backward"]["device"] > ours.live_bytes["backward"]["device"] + 2040 * 512 * 4
 
 
-def test_values_that_a_script_asks_for_are_stood_for_and_that_is_said(users):
+def test_values_that_a_script_reads_are_replaced_and_noted(users):
     argv = ("{ds_config}", "{micro_batch_size}")
     forecast = api.plan("curious.py", script_args=argv, ladder="zero2", **GPU)
     (rung,) = forecast.sites[0].rungs
@@ -141,7 +141,7 @@ def test_values_that_a_script_asks_for_are_stood_for_and_that_is_said(users):
     assert "first two optimizer steps" in said
 
 
-def test_the_config_of_a_script_counts_and_it_runs_as_cpu_ranks_do(users):
+def test_a_script_s_config_is_used_on_cpu_ranks(users):
     forecast = api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **CPU)
     (rung,) = forecast.sites[0].rungs
     assert rung.verdict == "fits"
@@ -149,14 +149,14 @@ def test_the_config_of_a_script_counts_and_it_runs_as_cpu_ranks_do(users):
     assert forecast.facts.config["optimizer"]["params"]["lr"] == 0.01
 
 
-def test_a_batch_that_stays_on_the_cpu_is_told_with_its_line(users):
+def test_a_batch_left_on_the_cpu_is_reported_with_its_line(users):
     with pytest.raises(InputError) as told:
         api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **GPU)
     assert "with_loader.py:18" in str(told.value)
     assert "engine.device" in str(told.value)
 
 
-def test_why_a_script_cannot_run_there_is_told_with_its_line(users):
+def test_a_script_that_cannot_be_simulated_names_its_line(users):
     with pytest.raises(InputError) as told:
         api.plan("lost.py", ladder="zero2", **GPU)
     assert "lost.py:6: cannot run on the simulated device: RuntimeError: no data here" in str(told.value)

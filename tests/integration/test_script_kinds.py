@@ -68,7 +68,7 @@ def started(ray, users, tmp_path_factory):
         yield started
 
 
-def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path):
+def test_a_fit_of_a_trainer_script_passes_and_resumes(ray, users, tmp_path):
     with contextlib.chdir(users):
         source = make_source(users / "trainer.py", argv=HF)
     said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "max_trials": 2, "ladder": ("zero2",)}
@@ -87,7 +87,7 @@ def test_a_whole_fit_of_a_trainer_script_and_its_resumption(ray, users, tmp_path
 
 @pytest.mark.parametrize("rung", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_trains_at_every_stage(started, kind, rung):
+def test_each_kind_trains_at_every_stage(started, kind, rung):
     runner = started(*KINDS[kind])
     assert runner.settings.source.script_kind == kind
     outcome = runner.run(a_trial(rung), id=1).outcome
@@ -97,13 +97,13 @@ def test_it_trains_at_every_stage(started, kind, rung):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_precision_is_the_scripts_own(started, kind):
+def test_the_precision_is_the_script_s(started, kind):
     facts = started(*KINDS[kind]).facts
     assert facts.config.get("bf16") == (None if kind == "accelerate" else {"enabled": True})
     assert facts.has_optimizer
 
 
-def test_a_base_config_with_auto_is_the_trainers_to_fill_in(started):
+def test_the_trainer_fills_in_auto_of_a_base_config(started):
     base = {
         "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
@@ -118,7 +118,7 @@ def test_a_base_config_with_auto_is_the_trainers_to_fill_in(started):
     assert config["bf16"] == {"enabled": True}
 
 
-def test_a_dummy_optimizer_gets_one_of_the_config(started, users):
+def test_a_dummy_optimizer_becomes_one_of_the_config(started, users):
     argv = (*KINDS["accelerate"][1], "--dummy")
     runner = started("accelerated.py", argv)
     assert not runner.facts.has_optimizer
@@ -143,14 +143,14 @@ def test_out_of_memory_is_caught(started, kind):
         (SIZES, "add --per_device_train_batch_size {micro_batch_size}"),
     ],
 )
-def test_what_is_missing_of_a_trainers_command_line_is_said(started, left_out, says):
+def test_a_missing_trainer_argument_is_reported(started, left_out, says):
     argv = tuple(word for word in HF if word not in left_out)
     with pytest.raises(InputError) as caught:
         started("trainer.py", argv)
     assert says in str(caught.value)
 
 
-def test_accumulation_steps_that_do_not_reach_the_trainer_are_said(started):
+def test_accumulation_steps_that_miss_the_trainer_are_an_error(started):
     argv = tuple(word for word in HF if word not in ACCUMULATION)
     outcome = started("trainer.py", argv).run(a_trial("ddp"), id=1).outcome
     assert isinstance(outcome, Failed)
@@ -158,7 +158,7 @@ def test_accumulation_steps_that_do_not_reach_the_trainer_are_said(started):
 
 
 @pytest.mark.parametrize("kind", ["hf_trainer", "lightning"])
-def test_the_worst_case_exam_saves_loads_and_goes_on(started, kind):
+def test_the_worst_case_exam_saves_loads_and_trains_on(started, kind):
     outcome = started(*KINDS[kind]).run(a_trial("zero2", exam="worst_case"), id=1).outcome
     assert isinstance(outcome, Fit), outcome
     assert outcome.examined.restored is True

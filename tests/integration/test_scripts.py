@@ -90,7 +90,7 @@ def test_a_script_trains_at_every_stage(runner_of, style, rung):
     assert outcome.device_peak_bytes > 0
 
 
-def test_what_a_script_adds_to_the_config_file_is_its_own_and_tokens_are_counted(runner_of):
+def test_a_script_s_changes_to_the_config_file_are_its_own(runner_of):
     runner = runner_of("partition")
     assert runner.facts.config == {"gradient_clipping": 1.0}
     outcome = runner.run(a_trial("zero3", exam="worst_case"), id=3).outcome
@@ -101,7 +101,7 @@ def test_what_a_script_adds_to_the_config_file_is_its_own_and_tokens_are_counted
     assert outcome.examined.batch_shape == (4, 16)
 
 
-def test_a_pipeline_is_seen_by_a_look_and_what_it_sends_is_counted(runner_of):
+def test_the_survey_finds_a_pipeline_and_sends_are_counted(runner_of):
     runner = runner_of("stages")
     assert (runner.facts.pipeline_stages, runner.facts.replica_ranks) == (2, 2)
     outcome = runner.run(a_trial("ddp", exam="worst_case"), id=4).outcome
@@ -111,7 +111,7 @@ def test_a_pipeline_is_seen_by_a_look_and_what_it_sends_is_counted(runner_of):
     assert any("evaluation was not run" in reason for reason in outcome.examined.left_out)
 
 
-def test_the_survey_sees_the_model_and_the_config_of_the_script(runner_of):
+def test_the_survey_reads_the_script_s_model_and_config(runner_of):
     facts = runner_of("dict").facts
     assert facts.parameters == 2 * (16 * 16 + 16)
     assert facts.has_optimizer
@@ -120,7 +120,7 @@ def test_the_survey_sees_the_model_and_the_config_of_the_script(runner_of):
     assert "train_micro_batch_size_per_gpu" not in facts.config
 
 
-def test_the_config_of_a_file_stays_the_base_and_its_batch_is_kept(runner_of):
+def test_a_script_s_config_file_is_the_base_and_sets_the_batch(runner_of):
     runner = runner_of("loader")
     config = runner.final_config(a_trial("zero2", micro_batch=4, accumulation=2))
     assert config["optimizer"]["params"]["lr"] == 0.01
@@ -129,17 +129,17 @@ def test_the_config_of_a_file_stays_the_base_and_its_batch_is_kept(runner_of):
     assert runner.settings.global_batch == 16
 
 
-def test_what_the_config_file_held_for_the_script_is_not_taken_for_its_own(runner_of):
+def test_the_filled_in_config_file_is_not_the_script_s_own(runner_of):
     assert not runner_of("args").facts.config
 
 
-def test_the_script_gets_the_size_of_its_batches(runner_of):
+def test_a_script_gets_the_micro_batch_size(runner_of):
     runner = runner_of("args")
     fits = [runner.run(a_trial("ddp", micro_batch=size, accumulation=1), id=2).outcome for size in (2, 8)]
     assert all(isinstance(one, Fit) for one in fits), fits
 
 
-def test_losses_of_a_script_are_the_same_at_every_stage_and_a_changed_knob_shows(runner_of):
+def test_losses_agree_between_stages_but_not_after_a_change(runner_of):
     def losses(rung, **settings):
         asked = a_trial(rung, exam="parity")
         asked = replace(asked, knobs=replace(asked.knobs, settings={**asked.knobs.settings, **settings}))
@@ -155,7 +155,7 @@ def test_losses_of_a_script_are_the_same_at_every_stage_and_a_changed_knob_shows
     assert largest_difference(changed.losses, plain.losses) > 1e-5
 
 
-def test_evaluation_and_saving_between_the_steps_are_not_timed(asked, ray):
+def test_evaluation_and_saving_between_steps_are_not_timed(asked, ray):
     name, argv = STYLES["dict"]
     with RayRunner(asked(name, (*argv[:2], "0.5")), ignore) as runner:
         runner.survey()
@@ -176,7 +176,7 @@ def test_out_of_memory_is_caught_and_a_leaner_rung_fits(asked, ray):
         assert leaner.device_peak_bytes <= 184 * 2**20
 
 
-def test_a_whole_fit_and_its_resumption(asked, users, ray, tmp_path):
+def test_a_fit_of_a_script_passes_and_resumes(asked, users, ray, tmp_path):
     said: list[str] = []
 
     def listen(event):

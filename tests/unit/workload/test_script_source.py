@@ -1,16 +1,23 @@
-"""A training script is told from a model.py by its source, and its arguments are fill_placeholders in."""
+"""A training script: its kind, arguments and module, seen without running it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
+from autods.cli import fit, plan, probe
 from autods.errors import InputError
+from autods.report.launch import launch_commands
+from autods.trial.script.run import run_as_main
 from autods.types import WorkloadSource
 from autods.workload import make_source
 from autods.workload.script_source import describe_launch, fill_placeholders
+from tests.support.reports import fitting_report
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
 MODEL = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"
@@ -44,25 +51,25 @@ def write(tmp_path):
         ("def main():\n    import deepspeed\n", "deepspeed"),
     ],
 )
-def test_the_kind_of_a_script_is_seen_in_its_imports(write, text, kind):
+def test_imports_show_the_kind_of_a_script(write, text, kind):
     source = make_source(write(text))
     assert (source.kind, source.script_kind) == ("script", kind)
 
 
-def test_a_script_whose_engine_is_made_by_a_module_beside_it_is_seen_through_it(write):
+def test_a_module_beside_the_script_shows_its_kind(write):
     write(PLAIN, "loop.py")
     assert make_source(write("import loop\nloop.main()\n")).script_kind == "deepspeed"
 
 
-def test_a_file_that_defines_model_and_batch_is_a_model_whatever_it_imports(write):
+def test_a_file_with_both_functions_is_a_model_py(write):
     assert make_source(write(PLAIN + MODEL)).kind == "file"
 
 
-def test_a_script_may_define_one_of_the_two(write):
+def test_a_script_may_define_one_of_the_functions(write):
     assert make_source(write(PLAIN + "def build_model(): ...\n")).kind == "script"
 
 
-def test_kind_overrides_what_the_file_shows(write):
+def test_a_requested_kind_takes_precedence(write):
     path = write("import launcher\nlauncher.train()\n")
     assert make_source(path, kind="script").script_kind is None
     assert make_source(path, kind="accelerate").script_kind == "accelerate"
@@ -70,7 +77,7 @@ def test_kind_overrides_what_the_file_shows(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "says"),
+    ("text", "options", "message"),
     [
         ("print('hello')\n", {}, "is not a workload"),
         ("def build_model(): ...\n", {}, "defines no build_batch"),
@@ -81,12 +88,12 @@ def test_kind_overrides_what_the_file_shows(write):
         ("import deepspeed\nif\n", {}, "syntax error"),
     ],
 )
-def test_what_is_neither_or_contradicts_itself_is_refused(write, text, asked, says):
-    with pytest.raises(InputError, match=says):
-        make_source(write(text), **asked)
+def test_a_file_that_is_no_workload_is_refused(write, text, options, message):
+    with pytest.raises(InputError, match=message):
+        make_source(write(text), **options)
 
 
-def test_another_argument_another_module_or_another_named_file_is_another_workload(write, monkeypatch):
+def test_arguments_modules_and_named_files_change_the_digest(write, monkeypatch):
     path = write(PLAIN + "import loop\n")
     monkeypatch.chdir(path.parent)
     write("A = 1\n", "loop.py")
@@ -101,12 +108,12 @@ def test_another_argument_another_module_or_another_named_file_is_another_worklo
     assert make_source(path, argv=argv).digest == digests[-1]
 
 
-def test_a_source_survives_its_way_through_json(write):
+def test_a_source_of_a_script_survives_json(write):
     source = make_source(write(PLAIN), argv=["--batch", "{micro_batch_size}"])
     assert WorkloadSource(**json.loads(json.dumps(asdict(source)))) == source
 
 
-def test_placeholders_are_filled_in_and_all_other_braces_stay():
+def test_placeholders_are_filled_in_and_other_braces_stay():
     values = {
         "ds_config": "/tmp/a.json",
         "micro_batch_size": 4,
@@ -120,12 +127,134 @@ def test_placeholders_are_filled_in_and_all_other_braces_stay():
 FIRE = "import deepspeed, fire\ndeepspeed.initialize\ndef train(batch: int = 8{}): ...\nfire.Fire(train)\n"
 
 
-def test_a_local_rank_that_fire_reads_is_given_by_the_deepspeed_launcher(write):
+def test_a_local_rank_that_fire_reads_is_recognised(write):
     with_it, without = FIRE.format(", local_rank: int = -1"), FIRE.format("")
     assert describe_launch(make_source(write(with_it)))["takes_local_rank"]
     assert not describe_launch(make_source(write(without)))["takes_local_rank"]
 
 
-def test_an_argument_of_that_name_is_no_option_where_no_command_line_is_made_of_functions(write):
+def test_a_local_rank_parameter_alone_is_no_option(write):
     text = "import deepspeed\ndeepspeed.initialize\ndef setup(local_rank): ...\n"
     assert not describe_launch(make_source(write(text)))["takes_local_rank"]
+
+
+# Scripts that are started as `python -m package.module`.
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Files of a package `shop` below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / "shop" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    write("__init__.py", "raise SystemExit('this is not run to find a module')\n")
+    return write
+
+
+def test_a_module_is_found_without_running_anything(package, tmp_path):
+    package("train.py", PLAIN)
+    source = make_source(Path("module:shop.train"))
+    assert (source.path, source.module, source.name) == (str(tmp_path / "shop/train.py"), "shop.train", "shop.train")
+    assert (source.kind, source.script_kind, source.folder) == ("script", "deepspeed", str(tmp_path))
+
+
+def test_a_package_means_its_main(package, tmp_path):
+    package("__main__.py", PLAIN)
+    assert make_source(Path("module:shop")).path == str(tmp_path / "shop/__main__.py")
+
+
+def test_a_module_on_pythonpath_is_found(package, tmp_path, monkeypatch):
+    package("train.py", PLAIN)
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert make_source(Path("module:shop.train")).root == str(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["from shop.parts.loop import main", "from .parts import loop", "from . import parts"])
+def test_modules_of_its_package_show_the_kind(package, line):
+    package("train.py", line + "\n")
+    package("parts/__init__.py", "from .loop import run\n")
+    package("parts/loop.py", "from ..deep import run\n")
+    package("deep.py", PLAIN)
+    assert make_source(Path("module:shop.train")).script_kind == "deepspeed"
+
+
+def test_a_change_in_its_package_changes_the_digest(package):
+    package("train.py", "from .loop import main\n")
+    package("loop.py", PLAIN)
+    before = make_source(Path("module:shop.train")).digest
+    package("loop.py", PLAIN + "more = 1\n")
+    assert make_source(Path("module:shop.train")).digest != before
+
+
+def test_an_installed_package_has_relative_imports_only(package, tmp_path):
+    (tmp_path / "shop-1.0.dist-info").mkdir()
+    (tmp_path / "other.py").write_text("import lightning\n")
+    package("train.py", "import other\nfrom .loop import main\n")
+    package("loop.py", PLAIN)
+    assert make_source(Path("module:shop.train")).script_kind == "deepspeed"
+
+
+def test_the_script_s_own_imports_decide_before_a_helper_s(package):
+    package("train.py", "from transformers import Trainer\nfrom . import reference\n")
+    package("reference.py", PLAIN)
+    assert make_source(Path("module:shop.train")).script_kind == "hf_trainer"
+
+
+def test_a_project_on_pythonpath_is_the_user_s_own(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "lib/engine_code.py").write_text(PLAIN)
+    (tmp_path / "tools/train.py").write_text("import engine_code\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    assert make_source(tmp_path / "tools/train.py").script_kind == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shop.missing", r"-m shop.missing: there is no module shop.missing in .*start it from the folder"),
+        ("shopp.train", r"there is no module shopp in"),
+        ("shop", r"is a package without a __main__.py.*-m shop.train"),
+        ("shop/train.py", r"is not a module name.*package.module"),
+        ("train.py", r"is a file, and -m takes a module name.*drop -m"),
+    ],
+)
+def test_a_name_that_is_no_module_is_refused(package, tmp_path, name, message):
+    (tmp_path / "train.py").write_text(PLAIN)
+    with pytest.raises(InputError) as refused:
+        make_source(Path(f"module:{name}"))
+    assert re.search(message, str(refused.value).replace("\n", " "))
+
+
+def test_a_module_runs_as_with_python_m(package, capsys, monkeypatch):
+    package("__init__.py", "")
+    package("tools.py", "NAME = 'tools'\n")
+    package("train.py", "from .tools import NAME\nprint(__name__, __package__, NAME)\n")
+    monkeypatch.syspath_prepend(".")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
+        monkeypatch.delitem(sys.modules, name)
+    run_as_main(make_source(Path("module:shop.train"), kind="deepspeed"))
+    assert capsys.readouterr().out == "__main__ shop tools\n"
+
+
+def test_each_launcher_starts_a_module(package):
+    package("train.py", PLAIN)
+    source = make_source(Path("module:shop.train"), argv=["--batch", "{micro_batch_size}"])
+    report = fitting_report("out")
+    commands = launch_commands(replace(report, question={**report.question, "script": describe_launch(source)}))
+    assert commands["torchrun"].endswith("--nproc_per_node 2 -m shop.train --batch 4")
+    assert " --module shop.train --batch 4" in commands["deepspeed"]
+    assert commands["accelerate"].endswith(" -m shop.train --batch 4")
+
+
+@pytest.mark.parametrize("command", [fit.fit_command, plan.plan_command, probe.probe_command])
+def test_every_command_takes_a_module(command):
+    assert "module" in command.__annotations__
