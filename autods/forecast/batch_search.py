@@ -1,31 +1,32 @@
 """The largest micro batch that fits, found with few measurements on one simulated engine.
 
-With gradient checkpointing the peak is only piecewise linear in the batch, and its slope grows: a line through two
-small batches promises too much, the chord of a bracket too little. So each guess is measured, and the answer is a
-batch that was itself seen to fit, beside one that was seen not to.
+With gradient checkpointing the peak is only piecewise linear in the batch, and its slope grows. A line through two
+small batches promises too much, the chord of a bracket too little. So each guess is measured: the answer is a batch
+that was measured and fits, beside one that was measured and does not.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 MOST_MICRO_BATCH = 4096
 MOST_MEASUREMENTS = 8
-_NOTICEABLE = 0.1  # of a bracket: a chord that moves less is misled by a steep end
+_NOTICEABLE = 0.1  # of a bracket: where the chord moves less, its steep end misleads it
 _NEAR = 1.03  # a bracket of 100 and 103 is not worth another simulation
-# Micro batch → how full the fullest tier is, peak over limit; it fits up to 1.
+# Micro batch → peak over limit of the fullest tier; up to 1 it fits.
 Fill = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """The largest micro batch that was measured as fitting, None when none was.
+class LargestMicroBatch:
+    """The largest micro batch that was measured and fits; None when none does.
 
-    refused: the smallest that was measured as not fitting, None when all fit. proven: none or next to none is left
-    between the two. slope: of the fill, a sample, at the answer; None where it was not seen.
+    refused: the smallest that was measured and does not fit; None when all fit. proven: few sizes or none are left
+    between the two. slope: the growth of the fill with each sample, at the answer; None where it was not measured.
+    failures: sizes that could not be simulated, with the reason.
     """
 
     micro_batch: int | None
@@ -33,19 +34,20 @@ class Largest:
     proven: bool
     measured: tuple[int, ...]
     slope: float | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
-def largest(
+def find_largest(
     fill: Fill,
     sizes: Sequence[int],
     *,
     known: tuple[int, float] | None = None,
     slope: float | None = None,
     most: int = MOST_MEASUREMENTS,
-) -> Largest:
-    """Search `sizes` (ascending) with at most `most` measurements; `known` is one that was made already.
+) -> LargestMicroBatch:
+    """Search `sizes` (ascending) with at most `most` measurements; `known` is a size that was measured before.
 
-    slope: what another rung's search found. Rungs share the activations, so it is a good first guess, and no more.
+    slope: the one at another rung's answer. Rungs have the same activations, so it is a good first guess.
     """
     seen: dict[int, float] = dict([known]) if known else {}
     while len(seen) - bool(known) < most and (size := _next(seen, sizes, slope)) is not None:
@@ -53,18 +55,18 @@ def largest(
     fits, refused = _bracket(seen)
     steep = (seen[refused] - seen[fits]) / (refused - fits) if fits and refused else None
     proven = _next(seen, sizes) is None
-    return Largest(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen), slope=steep)
+    return LargestMicroBatch(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen), slope=steep)
 
 
 def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
-    """The smallest that does not fit, and the largest below it that does."""
+    """Return the largest size that fits below the smallest one that does not, and that one."""
     refused = min((size for size, full in seen.items() if full > 1), default=None)
     fitting = (size for size, full in seen.items() if full <= 1 and (refused is None or size < refused))
     return max(fitting, default=None), refused
 
 
 def _next(seen: dict[int, float], sizes: Sequence[int], slope: float | None = None) -> int | None:
-    """The size to measure next, None when nothing is left to ask."""
+    """Return the size to measure next; None when the search is over."""
     fits, refused = _bracket(seen)
     first = 0 if fits is None else bisect_right(sizes, fits)
     last = len(sizes) if refused is None else bisect_left(sizes, refused)
@@ -78,7 +80,7 @@ def _next(seen: dict[int, float], sizes: Sequence[int], slope: float | None = No
 
 
 def _extrapolated(seen: dict[int, float], fits: int, guess: float | None) -> float:
-    """Where the line through the two largest sizes reaches the limit; 8 times the size where there is no line yet."""
+    """Return where the line through the two largest sizes reaches the limit; 8 times the size without a line."""
     before = max((size for size in seen if size < fits), default=None)
     slope = (guess or 0.0) if before is None else (seen[fits] - seen[before]) / (fits - before)
     if slope <= 0:
@@ -88,10 +90,10 @@ def _extrapolated(seen: dict[int, float], fits: int, guess: float | None) -> flo
 
 
 def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
-    """Where the peak should cross the limit, between a batch that fits and one that does not.
+    """Return where the peak should reach the limit, between a batch that fits and one that does not.
 
-    The peak grows ever faster, so the chord of the bracket crosses too early, and the line through two batches that do
-    not fit too late, unless they lie on the same piece. Where neither helps, the geometric middle.
+    The peak grows ever faster: the chord of the bracket reaches the limit too early, the line through two batches that
+    do not fit too late, unless they lie on the same piece. Where neither helps, it is the geometric middle.
     """
     beyond = min((size for size in seen if size > refused), default=None)
     if beyond is not None and math.isfinite(slope := (seen[beyond] - seen[refused]) / (beyond - refused)) and slope > 0:

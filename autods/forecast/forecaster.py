@@ -1,169 +1,280 @@
-"""Forecasts of a fit's trials, corrected by what its trials measured; `tuner.forecasts.Forecaster` for real."""
+"""Forecast rungs on the simulated GPU: one service for `plan`, `probe` and the trials of a fit."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
 from ..config.deepspeed import BATCH_KEYS
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
-from ..types import Outcome, Tier, Trial
-from .batch_search import largest
+from ..types import Device, Outcome, Tier, Trial
+from .batch_search import LargestMicroBatch, find_largest
 from .calibration import Observation, calibrate_forecast, observe_trial
+from .simulator.client import SimulationFailed
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
-from .verdict import judge_memory
+from .verdict import forecast_tiers, judge_memory
 
-_AT_A_TIME = 2  # engines
-_LARGEST_BEGINNING = 8  # micro batch: as the walk, which tries no larger one first
+_PARALLEL_ENGINES = 2
+_LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The memory that a rung may use: the device's bytes a rank, the others a node; None where it is not known.
+
+    emulated: `device_bytes` is a budget of torch's allocator on a larger card, as a fit with --gpu-memory sets it.
+    Memory beside the allocator does not count against such a budget.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+    emulated: bool = False
+
+    def by_tier(self, device: Device) -> dict[Tier, int]:
+        """Return the limits that are known. CPU ranks have a budget for the device's part only."""
+        limits: dict[Tier, int] = {"device": self.device_bytes}
+        if device == "cuda" and self.host_bytes is not None:
+            limits["host"] = self.host_bytes
+        if self.nvme_bytes is not None:
+            limits["nvme"] = self.nvme_bytes
+        return limits
 
 
 @dataclass(slots=True)
-class Foreseer:
-    """What trials will need. A failure of the simulation is told once a rung, and then it foresees nothing there.
-    Where a model cannot be trained with so few samples, the forecast is that of twice as many.
+class Forecaster:
+    """Forecasts engines on one simulator; each micro batch of an engine is simulated once. Thread-safe.
 
-    ask_of: the engine that a trial runs. limits: bytes, device a rank, host a node. emulated: the device's limit is
-    torch's, on a larger card. pairs: key of a trial → forecast and measured; those of an earlier run of the fit count.
-    expandable: the trials' allocator has expandable segments, see `read_alloc_conf`.
+    expandable: torch's allocator has expandable segments. before_simulation: called with the engine and the micro
+    batch before each simulation; it may raise.
     """
 
     simulator: Simulator
-    ask_of: Callable[[Trial], EngineSpec]
-    key_of: Callable[[Trial], str]
-    limits: Mapping[Tier, int]
-    emulated: bool
-    tell: Callable[[str], None]
-    pairs: dict[str, Observation] = field(default_factory=dict)
     expandable: bool = False
+    before_simulation: Callable[[EngineSpec, int], None] | None = None
+    _simulations: dict[tuple[str, int], Simulation] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def open(self, spec: EngineSpec) -> Iterator[EngineForecaster]:
+        """Yield forecasts of one engine, which starts when something has to be simulated and ends with the block."""
+        with contextlib.ExitStack() as stack:
+            yield EngineForecaster(self, spec, stack)
+
+    def simulate(self, spec: EngineSpec, micro_batch: int) -> Simulation:
+        """Simulate one micro batch on an engine of its own, if it is not known yet. Raises SimulationFailed."""
+        with self.open(spec) as engine:
+            return engine.simulate(micro_batch)
+
+    def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
+        """Return what was simulated before."""
+        return self._simulations.get((memory_key(spec), micro_batch))
+
+    def judge(
+        self, spec: EngineSpec, simulation: Simulation, limits: Limits, observations: Iterable[Observation] = ()
+    ) -> RungForecast:
+        """Return the forecast within these limits, corrected by what trials have shown."""
+        return judge_memory(
+            spec,
+            simulation,
+            limits=limits.by_tier(spec.device),
+            emulated=limits.emulated,
+            calibration=calibrate_forecast(spec, observations),
+            expandable=self.expandable,
+        )
+
+
+@dataclass(slots=True)
+class EngineForecaster:
+    """Forecasts one engine at any micro batch. All of its methods raise SimulationFailed."""
+
+    forecaster: Forecaster
+    spec: EngineSpec
+    _stack: contextlib.ExitStack
+    _engine: Engine | None = None
+
+    def simulate(self, micro_batch: int) -> Simulation:
+        """Simulate one micro batch, if it is not known yet."""
+        known = self.forecaster.get(self.spec, micro_batch)
+        if known is not None:
+            return known
+        if self.forecaster.before_simulation is not None:
+            self.forecaster.before_simulation(self.spec, micro_batch)
+        if self._engine is None:
+            self._engine = self._stack.enter_context(self.forecaster.simulator.engine(self.spec))
+        simulation = self._engine.measure(micro_batch)
+        self.forecaster._simulations[memory_key(self.spec), micro_batch] = simulation
+        return simulation
+
+    def forecast(self, micro_batch: int, limits: Limits, *, on: EngineSpec | None = None) -> RungForecast:
+        """Return the forecast within these limits. on: the same engine on another machine, to judge it there."""
+        return self.forecaster.judge(on or self.spec, self.simulate(micro_batch), limits)
+
+    def find_largest(
+        self,
+        sizes: Sequence[int],
+        limits: Limits,
+        *,
+        on: EngineSpec | None = None,
+        observations: Iterable[Observation] = (),
+        known: tuple[int, float] | None = None,
+        slope: float | None = None,
+    ) -> LargestMicroBatch:
+        """Search `sizes` (ascending) for the largest micro batch that fits within the limits.
+
+        `known` is a micro batch and its fill, and `slope` a guess, see `batch_search`. Where a larger micro batch
+        cannot be simulated (the data of a script may end), it counts as too large and stands in `failures`.
+        """
+        spec = on or self.spec
+        calibration = calibrate_forecast(spec, observations)
+        failures: dict[int, str] = {}
+        measured = [] if known is None else [known[0]]
+
+        def fill(size: int) -> float:
+            try:
+                simulation = self.simulate(size)
+            except SimulationFailed as failed:
+                if not measured:
+                    raise
+                failures[size] = " ".join(str(failed.what).split())
+                return math.inf
+            measured.append(size)
+            tiers = forecast_tiers(
+                spec,
+                simulation,
+                limits=limits.by_tier(spec.device),
+                emulated=limits.emulated,
+                calibration=calibration,
+                expandable=self.forecaster.expandable,
+            )
+            return max(tier.fill for tier in tiers.values())
+
+        return replace(find_largest(fill, sizes, known=known, slope=slope), failures=failures)
+
+
+def memory_key(spec: EngineSpec) -> str:
+    """Return equal keys for engines that allocate the same at a micro batch.
+
+    The second micro batch of a step is the first that runs beside kept gradients, so longer accumulation adds nothing.
+    """
+    config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
+    accumulates = int(spec.ds_config.get("gradient_accumulation_steps") or 1) > 1
+    return json.dumps({**asdict(spec), "ds_config": config, "accumulates": accumulates}, sort_keys=True, default=str)
+
+
+@dataclass(slots=True)
+class TrialForecaster:
+    """Forecasts the trials of a fit and corrects them by what trials measure; a `tuner.forecasts.Forecaster`.
+
+    A simulation that fails is reported once, by `report`, and leaves its trials without a forecast. Where a model
+    cannot be trained with so few samples, the forecast is that of a larger micro batch.
+
+    spec_of: the engine that a trial runs. key_of: the trial's key in `observations`, which an earlier run of the fit
+    may have filled.
+    """
+
+    forecaster: Forecaster
+    spec_of: Callable[[Trial], EngineSpec]
+    key_of: Callable[[Trial], str]
+    limits: Limits
+    report: Callable[[str], None]
+    observations: dict[str, Observation] = field(default_factory=dict)
     said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
-    _seen: dict[str, Future[Simulation]] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
-    _least: int = 1  # micro batch: smaller ones cannot be trained
+    _pending: dict[tuple[str, int], Future[Simulation]] = field(default_factory=dict)
+    _reported: set[str] = field(default_factory=set)
+    _least: int = 1  # the model cannot be trained with a smaller micro batch
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_AT_A_TIME))
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PARALLEL_ENGINES))
 
     def prepare(self, trials: Iterable[Trial]) -> None:
-        """Begin with these, in this order, while other work goes on."""
+        """Start to simulate these trials in the background, in this order."""
         for trial in trials:
-            self._future(self._trainable(trial))
+            self._start(self._with_least(trial))
 
     def settle(self) -> None:
-        """Drop what has not begun and wait for what has: timed trials want a quiet machine."""
+        """Drop simulations that have not begun and wait for the others: timed trials need an idle host."""
         with self._lock:
-            self._seen = {key: future for key, future in self._seen.items() if not future.cancel()}
-        for future in tuple(self._seen.values()):
+            self._pending = {key: future for key, future in self._pending.items() if not future.cancel()}
+        for future in tuple(self._pending.values()):
             future.exception()
 
     def close(self) -> None:
-        """At the end; what is under way ends with the simulator."""
+        """Begin nothing more; simulations that run end with the simulator."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def forecast(self, trial: Trial) -> RungForecast | None:
-        """What the trial will need; None when it cannot be simulated."""
-        trial = self._trainable(trial)
-        while (simulated := self._simulated(trial)) is None:
+        """Return the memory that the trial will need; None when it cannot be simulated."""
+        trial = self._with_least(trial)
+        while (simulation := self._simulate(trial)) is None:
             if trial.knobs.micro_batch >= self._least:
                 return None
-            trial = self._trainable(trial)
-        forecast = self._judged(self.ask_of(trial), simulated)
+            trial = self._with_least(trial)
+        forecast = self.forecaster.judge(self.spec_of(trial), simulation, self.limits, self.observations.values())
         self.said.setdefault(trial.rung, forecast)
         return forecast
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        """The largest micro batch expected to stay within the usable memory, on one engine."""
-        ask = self.ask_of(trial)
+        """Return the largest micro batch that should fit in `usable_bytes` of the device; None when unknown."""
         sizes = [size for size in sizes if size >= self._least]
-        seen: list[int] = []
-
-        def fill(size: int, engine: Engine) -> float:
-            try:
-                simulated = engine.measure(size)
-            except AutodsError:
-                if not seen:
-                    raise
-                return math.inf  # a script's data may end before so large a batch is full
-            seen.append(size)
-            self._keep(replace(trial, knobs=replace(trial.knobs, micro_batch=size)), simulated)
-            memory = self._judged(ask, simulated).memory
-            device = replace(memory["device"], limit_bytes=int(usable_bytes))
-            return max(held.fill for held in {**memory, "device": device}.values())
-
+        limits = replace(self.limits, device_bytes=int(usable_bytes))
         try:
-            with self.simulator.engine(ask) as engine:
-                return largest(lambda size: fill(size, engine), sizes).micro_batch
+            with self.forecaster.open(self.spec_of(trial)) as engine:
+                return engine.find_largest(sizes, limits, observations=tuple(self.observations.values())).micro_batch
         except AutodsError as error:
-            if sizes and self._wants_more(sizes[0], error):
+            if sizes and self._raise_least(sizes[0], error):
                 return self.largest(trial, sizes, usable_bytes)
-            self._failed(trial.rung, error)
+            self._report(trial.rung, error)
             return None
 
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
-        """What a trial adds to what is known of this machine, where its forecast is at hand."""
-        future = self._seen.get(self._key(trial))
-        key = self.key_of(trial)
-        if future is None or not future.done() or future.cancelled() or future.exception() or key in self.pairs:
+        """Keep what a trial shows beside its forecast, and return it; None if it shows nothing new."""
+        spec, key = self.spec_of(trial), self.key_of(trial)
+        simulation = self.forecaster.get(spec, trial.knobs.micro_batch)
+        if simulation is None or key in self.observations:
             return None
-        pair = observe_trial(self.ask_of(trial), future.result(), outcome, expandable=self.expandable)
-        if pair is None:
-            return None
-        self.pairs[key] = pair
-        return pair
+        observation = observe_trial(spec, simulation, outcome, expandable=self.forecaster.expandable)
+        if observation is not None:
+            self.observations[key] = observation
+        return observation
 
-    def _judged(self, ask: EngineSpec, simulated: Simulation) -> RungForecast:
-        calibration = calibrate_forecast(ask, self.pairs.values())
-        return judge_memory(
-            ask, simulated, limits=self.limits, emulated=self.emulated, calibration=calibration,
-            expandable=self.expandable,
-        )  # fmt: skip
-
-    def _simulated(self, trial: Trial) -> Simulation | None:
+    def _simulate(self, trial: Trial) -> Simulation | None:
         try:
-            return self._future(trial).result()
+            return self._start(trial).result()
         except AutodsError as error:
-            if not self._wants_more(trial.knobs.micro_batch, error):
-                self._failed(trial.rung, error)
+            if not self._raise_least(trial.knobs.micro_batch, error):
+                self._report(trial.rung, error)
             return None
 
-    def _wants_more(self, micro_batch: int, error: AutodsError) -> bool:
-        """Whether twice as many samples may do where these were too few for the model."""
-        if micro_batch >= _LARGEST_BEGINNING or not wants_larger_batch(str(error)):
+    def _start(self, trial: Trial) -> Future[Simulation]:
+        spec, micro_batch = self.spec_of(trial), trial.knobs.micro_batch
+        key = memory_key(spec), micro_batch
+        with self._lock:
+            if key not in self._pending:
+                known = self.forecaster.get(spec, micro_batch)
+                if known is None:
+                    self._pending[key] = self._pool.submit(self.forecaster.simulate, spec, micro_batch)
+                else:
+                    self._pending[key] = Future()
+                    self._pending[key].set_result(known)
+            return self._pending[key]
+
+    def _raise_least(self, micro_batch: int, error: AutodsError) -> bool:
+        """Double the least micro batch if this one has too few samples for the model; return whether it was."""
+        if micro_batch >= _LARGEST_FIRST_MICRO_BATCH or not wants_larger_batch(str(error)):
             return False
         self._least = max(self._least, 2 * micro_batch)
         return True
 
-    def _trainable(self, trial: Trial) -> Trial:
+    def _with_least(self, trial: Trial) -> Trial:
         return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
 
-    def _future(self, trial: Trial) -> Future[Simulation]:
-        key = self._key(trial)
-        with self._lock:
-            if key not in self._seen:
-                self._seen[key] = self._pool.submit(self._simulate, trial)
-            return self._seen[key]
-
-    def _simulate(self, trial: Trial) -> Simulation:
-        return self.simulator.simulate(self.ask_of(trial), [trial.knobs.micro_batch])[0]
-
-    def _keep(self, trial: Trial, simulated: Simulation) -> None:
-        future: Future[Simulation] = Future()
-        future.set_result(simulated)
-        with self._lock:
-            self._seen[self._key(trial)] = future
-
-    def _key(self, trial: Trial) -> str:
-        """Equal for trials that allocate the same: more accumulation than two micro batches adds nothing."""
-        ask = self.ask_of(trial)
-        config = {name: value for name, value in ask.ds_config.items() if name not in BATCH_KEYS}
-        shape = {"micro_batch": trial.knobs.micro_batch, "accumulates": trial.knobs.accumulation > 1}
-        return json.dumps({**asdict(ask), "ds_config": config, **shape}, sort_keys=True, default=str)
-
-    def _failed(self, rung: str, error: AutodsError) -> None:
-        said = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
-        if said not in self._told:
-            self._told.add(said)
-            self.tell(f"no forecast of {rung}, so it is tried: {said}")
+    def _report(self, rung: str, error: AutodsError) -> None:
+        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        if reason not in self._reported:
+            self._reported.add(reason)
+            self.report(f"no forecast of {rung}, so it is tried: {reason}")

@@ -20,138 +20,141 @@ from ..settings import PlanSettings, Site, apply_script_config_to_plan
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
-from .simulate import Sizing, Work, checkpointing_of, forecast_rung, groups_of
+from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 
-_PROCESSES = 2  # engines simulated at a time; each holds half a gigabyte
+_PARALLEL_ENGINES = 2  # each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
 
 
-def plan(question: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
-    """The forecast of every rung on the machine that was asked about.
+def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
+    """Forecast every rung on each machine.
 
-    Several machines share simulations, and of each only the rungs up to the fastest that fits are forecast. Raises
-    InputError when the workload is at fault, EnvironmentBroken when it cannot be simulated here, Interrupted on Ctrl-C.
+    Several machines share simulations, and each gets only the rungs up to the fastest that fits. Raises InputError
+    when the workload is at fault, EnvironmentBroken when it cannot be simulated here, Interrupted on Ctrl-C.
     """
     began = time.monotonic()
     try:
-        with (start or ProcessSimulator)(_to_look_at(question)) as simulator:
+        with (start or ProcessSimulator)(_source_to_simulate(settings)) as simulator:
             listen(Note(text="preparing the simulated device"))
-            facts = _looked(simulator, question, listen)
-            question = apply_script_config_to_plan(question, facts)
-            checkpointing = checkpointing_of(question, facts)
-            allocator = read_alloc_conf(os.environ) if question.device == "cuda" else AllocConf()
-            work = Work(question, facts, simulator, listen, expandable=allocator.expandable)
-            _work_through(work)
+            facts = _read_facts(simulator, settings, listen)
+            settings = apply_script_config_to_plan(settings, facts)
+            checkpointing = choose_checkpointing(settings, facts)
+            allocator = read_alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+            run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
+            _forecast_all(run)
     except SimulationFailed as failed:
-        raise _told(failed, question.source) from None
+        raise _as_user_error(failed, settings.source) from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
     return Forecast(
-        sites=tuple(_of_site(work, site) for site in question.sites),
-        source=question.source,
+        sites=tuple(_site_forecast(run, site) for site in settings.sites),
+        source=settings.source,
         facts=facts,
-        device=question.device,
+        device=settings.device,
         checkpointing=checkpointing,
-        zero_init=question.zero_init,
-        assumed=(*question.assumed, *_shared(question), *_of_allocator(allocator)),
+        zero_init=settings.zero_init,
+        assumed=(*settings.assumed, *_notes_on_sharing(settings), *_notes_on_allocator(allocator)),
         versions=installed_versions(),
         seconds=time.monotonic() - began,
     )
 
 
-def _to_look_at(question: PlanSettings) -> WorkloadSource:
-    """The workload; a script with the base config that was asked for, which its `{ds_config}` holds then."""
-    if question.source.kind != "script":
-        return question.source
-    return replace(question.source, base_config=question.sites[0].base)
+def _source_to_simulate(settings: PlanSettings) -> WorkloadSource:
+    """Return the workload; a script comes with the base config, which its `{ds_config}` stands for."""
+    if settings.source.kind != "script":
+        return settings.source
+    return replace(settings.source, base_config=settings.sites[0].base)
 
 
-def _work_through(work: Work) -> None:
-    question, several = work.question, len(work.question.sites) > 1
-    jobs = [
-        _Job(rung=rung, sites=sites, sizing=sizing, search=question.largest and not several)
-        for sizing, sites in groups_of(question.sites)
-        for rung in question.ladder
-    ]
-    _in_parallel(work, jobs, only_unsettled=several)
-    if work.failures and not any(forecast.memory for forecast in work.found.values()):
-        raise work.failures[0]
-    if several and question.largest:
-        _in_parallel(work, [best for job in jobs if (best := _where_best(work, job)).sites], only_unsettled=False)
+def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastListener) -> ModelFacts:
+    """Read the model's facts. A script that does not run alone is run as one of all of its ranks."""
+    ranks = max(site.world_size for site in settings.sites)
+    try:
+        return simulator.facts(settings.device)
+    except SimulationFailed:
+        if settings.source.kind != "script" or ranks == 1:
+            raise
+    listen(Note(text=f"the script does not run on one rank alone, so its model is read on {ranks}"))
+    return simulator.facts(settings.device, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A rung on sites that share simulations; search: also for its largest micro batch."""
+    """A rung on sites of one group; search: find its largest micro batch, too."""
 
     rung: Rung
     sites: tuple[Site, ...]
-    sizing: Sizing
+    group: SiteGroup
     search: bool
 
 
-def _where_best(work: Work, job: _Job) -> _Job:
-    """The search for the largest micro batch, on the sites where this rung is the answer."""
-    sites = tuple(site for site in job.sites if _of_site(work, site).best_rung == job.rung.name)
+def _forecast_all(run: PlanRun) -> None:
+    settings, several = run.settings, len(run.settings.sites) > 1
+    jobs = [
+        _Job(rung=rung, sites=group.sites, group=group, search=settings.largest and not several)
+        for group in group_sites(settings.sites)
+        for rung in settings.ladder
+    ]
+    _run_in_parallel(run, jobs, until_one_fits=several)
+    if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
+        raise run.failures[0]
+    if several and settings.largest:
+        searches = [_search_where_best(run, job) for job in jobs]
+        _run_in_parallel(run, [job for job in searches if job.sites], until_one_fits=False)
+
+
+def _search_where_best(run: PlanRun, job: _Job) -> _Job:
+    """Return the search for the largest micro batch on the sites where this rung is the answer."""
+    sites = tuple(site for site in job.sites if _site_forecast(run, site).best_rung == job.rung.name)
     return replace(job, sites=sites, search=True)
 
 
-def _in_parallel(work: Work, jobs: list[_Job], *, only_unsettled: bool) -> None:
-    """Every job, some at a time, in order. The first that raises ends the others."""
+def _run_in_parallel(run: PlanRun, jobs: list[_Job], *, until_one_fits: bool) -> None:
+    """Run the jobs in order, some at a time. The first that raises ends the others.
 
-    def do(job: _Job) -> None:
-        sites = [site for site in job.sites if not (only_unsettled and work.settled(site))]
+    until_one_fits: a site is done when one of its rungs fits.
+    """
+
+    def forecast(job: _Job) -> None:
+        sites = [site for site in job.sites if not (until_one_fits and run.has_fitting_rung(site))]
         if sites:
-            forecast_rung(work, job.rung, sites, job.sizing, search=job.search)
+            run.forecast_rung(job.rung, sites, job.group, search=job.search)
 
-    pool = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="forecast")
+    pool = ThreadPoolExecutor(_PARALLEL_ENGINES, thread_name_prefix="forecast")
     try:
-        tasks = [pool.submit(do, job) for job in jobs]
+        tasks = [pool.submit(forecast, job) for job in jobs]
         for done in wait(tasks, return_when=FIRST_EXCEPTION).done:
             done.result()
     except BaseException:
-        work.stopped = True
+        run.stopped = True
         raise
     finally:
-        # Not waited for: leaving the simulator ends its processes, and with them whoever waits for an answer.
+        # Threads are not waited for: leaving the simulator ends its processes, and then the threads end.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _shared(question: PlanSettings) -> tuple[str, ...]:
-    """What is said of simulations that answer for more than one machine."""
-    if all(len(sites) == 1 for _, sites in groups_of(question.sites)):
+def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
+    known = (run.forecasts.get((site.machine.name, rung.name)) for rung in run.settings.ladder)
+    rungs = tuple(forecast for forecast in known if forecast is not None)
+    reason = why_not_forecast(run.facts)
+    to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
+    lacks_nvme = tuple(rung.name for rung in run.settings.ladder if rung.needs_nvme_path and site.nvme_path is None)
+    return SiteForecast(site=site, rungs=rungs, to_try=to_try, lacks_nvme=lacks_nvme)
+
+
+def _notes_on_sharing(settings: PlanSettings) -> tuple[str, ...]:
+    if all(len(group.sites) == 1 for group in group_sites(settings.sites)):
         return ()
     return ("machines with the same ranks and precision share simulations: their buckets suit the smallest of them",)
 
 
-def _of_allocator(conf: AllocConf) -> tuple[str, ...]:
+def _notes_on_allocator(conf: AllocConf) -> tuple[str, ...]:
     expandable = f"expandable segments, as {conf.variable} has them" if conf.expandable else None
-    return tuple(said for said in (expandable, conf.warning) if said is not None)
+    return tuple(note for note in (expandable, conf.warning) if note is not None)
 
 
-def _of_site(work: Work, site: Site) -> SiteForecast:
-    said = (work.found.get((site.machine.name, rung.name)) for rung in work.question.ladder)
-    rungs = tuple(forecast for forecast in said if forecast is not None)
-    reason = why_not_forecast(work.facts)
-    to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
-    lacks_nvme = tuple(rung.name for rung in work.question.ladder if rung.needs_nvme_path and site.nvme_path is None)
-    return SiteForecast(site=site, rungs=rungs, to_try=to_try, lacks_nvme=lacks_nvme)
-
-
-def _looked(simulator: Simulator, question: PlanSettings, listen: ForecastListener) -> ModelFacts:
-    """What a look at the model finds: of a script alone, as in a fit, else among all of its ranks."""
-    ranks = max(site.world_size for site in question.sites)
-    try:
-        return simulator.facts(question.device)
-    except SimulationFailed:
-        if question.source.kind != "script" or ranks == 1:
-            raise
-    listen(Note(text=f"it does not run on one rank alone, so it is looked at on {ranks}"))
-    return simulator.facts(question.device, ranks=ranks)
-
-
-def _told(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
-    """Whose it is to mend: the machine's, else the workload's."""
+def _as_user_error(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
+    """Return the error of the machine or of the workload, whichever has to be mended."""
     if failed.kind in _ENVIRONMENT:
         return EnvironmentBroken(str(failed))
     where = failed.where or (None if failed.kind == "engine" else source.path)

@@ -1,22 +1,20 @@
-"""Simulate a rung of a plan once, and judge it for each machine."""
+"""Simulate each rung of a plan once, and judge it on each machine."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.deepspeed import compose, get_key, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..forecast.batch_search import MOST_MICRO_BATCH, Largest, largest
+from ..forecast.batch_search import MOST_MICRO_BATCH, LargestMicroBatch
+from ..forecast.forecaster import EngineForecaster, Forecaster, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import (
-    Engine,
     EngineSpec,
     ForecastListener,
     RungFinished,
@@ -25,77 +23,88 @@ from ..forecast.values import (
     SimulationStarted,
     Simulator,
 )
-from ..forecast.verdict import judge_memory
 from ..settings import PlanSettings, Site
 from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
-from ..types import Knobs, ModelFacts, Scalar, Tier
+from ..types import Knobs, ModelFacts, Scalar
 
 _ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
+# Failures that every rung would share: the workload or the installation has to be mended first.
+_LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
-    """Device bytes by which a rung's buckets are sized, and which DeepSpeed sees at init."""
+class SiteGroup:
+    """Sites that share simulations.
 
-    buckets_bytes: int
-    device_bytes: int
-
-
-def groups_of(sites: tuple[Site, ...]) -> tuple[tuple[Sizing, tuple[Site, ...]], ...]:
-    """Sites that share simulations: those with the same ranks, batch and config.
-
-    Buckets are sized by the smallest device, which suits the larger ones; DeepSpeed sees the largest, see `holds_for`.
+    Buckets are sized for the smallest device, which suits the larger ones. DeepSpeed sees the largest device at init,
+    see `holds_on_smaller_device`.
     """
+
+    sites: tuple[Site, ...]
+
+    @property
+    def bucket_device_bytes(self) -> int:
+        """Device bytes by which buckets are sized."""
+        return min(site.machine.device_bytes for site in self.sites)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that DeepSpeed sees."""
+        return max(site.machine.device_bytes for site in self.sites)
+
+
+def group_sites(sites: Sequence[Site]) -> tuple[SiteGroup, ...]:
+    """Group the sites with the same ranks, batch and config."""
     groups: dict[str, list[Site]] = {}
     for site in sites:
         groups.setdefault(repr((site.world_size, site.micro_batch, site.base, site.problem)), []).append(site)
-    return tuple((_shared(group), tuple(group)) for group in groups.values())
+    return tuple(SiteGroup(sites=tuple(group)) for group in groups.values())
 
 
-def holds_for(simulated: Simulation, ask: EngineSpec, device_bytes: int) -> bool:
-    """Whether what was simulated for a larger device is right for this one too.
+def holds_on_smaller_device(simulation: Simulation, spec: EngineSpec, device_bytes: int) -> bool:
+    """Return whether a simulation for a larger device is right for this one too.
 
     DeepSpeed looks at the free memory once: stages 1 and 2 flatten the parameters on the device when they fit there
     (`stage_1_and_2.py`). Where init's peak stays below the smaller device they fit there, too. Where another phase
     needs more than the device has, the verdict is the same whatever init does.
     """
-    if device_bytes >= ask.device_bytes or get_key(ask.ds_config, "zero_optimization.stage") not in (1, 2):
+    if device_bytes >= spec.device_bytes or get_key(spec.ds_config, "zero_optimization.stage") not in (1, 2):
         return True
-    peaks = {phase: tiers.get("device", 0) for phase, tiers in simulated.live_bytes.items()}
+    peaks = {phase: tiers.get("device", 0) for phase, tiers in simulation.live_bytes.items()}
     return peaks.get("init", 0) <= device_bytes or any(
         peak > device_bytes for phase, peak in peaks.items() if phase != "init"
     )
 
 
-def checkpointing_of(question: PlanSettings, facts: ModelFacts) -> bool:
-    """Whether activations are recomputed. Raises InputError when that was asked for and the model cannot."""
-    if question.checkpointing and not facts.checkpointing:
+def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
+    """Return whether activations are recomputed. Raises InputError when the model cannot although it should."""
+    if settings.checkpointing and not facts.checkpointing:
         raise InputError(
             "--checkpointing on: the model has no gradient_checkpointing_enable()",
-            where=question.source.path,
+            where=settings.source.path,
             hint="drop the option, or give the model that method",
         )
-    return facts.checkpointing if question.checkpointing is None else question.checkpointing
+    return facts.checkpointing if settings.checkpointing is None else settings.checkpointing
 
 
-def ask_for(
-    rung: Rung, site: Site, question: PlanSettings, facts: ModelFacts, sizing: Sizing
+def engine_spec(
+    rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
 ) -> EngineSpec | RungForecast:
-    """The engine of a rung there, or why it does not apply."""
+    """Return the engine of a rung at a site, or a forecast that says why the rung does not apply."""
     reason = (
         site.problem
         or refusal_reason(rung, facts, site.world_size)
-        or _why_not(rung, site, question)
+        or _why_not_here(rung, site, settings)
         or why_not_forecast(facts)
     )
     if reason is not None:
-        return RungForecast(rung=rung.name, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
+        return _not_applicable(rung.name, site, reason)
     knobs = Knobs(
         micro_batch=site.micro_batch,
         accumulation=min(_ENOUGH_ACCUMULATION, _accumulation(site)),
-        checkpointing=checkpointing_of(question, facts),
-        settings=_settings(rung, site, question, facts, sizing),
+        checkpointing=choose_checkpointing(settings, facts),
+        settings=_start_settings(rung, site, settings, facts, group),
     )
     config = compose(
         rung,
@@ -110,225 +119,187 @@ def ask_for(
         ds_config=config,
         world_size=site.world_size,
         ranks_per_node=site.ranks_per_node,
-        device_bytes=sizing.device_bytes,
-        device=question.device,
+        device_bytes=group.device_bytes,
+        device=settings.device,
         checkpointing=knobs.checkpointing,
-        zero_init=question.zero_init and rung.stage == 3,
+        zero_init=settings.zero_init and rung.stage == 3,
     )
 
 
-def _settings(rung: Rung, site: Site, question: PlanSettings, facts: ModelFacts, sizing: Sizing) -> dict[str, Scalar]:
-    """Buckets and limits as a fit would start with them; as_written: DeepSpeed's own where the base config has none."""
-    if not question.as_written:
-        return start_settings(rung, base=site.base, device_bytes=sizing.buckets_bytes, facts=facts)
-    needed = {key: sizing_of for key, sizing_of in rung.start.items() if sizing_of.device_share is None}
-    values = {key: of.value(device_bytes=sizing.buckets_bytes, facts=facts) for key, of in needed.items()}
-    return {key: value for key, value in values.items() if get_key(site.base, key) is None}
+def _start_settings(
+    rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
+) -> dict[str, Scalar]:
+    """Return buckets and limits with which a fit would start.
 
-
-def overruled(ask: EngineSpec, base: Mapping[str, Any]) -> tuple[str, ...]:
-    """Numbers of the base config's ZeRO section that the forecast's engine does not have, in sentences.
-
-    As a fit does, it starts with buckets that suit the device.
+    With --as-written they are DeepSpeed's own where the base config has none, but for those without which the rung
+    does not start.
     """
-    ours = get_key(ask.ds_config, "zero_optimization") or {}
-    users = {key: value for key, value in (get_key(base, "zero_optimization") or {}).items() if key != "stage"}
+    if not settings.as_written:
+        return start_settings(rung, base=site.base, device_bytes=group.bucket_device_bytes, facts=facts)
+    return {
+        key: sizing.value(device_bytes=group.bucket_device_bytes, facts=facts)
+        for key, sizing in rung.start.items()
+        if sizing.device_share is None and get_key(site.base, key) is None
+    }
+
+
+def list_overruled(spec: EngineSpec, base: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sentence for each number of the base config's ZeRO section that the engine does not have.
+
+    The engine starts with buckets that suit the device, as a fit does.
+    """
+    started = get_key(spec.ds_config, "zero_optimization") or {}
+    given = {key: value for key, value in (get_key(base, "zero_optimization") or {}).items() if key != "stage"}
     return tuple(
-        f"{ask.rung}: {key} {ours[key]:,}, as a fit would start, not the base config's {value:,.0f}"
-        for key, value in users.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and key in ours and ours[key] != value
+        f"{spec.rung}: {key} {started[key]:,}, as a fit would start, not the base config's {value:,.0f}"
+        for key, value in given.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and key in started and started[key] != value
     )
-
-
-def on_site(ask: EngineSpec, site: Site) -> EngineSpec:
-    """The same engine, as it stands on that machine."""
-    return replace(ask, device_bytes=site.machine.device_bytes, ranks_per_node=site.ranks_per_node)
-
-
-def limits_of(site: Site, question: PlanSettings) -> Mapping[Tier, int]:
-    """Bytes, where they are known: the device a rank, host and NVMe a node. CPU ranks' budgets are the host's limit."""
-    limits: dict[Tier, int] = {"device": site.machine.device_bytes}
-    if question.device == "cuda" and site.machine.host_bytes is not None:
-        limits["host"] = site.machine.host_bytes
-    if site.machine.nvme_bytes is not None:
-        limits["nvme"] = site.machine.nvme_bytes
-    return limits
-
-
-def _shared(sites: list[Site]) -> Sizing:
-    sizes = [site.machine.device_bytes for site in sites]
-    return Sizing(buckets_bytes=min(sizes), device_bytes=max(sizes))
 
 
 def _accumulation(site: Site) -> int:
-    users = site.base.get("gradient_accumulation_steps")
-    if site.global_batch is None and isinstance(users, int):
-        return users
+    given = site.base.get("gradient_accumulation_steps")
+    if site.global_batch is None and isinstance(given, int):
+        return given
     return accumulation_for(site.global_batch, site.micro_batch, site.world_size)
 
 
-def _why_not(rung: Rung, site: Site, question: PlanSettings) -> str | None:
+def _why_not_here(rung: Rung, site: Site, settings: PlanSettings) -> str | None:
     if rung.needs_nvme_path and site.nvme_path is None:
         return "no NVMe was named (--nvme 2TiB)"
-    if question.device == "cpu" and site.precision == "fp16":
+    if settings.device == "cpu" and site.precision == "fp16":
         return "CPU ranks have no fp16"
     return None
 
 
-# What every rung would share: the workload or the installation has to be mended first.
-_LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed")
+def _not_applicable(rung: str, site: Site, reason: str) -> RungForecast:
+    return RungForecast(rung=rung, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
+
+
+class _Stopped(Exception):
+    """The plan has ended, and its simulator with it."""
 
 
 @dataclass(slots=True)
-class Work:
-    """One plan under way. It may be used from several threads.
+class PlanRun:
+    """A plan that is under way. Several threads may forecast rungs at a time."""
 
-    seen: what was simulated already, by engine and micro batch. found: what is said, by machine and rung. expandable:
-    torch's allocator has expandable segments, see `forecast.allocator`.
-    """
-
-    question: PlanSettings
+    settings: PlanSettings
     facts: ModelFacts
     simulator: Simulator
     listen: ForecastListener
-    expandable: bool = False
-    seen: dict[tuple[str, int], Simulation] = field(default_factory=dict)
-    found: dict[tuple[str, str], RungForecast] = field(default_factory=dict)
+    expandable: bool = False  # torch's allocator has expandable segments
+    forecasts: dict[tuple[str, str], RungForecast] = field(default_factory=dict)  # by machine and rung
     failures: list[SimulationFailed] = field(default_factory=list)
-    sample_bytes: float | None = None  # on the device, as the last search found; rungs share their activations
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stopped: bool = False  # the simulator is about to go; whoever still works asks and says nothing any more
+    stopped: bool = False  # nothing is simulated or reported any more
+    _sample_bytes: float | None = None  # by the last search; rungs have the same activations
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _forecaster: Forecaster = field(init=False)
 
-    def tell(self, site: Site, forecast: RungForecast) -> None:
-        """Keep it and pass it on to whoever waits."""
-        with self.lock:
+    def __post_init__(self) -> None:
+        self._forecaster = Forecaster(self.simulator, self.expandable, self._before_simulation)
+
+    def has_fitting_rung(self, site: Site) -> bool:
+        """Return whether a rung fits at this site as far as is known."""
+        with self._lock:
+            known = list(self.forecasts.items())
+        return any(machine == site.machine.name and forecast.verdict == "fits" for (machine, _), forecast in known)
+
+    def forecast_rung(self, rung: Rung, sites: Sequence[Site], group: SiteGroup, *, search: bool) -> None:
+        """Forecast a rung on sites of one group. search: find its largest micro batch, too.
+
+        A failure that concerns this rung alone is its forecast. Raises SimulationFailed for others.
+        """
+        applicable: list[tuple[Site, EngineSpec]] = []
+        for site in sites:
+            spec = engine_spec(rung, site, self.settings, self.facts, group)
+            if isinstance(spec, EngineSpec):
+                applicable.append((site, spec))
+            else:
+                self._report(site, spec)
+        if applicable:
+            for site, spec in self._forecast_on_one_engine(applicable, search=search):
+                self._forecast_on_one_engine([(site, _at_site(spec, site))], search=search)
+
+    def _forecast_on_one_engine(
+        self, sites: Sequence[tuple[Site, EngineSpec]], *, search: bool
+    ) -> list[tuple[Site, EngineSpec]]:
+        """Forecast the sites for which the first one's engine is right; return the others."""
+        others: list[tuple[Site, EngineSpec]] = []
+        try:
+            with self._forecaster.open(sites[0][1]) as engine:
+                for site, spec in sites:
+                    simulation = engine.simulate(site.micro_batch)
+                    if holds_on_smaller_device(simulation, engine.spec, site.machine.device_bytes):
+                        self._forecast_site(engine, site, search=search)
+                    else:
+                        others.append((site, spec))
+        except SimulationFailed as failed:
+            if failed.kind in _LASTING:
+                raise
+            self.failures.append(failed)
+            for site, spec in sites:
+                reason = f"could not be simulated: {' '.join(str(failed.what).split())}"
+                self._report(site, _not_applicable(spec.rung, site, reason))
+        return others
+
+    def _forecast_site(self, engine: EngineForecaster, site: Site, *, search: bool) -> None:
+        limits = _limits(site, self.settings)
+        spec = _at_site(engine.spec, site)
+        forecast = engine.forecast(site.micro_batch, limits, on=spec)
+        forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(spec, site.base)))
+        if search and forecast.memory:
+            self._report(site, forecast)
+            largest = engine.find_largest(
+                micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
+                limits,
+                on=spec,
+                known=(site.micro_batch, forecast.fill),
+                slope=None if self._sample_bytes is None else self._sample_bytes / limits.device_bytes,
+            )
+            if largest.slope is not None and math.isfinite(largest.slope):
+                self._sample_bytes = largest.slope * limits.device_bytes
+            forecast = _with_largest(forecast, largest)
+        self._report(site, forecast)
+
+    def _report(self, site: Site, forecast: RungForecast) -> None:
+        with self._lock:
             if self.stopped:
                 return
-            self.found[site.machine.name, forecast.rung] = forecast
-            total = len(self.question.ladder) * len(self.question.sites)
-            self.listen(RungFinished(machine=site.machine.name, forecast=forecast, done=len(self.found), total=total))
+            self.forecasts[site.machine.name, forecast.rung] = forecast
+            total = len(self.settings.ladder) * len(self.settings.sites)
+            done = len(self.forecasts)
+            self.listen(RungFinished(machine=site.machine.name, forecast=forecast, done=done, total=total))
 
-    def settled(self, site: Site) -> bool:
-        """Whether a rung is known to fit there."""
-        with self.lock:
-            said = list(self.found.items())
-        return any(machine == site.machine.name and forecast.verdict == "fits" for (machine, _), forecast in said)
-
-
-def forecast_rung(work: Work, rung: Rung, sites: Sequence[Site], sizing: Sizing, *, search: bool) -> None:
-    """Say of a rung what it needs on each site; sites share one sizing. search: and its largest micro batch.
-
-    Raises SimulationFailed for what no rung would survive; what only this one does not is said of it.
-    """
-    own: list[tuple[Site, EngineSpec]] = []
-    shared: list[tuple[Site, EngineSpec]] = []
-    for site in sites:
-        ask = ask_for(rung, site, work.question, work.facts, sizing)
-        if isinstance(ask, EngineSpec):
-            shared.append((site, ask))
-        else:
-            work.tell(site, ask)
-    if shared:
-        own = _on_one_engine(work, shared, search=search)
-    for site, ask in own:
-        _on_one_engine(work, [(site, on_site(ask, site))], search=search)
+    def _before_simulation(self, spec: EngineSpec, micro_batch: int) -> None:
+        if self.stopped:
+            raise _Stopped
+        self.listen(SimulationStarted(rung=spec.rung, micro_batch=micro_batch))
 
 
-def _on_one_engine(
-    work: Work, asked: Sequence[tuple[Site, EngineSpec]], *, search: bool
-) -> list[tuple[Site, EngineSpec]]:
-    """Forecast those for which the engine's device size makes no difference; the others come back."""
-    left: list[tuple[Site, EngineSpec]] = []
-    ask = asked[0][1]
-    try:
-        with _Measure(work, ask) as measure:
-            for site, its in asked:
-                if holds_for(measure(site.micro_batch), ask, site.machine.device_bytes):
-                    _forecast_site(work, site, ask, measure, search=search)
-                else:
-                    left.append((site, its))
-    except SimulationFailed as failed:
-        if failed.kind in _LASTING:
-            raise
-        work.failures.append(failed)
-        for site, its in asked:
-            said = f"could not be simulated: {' '.join(str(failed.what).split())}"
-            work.tell(site, _without(its, site, said))
-    return left
+def _at_site(spec: EngineSpec, site: Site) -> EngineSpec:
+    """Return the same engine on the site's machine."""
+    return replace(spec, device_bytes=site.machine.device_bytes, ranks_per_node=site.ranks_per_node)
 
 
-def _forecast_site(work: Work, site: Site, ask: EngineSpec, measure: _Measure, *, search: bool) -> None:
-    limits = limits_of(site, work.question)
-    here = on_site(ask, site)
-
-    def said_of(micro_batch: int) -> RungForecast:
-        said = judge_memory(
-            here, measure(micro_batch), limits=limits, emulated=here.device == "cpu", expandable=work.expandable
-        )
-        return replace(said, assumed=(*said.assumed, *overruled(ask, site.base)))
-
-    forecast = said_of(site.micro_batch)
-    if search and forecast.memory:
-        work.tell(site, forecast)
-        sizes = micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH)
-        first = (site.micro_batch, forecast.fill)
-        slope = work.sample_bytes / site.machine.device_bytes if work.sample_bytes is not None else None
-        beyond: dict[int, str] = {}  # why larger ones cannot be simulated: the data of a script may end, say
-
-        def fill(size: int) -> float:
-            try:
-                return said_of(size).fill
-            except SimulationFailed as failed:
-                if work.stopped:
-                    raise
-                beyond[size] = f"{ask.rung}: micro batch {size} was not simulated: {' '.join(str(failed.what).split())}"
-                return math.inf
-
-        found = largest(fill, sizes, known=first, slope=slope)
-        if found.slope is not None and math.isfinite(found.slope):
-            work.sample_bytes = found.slope * site.machine.device_bytes
-        forecast = _with_largest(forecast, found)
-        if beyond:
-            forecast = replace(forecast, assumed=(*forecast.assumed, beyond[min(beyond)]))
-    work.tell(site, forecast)
+def _limits(site: Site, settings: PlanSettings) -> Limits:
+    machine = site.machine
+    return Limits(
+        device_bytes=machine.device_bytes,
+        host_bytes=machine.host_bytes,
+        nvme_bytes=machine.nvme_bytes,
+        emulated=settings.device == "cpu",
+    )
 
 
-def _with_largest(forecast: RungForecast, found: Largest) -> RungForecast:
-    beyond = f"; {found.refused} does not fit, between them nothing was tried" if found.refused else ""
-    said = () if found.proven else (f"{forecast.rung}: micro batch {found.micro_batch} fits{beyond}",)
-    if found.micro_batch == MOST_MICRO_BATCH:
-        said = (*said, f"no micro batch above {MOST_MICRO_BATCH} was looked at: more may fit")
-    return replace(forecast, largest_micro_batch=found.micro_batch, assumed=(*forecast.assumed, *said))
-
-
-def _without(ask: EngineSpec, site: Site, reason: str) -> RungForecast:
-    return RungForecast(rung=ask.rung, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
-
-
-class _Measure:
-    """Micro batch → what is simulated, on one engine that is started when something new is asked."""
-
-    def __init__(self, work: Work, ask: EngineSpec) -> None:
-        self._work, self._ask = work, ask
-        self._key = json.dumps(asdict(ask), sort_keys=True, default=str)
-        self._context: AbstractContextManager[Engine] | None = None
-        self._engine: Engine | None = None
-
-    def __enter__(self) -> _Measure:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-
-    def __call__(self, micro_batch: int) -> Simulation:
-        seen = self._work.seen.get((self._key, micro_batch))
-        if seen is None:
-            if self._work.stopped:
-                raise SimulationFailed(kind="crashed", what="stopped")
-            self._work.listen(SimulationStarted(rung=self._ask.rung, micro_batch=micro_batch))
-            if self._engine is None:
-                context = self._work.simulator.engine(self._ask)
-                self._engine, self._context = context.__enter__(), context
-            seen = self._work.seen[self._key, micro_batch] = self._engine.measure(micro_batch)
-        return seen
+def _with_largest(forecast: RungForecast, largest: LargestMicroBatch) -> RungForecast:
+    notes: list[str] = []
+    if not largest.proven:
+        refused = f"; {largest.refused} does not fit, between them nothing was tried" if largest.refused else ""
+        notes.append(f"{forecast.rung}: micro batch {largest.micro_batch} fits{refused}")
+    if largest.micro_batch == MOST_MICRO_BATCH:
+        notes.append(f"no micro batch above {MOST_MICRO_BATCH} was tried: more may fit")
+    if largest.failures:
+        size = min(largest.failures)
+        notes.append(f"{forecast.rung}: micro batch {size} was not simulated: {largest.failures[size]}")
+    return replace(forecast, largest_micro_batch=largest.micro_batch, assumed=(*forecast.assumed, *notes))

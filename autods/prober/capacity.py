@@ -1,9 +1,9 @@
-"""The largest micro batch of each cell."""
+"""Find the largest micro batch of each cell with trials around its forecast."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ..events import Listener
@@ -14,18 +14,18 @@ from ..schema import read_as
 from ..tuner.trials import accumulation_for, fits_well, run_with_retry
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Trial
 from ..units import format_bytes
-from .forecasts import NOT_SIMULATED, Facts, Forecasts, Foreseen, Simulators, sizes_of
+from .forecasts import CapacityForecast, CellForecaster, FactsUnder, Simulators, sizes_of
 from .grid import Cell, settings_of
 from .measure import Bench, result_of, side_by_side
 from .request import Question
 
 MOST_TRIALS = 12  # of one cell
-_NEARLY = 0.95  # how far down a forecast that promised too much is followed, before it is called wrong
+_NEARLY = 0.95  # of a size that does not fit: one trial there before the search halves
 
 
 @dataclass(slots=True)
 class Boundary:
-    """The search on one cell. seen: micro batch → its record."""
+    """The search for the largest micro batch of one cell. `records` holds a record for each micro batch tried."""
 
     trial: Trial
     sizes: Sequence[int]
@@ -33,39 +33,40 @@ class Boundary:
     ranks: int
     global_batch: int | None
     usable_bytes: int
-    seen: dict[int, Record] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
 
     @property
     def fits(self) -> int | None:
-        """The largest that fits."""
-        return max((size for size, record in self.seen.items() if fits_well(record)), default=None)
+        """The largest micro batch that fits."""
+        return max((size for size, record in self.records.items() if fits_well(record)), default=None)
 
     @property
     def refused(self) -> int | None:
-        """The smallest above it that does not."""
+        """The smallest micro batch above `fits` that does not fit."""
         above = self.fits or 0
-        return min((size for size, record in self.seen.items() if size > above and not fits_well(record)), default=None)
+        refused = (size for size, record in self.records.items() if not fits_well(record))
+        return min((size for size in refused if size > above), default=None)
 
     def measure(self, size: int) -> Record:
-        """A trial of this micro batch; a failure that may be a fluke is asked once more."""
+        """Run a trial of this micro batch; a failure that may be a fluke is repeated once."""
         knobs = replace(self.trial.knobs, micro_batch=size)
         if self.global_batch is not None:
             knobs = replace(knobs, accumulation=accumulation_for(self.global_batch, size, self.ranks))
         record = run_with_retry(replace(self.trial, knobs=knobs), self.run)[-1]
-        self.seen[size] = record
+        self.records[size] = record
         return record
 
     def search(self, guess: int | None) -> None:
-        """From the guess outwards, until a fitting size stands beside one that does not."""
+        """Search from the guess outwards until a size that fits stands beside one that does not."""
         size: int | None = self._near(guess or 1)
-        while size is not None and len(self.seen) < MOST_TRIALS:
+        while size is not None and len(self.records) < MOST_TRIALS:
             if isinstance(self.measure(size).outcome, Failed):
-                return  # not of memory: there is no boundary to be found
+                return  # not for lack of memory: there is no boundary
             size = self._next()
 
     @property
     def exact(self) -> bool:
-        """Nothing is left between what fits and what does not."""
+        """Whether no size is left between one that fits and one that does not."""
         return self.refused is not None and not self._between()
 
     def _near(self, guess: int) -> int:
@@ -77,45 +78,48 @@ class Boundary:
         return self.sizes[first : len(self.sizes) if refused is None else bisect_left(self.sizes, refused)]
 
     def _next(self) -> int | None:
-        """Downwards the neighbour first, for a forecast is nearly right, then ever farther. Upwards by the line of the
-        peaks; with one peak alone, to where it would fit even if all of it grew with the batch."""
+        """Return the micro batch to try next; None when the search is over.
+
+        Downwards the neighbour comes first, because a forecast is nearly right, then ever smaller ones. Upwards the
+        line through the peaks decides. With one peak, it is the size that fits even if all of it grows with the batch.
+        """
         left, fits, refused = self._between(), self.fits, self.refused
         if not left:
             return None
         if fits is None:
             assert refused is not None
-            tried = len(self.seen)
-            far = refused - 1 if tried == 1 else refused * (_NEARLY if tried == 2 else 0.5)
-            return left[max(0, bisect_right(left, far) - 1)]
-        line = self._by_the_line(fits)
-        if line is None and (surely := fits * self.usable_bytes / max(1, _peak(self.seen[fits]))) >= left[0]:
-            line = surely
-        if line is not None and (refused is None or line < refused):
-            return left[max(0, bisect_right(left, line) - 1)]
-        return left[min(len(left), 1 << (len(self.seen) - 1)) - 1] if refused is None else left[(len(left) - 1) // 2]
+            trials = len(self.records)
+            target = refused - 1 if trials == 1 else refused * (_NEARLY if trials == 2 else 0.5)
+            return left[max(0, bisect_right(left, target) - 1)]
+        full = self._extrapolate(fits)
+        if full is None and (least := fits * self.usable_bytes / max(1, _peak(self.records[fits]))) >= left[0]:
+            full = least
+        if full is not None and (refused is None or full < refused):
+            return left[max(0, bisect_right(left, full) - 1)]
+        return left[min(len(left), 1 << (len(self.records) - 1)) - 1] if refused is None else left[(len(left) - 1) // 2]
 
-    def _by_the_line(self, fits: int) -> float | None:
-        """Where the line through the two largest peaks fills the device; the peak only bends upwards."""
-        before = max((size for size, record in self.seen.items() if size < fits and fits_well(record)), default=None)
+    def _extrapolate(self, fits: int) -> float | None:
+        """Return where the line through the two largest peaks fills the device; the peak bends upwards only."""
+        before = max((size for size, record in self.records.items() if size < fits and fits_well(record)), default=None)
         if before is None:
             return None
-        low, high = (_peak(self.seen[size]) for size in (before, fits))
+        low, high = (_peak(self.records[size]) for size in (before, fits))
         slope = (high - low) / (fits - before)
         return None if slope <= 0 else fits + (self.usable_bytes - high) / slope
 
 
-def capacity_result(cell: Cell, boundary: Boundary, foreseen: Foreseen) -> CellResult:
-    """What the trials showed beside what was forecast; speed and memory are those of the largest that fits."""
+def capacity_result(cell: Cell, boundary: Boundary, forecast: CapacityForecast) -> CellResult:
+    """Return the result of trials beside the forecast; speed and memory are those of the largest that fits."""
     fits = boundary.fits
-    shown = [boundary.seen[fits]] if fits is not None else list(boundary.seen.values())[-1:]
+    shown = [boundary.records[fits]] if fits is not None else list(boundary.records.values())[-1:]
     capacity = Capacity(
-        forecast=foreseen.largest,
+        forecast=forecast.largest,
         verified=fits,
         refused=boundary.refused,
         exact=boundary.exact,
-        said=_said(boundary, foreseen),
+        said=_explain(boundary, forecast),
     )
-    ids = tuple(record.id for record in boundary.seen.values())
+    ids = tuple(record.id for record in boundary.records.values())
     result = result_of(cell, shown)
     if any(record.beside for record in shown) and fits is not None:
         result = replace(
@@ -128,40 +132,42 @@ def capacity_result(cell: Cell, boundary: Boundary, foreseen: Foreseen) -> CellR
     )  # fmt: skip
 
 
-def forecast_result(cell: Cell, foreseen: Foreseen) -> CellResult:
-    """What the forecast alone says."""
-    simulated = not foreseen.reason.startswith(NOT_SIMULATED)
-    status: CellStatus = "fit" if foreseen.largest else "out_of_memory" if simulated else "failed"
+def forecast_result(cell: Cell, forecast: CapacityForecast) -> CellResult:
+    """Return the result of a forecast without trials."""
+    status: CellStatus = "fit" if forecast.largest else "out_of_memory" if forecast.simulated else "failed"
     return CellResult(
         number=cell.number,
         values=cell.values,
         status=status,
-        reason=foreseen.reason,
+        reason=forecast.reason,
         unheeded=cell.unheeded,
-        micro_batch=foreseen.largest,
-        capacity=Capacity(forecast=foreseen.largest),
+        micro_batch=forecast.largest,
+        capacity=Capacity(forecast=forecast.largest),
     )
 
 
-def _said(boundary: Boundary, foreseen: Foreseen) -> str:
-    fits, refused, said = boundary.fits, boundary.refused, foreseen.largest
-    failed = [one.outcome for one in boundary.seen.values() if isinstance(one.outcome, Failed)]
-    if failed:
-        return text.format_outcome(failed[-1])
+def _explain(boundary: Boundary, forecast: CapacityForecast) -> str:
+    """Return a sentence about the boundary and about how right the forecast was."""
+    fits, refused = boundary.fits, boundary.refused
+    failures = [record.outcome for record in boundary.records.values() if isinstance(record.outcome, Failed)]
+    if failures:
+        return text.format_outcome(failures[-1])
     if fits is None:
-        return f"not even micro batch {refused} fits: {_why(boundary.seen[refused])}" if refused else ""
+        return f"not even micro batch {refused} fits: {_why_refused(boundary.records[refused])}" if refused else ""
     if refused is None:
         return f"{fits} fits, and nothing larger is tried"
-    beyond = f"{refused} does not: {_why(boundary.seen[refused])}"
-    proven = f"{fits} fits, {beyond}" if boundary.exact else f"{fits} fits, {beyond}; between them nothing was tried"
-    if said is None:
-        return proven
-    if said == fits:
-        return f"as forecast: {proven}"
-    return f"{proven}; the forecast of {said} {'was too careful' if fits > said else 'promised too much'}"
+    boundary_text = f"{fits} fits, {refused} does not: {_why_refused(boundary.records[refused])}"
+    if not boundary.exact:
+        boundary_text += "; between them nothing was tried"
+    if forecast.largest is None:
+        return boundary_text
+    if forecast.largest == fits:
+        return f"as forecast: {boundary_text}"
+    error = "was too low" if fits > forecast.largest else "was too high"
+    return f"{boundary_text}; the forecast of {forecast.largest} {error}"
 
 
-def _why(record: Record) -> str:
+def _why_refused(record: Record) -> str:
     match record.outcome:
         case OutOfMemory() as outcome:
             missing = outcome.missing_bytes
@@ -176,75 +182,87 @@ def _peak(record: Record) -> int:
     return record.outcome.device_peak_bytes if isinstance(record.outcome, Fit) else 0
 
 
-_NOTHING = Foreseen(largest=None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boundaries:
-    """What is given and stays. run: a trial on one of the benches."""
+class CapacitySearch:
+    """Finds the largest micro batch of cells. `run` runs a trial on a bench."""
 
     question: Question
-    facts: Facts
+    facts: FactsUnder
     journal: Journal
     past: History
     listen: Listener
     simulators: Simulators
     run: Callable[[Trial, Bench], Record]
 
-    def of(self, cells: Sequence[Cell], bench: Bench | None) -> dict[int, CellResult]:
-        """Cell → its result, of all that are neither refused nor the same as another. No bench: by forecast alone."""
-        own = [cell for cell in cells if cell.trial is not None and cell.same_as is None]
-        foreseen = self._foreseen(own)
+    def search(self, cells: Sequence[Cell], bench: Bench | None) -> dict[int, CellResult]:
+        """Return results by the number of the cell. Without a bench they are forecasts.
+
+        Cells that are refused or the same as another have none.
+        """
+        to_search = {cell.number: cell for cell in cells if cell.trial is not None and cell.same_as is None}
+        forecasts = self._forecast({number: _trial(cell) for number, cell in to_search.items()})
         if bench is None:
-            return {cell.number: forecast_result(cell, foreseen[cell.number]) for cell in own}
+            return {number: forecast_result(cell, forecasts[number]) for number, cell in to_search.items()}
 
-        def search(cell: Cell, bench: Bench) -> CellResult:
-            return self._searched(cell, foreseen[cell.number], lambda trial: self.run(trial, bench))
+        def search_cell(cell: Cell, bench: Bench) -> CellResult:
+            return self._search_cell(cell, forecasts[cell.number], lambda trial: self.run(trial, bench))
 
-        settled = {cell.number: search(cell, bench) for cell in own if self._is_settled(cell, foreseen[cell.number])}
-        left = [cell for cell in own if cell.number not in settled]
-        return settled | side_by_side(left, search, bench, most=self.question.parallel, listen=self.listen)
+        known = {
+            number: search_cell(cell, bench)
+            for number, cell in to_search.items()
+            if self._is_in_journal(cell, forecasts[number])
+        }
+        left = [cell for number, cell in to_search.items() if number not in known]
+        return known | side_by_side(left, search_cell, bench, most=self.question.parallel, listen=self.listen)
 
-    def _foreseen(self, own: Sequence[Cell]) -> dict[int, Foreseen]:
-        """What an earlier run of the probe has forecast is not simulated again."""
-        keys = {cell.number: trial_key(cell.trial) for cell in own if cell.trial is not None}
+    def _forecast(self, trials: Mapping[int, Trial]) -> dict[int, CapacityForecast]:
+        """Forecast what an earlier run of the probe has not forecast."""
         before = self.past.forecasts
-        known = {number: read_as(Foreseen, before[key]) for number, key in keys.items() if key in before}
+        known = {
+            number: read_as(CapacityForecast, before[key])
+            for number, trial in trials.items()
+            if (key := trial_key(trial)) in before
+        }
         if self.question.settings.forecast:
-            forecasts = Forecasts(
+            forecaster = CellForecaster(
                 question=self.question, facts=self.facts, listen=self.listen, simulators=self.simulators
             )
-            known = forecasts.of(own, known, self._keep)
-        return {number: known.get(number, _NOTHING) for number in keys}
 
-    def _keep(self, cell: Cell, foreseen: Foreseen) -> None:
-        assert cell.trial is not None
-        self.journal.foreseen(cell.trial, asdict(foreseen))
+            def keep(number: int, forecast: CapacityForecast) -> None:
+                self.journal.foreseen(trials[number], asdict(forecast))
 
-    def _is_settled(self, cell: Cell, foreseen: Foreseen) -> bool:
-        """Whether the journal answers all that the search asks: no machine is needed."""
+            missing = {number: trial for number, trial in trials.items() if number not in known}
+            known |= forecaster.forecast(missing, keep)
+        return {number: known.get(number, CapacityForecast(largest=None)) for number in trials}
 
-        def answer(trial: Trial) -> Record:
+    def _is_in_journal(self, cell: Cell, forecast: CapacityForecast) -> bool:
+        """Return whether the journal has every trial of the search."""
+
+        def replay(trial: Trial) -> Record:
             return self.past.records[trial_key(trial)]
 
         try:
-            self._searched(cell, foreseen, answer)
+            self._search_cell(cell, forecast, replay)
         except KeyError:
             return False
         return True
 
-    def _searched(self, cell: Cell, foreseen: Foreseen, run: Run) -> CellResult:
-        """Trials around the forecast."""
-        assert cell.trial is not None
-        facts = self.facts(cell.trial.conditions)
-        settings = settings_of(self.question, cell.trial.conditions, facts)
+    def _search_cell(self, cell: Cell, forecast: CapacityForecast, run: Run) -> CellResult:
+        trial = _trial(cell)
+        facts = self.facts(trial.conditions)
+        settings = settings_of(self.question, trial.conditions, facts)
         boundary = Boundary(
-            trial=cell.trial,
-            sizes=sizes_of(self.question, cell.trial, facts),
+            trial=trial,
+            sizes=sizes_of(self.question, trial, facts),
             run=run,
             ranks=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,
             usable_bytes=settings.device_bytes,
         )
-        boundary.search(foreseen.largest)
-        return capacity_result(cell, boundary, foreseen)
+        boundary.search(forecast.largest)
+        return capacity_result(cell, boundary, forecast)
+
+
+def _trial(cell: Cell) -> Trial:
+    assert cell.trial is not None
+    return cell.trial

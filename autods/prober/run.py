@@ -19,8 +19,8 @@ from ..report.serialize import write_probe
 from ..settings import Settings
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
-from .capacity import Boundaries
-from .forecasts import Simulators, to_look_at
+from .capacity import CapacitySearch
+from .forecasts import Simulators, source_under_conditions
 from .grid import Cell, Surveyed, Surveys, cells_of, environments_of
 from .measure import Bench, compared, in_turns, result_of, shared
 from .request import Question, notes_of
@@ -137,7 +137,7 @@ class _Work:
     def _look(self, conditions: Mapping[str, Scalar]) -> Surveyed:
         if self.bench is not None:
             return self.bench.survey(conditions)
-        return self.simulators.facts(to_look_at(self.question, conditions)), {}
+        return self.simulators.facts(source_under_conditions(self.question, conditions)), {}
 
     def _execute(self, trial: Trial, id: int) -> Record:
         assert self.bench is not None
@@ -160,7 +160,7 @@ class _Work:
         return compared(own, found, by_tokens=by_tokens(self.question))
 
     def _capacities(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], None]:
-        boundaries = Boundaries(
+        search = CapacitySearch(
             question=self.question,
             facts=self.surveys.facts,
             journal=self.memory.journal,
@@ -169,7 +169,7 @@ class _Work:
             simulators=self.simulators,
             run=self._run,
         )
-        return boundaries.of(cells, self.bench), None
+        return search.search(cells, self.bench), None
 
 
 def _check_workload(records: Sequence[Record], question: Question) -> None:

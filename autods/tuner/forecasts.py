@@ -13,13 +13,15 @@ from ..config.deepspeed import without_monitors
 from ..events import Listener, Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.calibration import Observation
-from ..forecast.forecaster import Foreseer
+from ..forecast.forecaster import Forecaster as ForecastService
+from ..forecast.forecaster import Limits, TrialForecaster
+from ..forecast.simulator.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
 from ..settings import Settings
 from ..system.host import read_hardware
-from ..types import Fit, Record, Tier, Trial
+from ..types import Fit, Record, Trial
 
 
 class Forecaster(Protocol):
@@ -99,23 +101,21 @@ def open_forecaster(
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
 
-    with (start or _simulator)(settings.source) as simulator:
-        forecaster = Foreseer(
-            simulator=simulator,
-            ask_of=_request_of(settings, config_of),
+    with (start or Simulator)(settings.source) as simulator:
+        forecaster = TrialForecaster(
+            forecaster=ForecastService(simulator, allocator.expandable),
+            spec_of=_request_of(settings, config_of),
             key_of=trial_key,
             limits=_memory_limits(settings),
-            emulated=settings.device == "cpu" or settings.device_bytes_asked,
-            tell=lambda text: listen(Note(text=text)),
-            pairs={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
-            expandable=allocator.expandable,
+            report=lambda text: listen(Note(text=text)),
+            observations={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
         )
 
         def learn(record: Record) -> Mapping[str, Any] | None:
             if settings.device == "cuda" and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
                 return None  # its peak includes saving a checkpoint, which is not forecast
-            pair = forecaster.learn(record.trial, record.outcome)
-            return None if pair is None else asdict(pair)
+            observation = forecaster.learn(record.trial, record.outcome)
+            return None if observation is None else asdict(observation)
 
         memory.learn = learn
         try:
@@ -143,15 +143,10 @@ def _request_of(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]
     return request
 
 
-def _memory_limits(settings: Settings) -> Mapping[Tier, int]:
-    """Bytes by tier that a trial is held to. On CPU ranks only the device's budget is enforced."""
-    limits: dict[Tier, int] = {"device": settings.device_bytes}
-    if settings.device == "cuda":
-        limits["host"] = read_hardware().host_bytes
-    return limits
-
-
-def _simulator(source: Any) -> Any:
-    from ..forecast.simulator.client import Simulator
-
-    return Simulator(source)
+def _memory_limits(settings: Settings) -> Limits:
+    """The limits that a trial is held to."""
+    return Limits(
+        device_bytes=settings.device_bytes,
+        host_bytes=read_hardware().host_bytes,
+        emulated=settings.device == "cpu" or settings.device_bytes_asked,
+    )

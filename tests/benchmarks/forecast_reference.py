@@ -19,7 +19,7 @@ from rich.table import Table
 from autods.api import PLAN
 from autods.forecast.simulator import Simulator
 from autods.forecast.values import EngineSpec
-from autods.planner.simulate import Sizing, ask_for
+from autods.planner.simulate import SiteGroup, engine_spec
 from autods.requests import PlanRequest
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
@@ -60,11 +60,11 @@ def simulated(model: str, *, gpus: int, rungs: tuple[str, ...]) -> dict[str, tup
         zero_init=True, as_written=True, base_config=BASE,
     )  # fmt: skip
     question = PLAN.resolve(request)
-    sizing = Sizing(buckets_bytes=80 * GIB, device_bytes=80 * GIB)
+    group = SiteGroup(sites=question.sites)
     found = {}
     with Simulator(question.source) as simulator:
         facts = simulator.facts()
-        asks = [ask_for(rung, question.sites[0], question, facts, sizing) for rung in question.ladder]
+        asks = [engine_spec(rung, question.sites[0], question, facts, group) for rung in question.ladder]
         for ask in asks:
             if isinstance(ask, EngineSpec):
                 (answer,) = simulator.simulate(ask, [1])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autods.forecast.batch_search import MOST_MEASUREMENTS, largest
+from autods.forecast.batch_search import MOST_MEASUREMENTS, find_largest
 
 SIZES = range(1, 4097)
 
@@ -30,14 +30,14 @@ def kinked(size: int) -> float:
 
 def test_the_answer_was_itself_measured_and_the_next_one_seen_not_to_fit() -> None:
     engine = Engine(kinked)
-    found = largest(engine, SIZES, known=(1, kinked(1)))
+    found = find_largest(engine, SIZES, known=(1, kinked(1)))
     assert (found.micro_batch, found.refused, found.proven) == (55, 56, True)
     assert {55, 56} <= set(engine.measured)
 
 
 def test_a_known_measurement_is_not_made_again() -> None:
     engine = Engine(kinked)
-    largest(engine, SIZES, known=(1, kinked(1)))
+    find_largest(engine, SIZES, known=(1, kinked(1)))
     assert 1 not in engine.measured
     assert len(engine.measured) == len(set(engine.measured))
 
@@ -45,7 +45,7 @@ def test_a_known_measurement_is_not_made_again() -> None:
 def test_a_line_through_two_small_batches_is_not_believed() -> None:
     # Batches 1 and 2 say that 60 would fit; the knee at 10 makes it 14.
     engine = Engine(lambda size: 0.3 + 0.0117 * size + max(0.0, 0.15 * (size - 10)))
-    found = largest(engine, SIZES)
+    found = find_largest(engine, SIZES)
     assert found.micro_batch == 13
     assert found.proven
 
@@ -56,7 +56,7 @@ def test_few_measurements_are_enough_whatever_the_knees_are(seed: int) -> None:
     base = draw.uniform(0.05, 0.9)
     lines = [(10 ** draw.uniform(-4, -1), draw.uniform(-0.3, 0.6)) for _ in range(3)]
     engine = Engine(lambda size: max(base, *(start + slope * size for slope, start in lines)))
-    found = largest(engine, SIZES)
+    found = find_largest(engine, SIZES)
     truth = max((size for size in SIZES if engine.fill(size) <= 1), default=None)
     assert len(engine.measured) <= MOST_MEASUREMENTS
     assert found.micro_batch is not None
@@ -65,32 +65,32 @@ def test_few_measurements_are_enough_whatever_the_knees_are(seed: int) -> None:
 
 
 def test_nothing_is_said_to_fit_when_the_smallest_does_not() -> None:
-    found = largest(Engine(lambda size: 1.5), SIZES)
+    found = find_largest(Engine(lambda size: 1.5), SIZES)
     assert (found.micro_batch, found.refused) == (None, 1)
 
 
 def test_below_a_batch_that_does_not_fit_a_smaller_one_is_found() -> None:
     engine = Engine(lambda size: 0.1 + size / 10)
-    found = largest(engine, SIZES, known=(64, engine.fill(64)))
+    found = find_largest(engine, SIZES, known=(64, engine.fill(64)))
     assert (found.micro_batch, found.proven) == (9, True)
 
 
 def test_a_batch_that_needs_no_memory_grows_to_the_cap_and_no_further() -> None:
-    found = largest(Engine(lambda size: 0.1), SIZES)
+    found = find_largest(Engine(lambda size: 0.1), SIZES)
     assert (found.micro_batch, found.refused, found.proven) == (4096, None, True)
 
 
 def test_only_sizes_that_are_offered_are_measured() -> None:
     sizes = (1, 2, 3, 4, 6, 8, 12, 24)  # the divisors of a rank's share of the global batch
     engine = Engine(lambda size: size / 10)
-    found = largest(engine, sizes)
+    found = find_largest(engine, sizes)
     assert found.micro_batch == 8
     assert set(engine.measured) <= set(sizes)
 
 
 def test_a_jump_in_the_peak_ends_with_a_bracket_that_says_so() -> None:
     engine = Engine(lambda size: 0.5 if size < 1000 else math.inf)
-    found = largest(engine, SIZES, most=7)
+    found = find_largest(engine, SIZES, most=7)
     assert not found.proven
     assert found.micro_batch is not None
     assert found.refused is not None
@@ -100,8 +100,8 @@ def test_a_jump_in_the_peak_ends_with_a_bracket_that_says_so() -> None:
 def test_the_slope_of_another_rung_saves_measurements_and_decides_nothing() -> None:
     alone, guided, misled = Engine(kinked), Engine(kinked), Engine(kinked)
     known = (1, kinked(1))
-    found = largest(alone, SIZES, known=known)
+    found = find_largest(alone, SIZES, known=known)
     assert found.slope == pytest.approx(0.02)
-    assert largest(guided, SIZES, known=known, slope=found.slope).micro_batch == found.micro_batch
+    assert find_largest(guided, SIZES, known=known, slope=found.slope).micro_batch == found.micro_batch
     assert len(guided.measured) < len(alone.measured)
-    assert largest(misled, SIZES, known=known, slope=0.5).micro_batch == found.micro_batch
+    assert find_largest(misled, SIZES, known=known, slope=0.5).micro_batch == found.micro_batch

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autods.config.deepspeed import compose
-from autods.forecast.forecaster import Foreseer
+from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
 from autods.forecast.scripted import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.journal import trial_key
@@ -41,15 +41,14 @@ def grows(ask: EngineSpec, micro_batch: int) -> Simulation:
     return simulate_peaks(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
 
 
-def foreseer(script: Script = grows) -> tuple[Foreseer, ScriptedSimulator, list[str]]:
+def foreseer(script: Script = grows) -> tuple[TrialForecaster, ScriptedSimulator, list[str]]:
     simulator, told = ScriptedSimulator(FACTS, script), []
-    made = Foreseer(
-        simulator=simulator,
-        ask_of=ask_of,
+    made = TrialForecaster(
+        forecaster=Forecaster(simulator),
+        spec_of=ask_of,
         key_of=trial_key,
-        limits={"device": 16 * GIB},
-        emulated=True,
-        tell=told.append,
+        limits=Limits(device_bytes=16 * GIB, emulated=True),
+        report=told.append,
     )
     return made, simulator, told
 
@@ -71,7 +70,8 @@ def test_a_trial_whose_allocator_has_expandable_segments_is_forecast_with_them()
 
     held = []
     for expandable in (False, True):
-        made = replace(foreseer(pieces)[0], expandable=expandable, ask_of=lambda trial: on_card(ask_of(trial)))
+        made, simulator, _ = foreseer(pieces)
+        made = replace(made, forecaster=Forecaster(simulator, expandable), spec_of=lambda trial: on_card(ask_of(trial)))
         said = made.forecast(trial())
         assert said is not None
         held.append(said.memory["device"].peak_bytes)
@@ -170,7 +170,7 @@ def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
     under_way.wait(20)
     settling = threading.Thread(target=made.settle)
     settling.start()
-    while len(made._seen) > 2:  # it drops what has not begun, and then waits
+    while len(made._pending) > 2:  # it drops what has not begun, and then waits
         time.sleep(0.001)
     begin.set()
     settling.join()

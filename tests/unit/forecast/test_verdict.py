@@ -48,7 +48,7 @@ def simulated(
 
 
 def said(*, limit: int = 24 * GIB, **changes: Any) -> RungForecast:
-    return judge_memory(ask(), simulated(**changes), limits={"device": limit}, constants=NOTHING_BESIDE)
+    return judge_memory(ask(), simulated(**changes), limits={"device": limit}, overheads=NOTHING_BESIDE)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_one_rank_has_no_nccl() -> None:
 def test_host_memory_is_counted_for_all_ranks_of_a_node_and_can_decide() -> None:
     forecast = judge_memory(
         ask(), simulated(host=20 * GIB, pinned=8 * GIB), limits={"device": 24 * GIB, "host": 64 * GIB},
-        constants=NOTHING_BESIDE,
+        overheads=NOTHING_BESIDE,
     )  # fmt: skip
     assert forecast.memory["host"].peak_bytes == 4 * 28 * GIB
     assert forecast.verdict == "cannot_fit"
@@ -96,26 +96,26 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node_and_can_decide() -> None
 
 def test_while_everything_fits_the_device_is_spoken_of() -> None:
     limits: Mapping[Tier, int] = {"device": 240 * GIB, "host": 130 * GIB}
-    forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, overheads=NOTHING_BESIDE)
     assert forecast.verdict == "fits"
     assert forecast.reason.startswith("needs 10.0 GiB (9.6 to 10.4) of 240.0 GiB; the optimizer step")
 
 
 def test_of_two_tiers_that_do_not_fit_the_fuller_one_is_the_reason() -> None:
     limits: Mapping[Tier, int] = {"device": 9 * GIB, "host": 20 * GIB}
-    forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, overheads=NOTHING_BESIDE)
     assert "host memory" in forecast.reason
 
 
 def test_a_job_smaller_than_a_node_counts_its_own_ranks() -> None:
     forecast = judge_memory(
-        ask(world_size=2, ranks_per_node=8), simulated(host=5 * GIB), limits={}, constants=NOTHING_BESIDE
+        ask(world_size=2, ranks_per_node=8), simulated(host=5 * GIB), limits={}, overheads=NOTHING_BESIDE
     )
     assert forecast.memory["host"].peak_bytes == 10 * GIB
 
 
 def test_pinned_memory_is_rounded_to_powers_of_two_for_the_rank_and_for_the_node() -> None:
-    forecast = judge_memory(ask(), simulated(pinned=5 * GIB), limits={}, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(pinned=5 * GIB), limits={}, overheads=NOTHING_BESIDE)
     assert forecast.memory["pinned"] == TierForecast(
         peak_bytes=8 * GIB, low_bytes=5 * GIB, high_bytes=8 * GIB, limit_bytes=None
     )
@@ -125,13 +125,13 @@ def test_pinned_memory_is_rounded_to_powers_of_two_for_the_rank_and_for_the_node
 def test_buffers_that_deepspeed_locks_itself_are_not_rounded() -> None:
     own = Trace(events=(5 * GIB,), marks=((0, "init"),), unrounded=frozenset({0}))
     traces: Mapping[Tier, Trace] = {"device": simulated().traces["device"], "pinned": own}
-    forecast = judge_memory(ask(), simulated(pinned=5 * GIB, traces=traces), limits={}, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(), simulated(pinned=5 * GIB, traces=traces), limits={}, overheads=NOTHING_BESIDE)
     assert forecast.memory["pinned"].high_bytes == 5 * GIB
 
 
 def test_swap_files_of_a_node_are_held_against_its_nvme() -> None:
     forecast = judge_memory(
-        ask(), simulated(nvme=100 * GIB), limits={"device": 24 * GIB, "nvme": 300 * GIB}, constants=NOTHING_BESIDE
+        ask(), simulated(nvme=100 * GIB), limits={"device": 24 * GIB, "nvme": 300 * GIB}, overheads=NOTHING_BESIDE
     )
     assert (forecast.verdict, forecast.memory["nvme"].peak_bytes) == ("cannot_fit", 400 * GIB)
     assert forecast.reason == "needs 400.0 GiB of 300.0 GiB of NVMe a node"
@@ -144,7 +144,7 @@ def test_what_no_limit_is_known_of_cannot_fail() -> None:
 def of_events(events: list[int], device: int, limit: int, marks: tuple[tuple[int, ForecastPhase], ...]) -> RungForecast:
     traces: Mapping[Tier, Trace] = {"device": Trace(events=events, marks=marks)}
     made = replace(simulated(device=device), traces=traces)
-    return judge_memory(ask(), made, limits={"device": limit}, constants=NOTHING_BESIDE)
+    return judge_memory(ask(), made, limits={"device": limit}, overheads=NOTHING_BESIDE)
 
 
 def test_what_is_cached_once_and_never_used_again_need_not_be_held() -> None:
@@ -169,7 +169,7 @@ def test_trials_that_measured_more_move_the_forecast_of_the_machine_up() -> None
     learned = fit_calibration(seen, spread=0.02, least=0.01)
     before = said().memory["device"]
     after = judge_memory(
-        ask(), simulated(), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE, calibration=learned
+        ask(), simulated(), limits={"device": 24 * GIB}, overheads=NOTHING_BESIDE, calibration=learned
     ).memory["device"]
     assert 1.08 < after.peak_bytes / before.peak_bytes < 1.1
     assert after.low_bytes > before.peak_bytes
@@ -178,11 +178,11 @@ def test_trials_that_measured_more_move_the_forecast_of_the_machine_up() -> None
 def test_a_phase_that_the_trace_does_not_hold_counts_its_live_bytes() -> None:
     later = Trace(events=(2 * GIB,), marks=((0, "forward"),))
     made = replace(simulated(device=10 * GIB), traces={"device": later})
-    assert judge_memory(ask(), made, limits={}, constants=NOTHING_BESIDE).memory["device"].peak_bytes == 10 * GIB
+    assert judge_memory(ask(), made, limits={}, overheads=NOTHING_BESIDE).memory["device"].peak_bytes == 10 * GIB
 
 
 def test_cpu_ranks_hold_their_tensors_in_the_nodes_memory() -> None:
-    forecast = judge_memory(ask(device="cpu"), simulated(), limits={"device": 24 * GIB}, constants=NOTHING_BESIDE)
+    forecast = judge_memory(ask(device="cpu"), simulated(), limits={"device": 24 * GIB}, overheads=NOTHING_BESIDE)
     assert forecast.memory["host"].peak_bytes == 4 * forecast.memory["device"].peak_bytes
     assert forecast.memory["device"].peak_bytes == pytest.approx(10 * GIB, rel=0.001)
 

@@ -11,7 +11,7 @@ from autods.forecast.scripted import ScriptedSimulator, fail_with, simulate_peak
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import EngineSpec, RungFinished, Simulation
 from autods.planner.plan import plan
-from autods.planner.simulate import Sizing, ask_for, groups_of
+from autods.planner.simulate import SiteGroup, engine_spec, group_sites
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 
@@ -191,15 +191,15 @@ def test_it_is_not_simulated_again_where_another_phase_decides_anyway() -> None:
 
 def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
     sites = question(on="t4-16gb,v100-16gb,a100-80gb").sites
-    assert [[site.machine.name for site in group] for _, group in groups_of(sites)] == [
+    assert [[site.machine.name for site in group.sites] for group in group_sites(sites)] == [
         ["t4-16gb"], ["v100-16gb"], ["a100-80gb"],
     ]  # fmt: skip
 
 
 def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
     asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
-    sizing = Sizing(buckets_bytes=40 * GIB, device_bytes=40 * GIB)
-    asks = [ask_for(rung, asked.sites[0], asked, FACTS, sizing) for rung in asked.ladder]
+    group = SiteGroup(sites=asked.sites)
+    asks = [engine_spec(rung, asked.sites[0], asked, FACTS, group) for rung in asked.ladder]
     assert all(isinstance(ask, EngineSpec) for ask in asks)
     nvme = asks[-1]
     assert isinstance(nvme, EngineSpec)
@@ -247,7 +247,7 @@ def test_a_script_that_does_not_run_on_one_rank_is_looked_at_among_all_of_its_ra
     script = replace(asked, source=replace(SOURCE, kind="script", path="/home/me/train.py"))
     found = plan(script, listen=told.append, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))
     assert found.facts == FACTS
-    assert any("looked at on 8" in getattr(one, "text", "") for one in told)
+    assert any("its model is read on 8" in getattr(one, "text", "") for one in told)
 
 
 def test_a_model_that_cannot_be_looked_at_is_not_looked_at_twice() -> None:

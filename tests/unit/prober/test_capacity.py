@@ -104,7 +104,7 @@ def test_where_the_forecast_was_wrong_the_sentence_says_in_which_direction(tmp_p
     bold, _ = searched(ask(tmp_path, "rung=zero1", capacity=True), simulating(10), sample_mib=20)
     assert careful.capacity is not None
     assert bold.capacity is not None
-    assert "too careful" in careful.capacity.said
+    assert "was too low" in careful.capacity.said
 
 
 def test_a_failure_that_is_not_of_memory_ends_the_search_of_its_cell(tmp_path: Path) -> None:
