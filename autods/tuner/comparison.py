@@ -1,4 +1,8 @@
-"""Compare configs by interleaved turns, with the noise of both configs and turns taken out."""
+"""Compare configs by interleaved turns: A B C A B C …
+
+What drifts (clocks, heat, other processes) affects all configs of a turn alike. In logarithms each turn and each config
+adds its part; what neither explains is noise.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,23 @@ from ..types import Fit, Purpose, Record, Run, Trial
 from .trials import fits_within, run_with_retry, samples_per_second
 
 Score = Callable[[Record], float]
-# What is believed of the noise of one trial before any was repeated: 3 %, worth two degrees of freedom. In-trial
-# spread, where it is larger, is the better guess.
+# Prior of a trial's relative noise: 3 %, worth two degrees of freedom. The spread of steps within trials replaces it
+# where that is larger.
 PRIOR_NOISE = 0.03
 _PRIOR_FREEDOM = 2
-# Student's t, one-sided 99 %, by degrees of freedom from 1 on; the last one stands for more (Student 1908).
+# Student's t, one-sided 99 %, by degrees of freedom from 1 on; the last value stands for more (Student 1908).
 _QUANTILES_99 = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
+# The same, two-sided 95 %.
+_QUANTILES_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131)
+_QUANTILE_95_OF_MORE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalsResult:
-    """Who won, the trials that decided it, and why in a sentence.
+    """The result of repeated measurements; a place is a contestant's position among the contestants.
 
-    best: of the new records the one with the winner's (lower) median score. scores: place among the contestants →
-    median of its new measurements, 0 when it did not fit again. measured: place → its new records that count, by turn.
+    best: the winner's new record with its (lower) median score. scores: place → median of its new measurements, 0 when
+    it did not fit again. measured: place → its new records that count, by turn.
     """
 
     best: Record
@@ -45,13 +52,12 @@ def finals(
     purpose: Purpose = "verify",
     may_run: Callable[[int], bool] = lambda trials: True,
 ) -> FinalsResult:
-    """Measure all again in turn (A B C A B C …), drop who is clearly slower, until one is left or the turns are spent.
+    """Measure all again in turn, drop those that are clearly slower, until one is left or the turns are spent.
 
-    score: larger is better, above 0 for a fit. What drifts (clocks, heat, neighbours) falls on all of a turn alike. The
-    measurements that the contestants come with do not count: they were chosen for being high. On a tie the earlier one
-    wins. Who does not fit within usable_bytes again is out; one that never left that room has only to run. purpose, and
-    the repeats counted on from the contestants' own, make each new trial one that no journal has answered before.
-    may_run: whether the budget allows so many more trials; a turn that it does not allow for all is for the best ones.
+    score: larger is better, above 0 for a fit. The contestants' first measurements do not count, because these were
+    chosen for being high. On a tie the earlier contestant wins. One that no longer fits within `usable_bytes` is
+    dropped; one that never did has only to run. `purpose` and a new repeat number keep the journal from answering with
+    earlier trials. may_run: whether the budget allows so many more trials; the best ones go first.
     """
     if not contestants:
         raise ValueError("finals need a contestant")
@@ -71,7 +77,7 @@ def finals(
                 measured[place].clear()
                 left.remove(place)
         scores = {place: [score(record) for record in measured[place]] for place in left}
-        left = _still_in(scores, _spread([record for place in left for record in measured[place]]))
+        left = _not_clearly_slower(scores, _spread([record for place in left for record in measured[place]]))
         following = _affordable(sorted(left, key=lambda place: mean(scores[place]), reverse=True), may_run)
         if len(following) <= 1:
             break
@@ -81,7 +87,7 @@ def finals(
 
 @dataclass(frozen=True, slots=True)
 class _Final:
-    """What is given and stays."""
+    """The inputs of one comparison."""
 
     contestants: tuple[Record, ...]
     run: Run
@@ -91,11 +97,11 @@ class _Final:
     purpose: Purpose
 
     def measure(self, place: int, turn: int) -> tuple[Record, ...]:
-        """One new measurement, the last record; a failure that may be a fluke is asked once more."""
-        before = [one.trial.repeat for one in self.contestants if one.trial.purpose == self.purpose]
+        """Measure a contestant once more; the last record counts. A failure that may be accidental is repeated."""
+        before = [record.trial.repeat for record in self.contestants if record.trial.purpose == self.purpose]
         repeat = self.turns * ceil(max(before, default=0) / self.turns) + turn
 
-        def run(trial: Trial) -> Record:  # asked once more, it must not take the place of the next turn
+        def run(trial: Trial) -> Record:  # a repeated failure must not take the next turn's number
             return self.run(trial if trial.repeat == repeat else replace(trial, repeat=repeat + self.turns))
 
         return run_with_retry(replace(self.contestants[place].trial, purpose=self.purpose, repeat=repeat), run)
@@ -107,9 +113,9 @@ class _Final:
     def ended(
         self, records: Sequence[Record], measured: Mapping[int, Sequence[Record]], left: Sequence[int]
     ) -> FinalsResult:
-        """The best median of those that are left; when all of these fell over, of those that were only slower."""
-        scores = {place: median(map(self.score, again)) if again else 0.0 for place, again in measured.items()}
-        able = left or [place for place, again in measured.items() if again]
+        """The best median of those left; where all of these failed, of those that were dropped as slower."""
+        scores = {place: median(map(self.score, records)) if records else 0.0 for place, records in measured.items()}
+        able = left or [place for place, records in measured.items() if records]
         if not able:
             return FinalsResult(
                 best=self.contestants[0],
@@ -124,60 +130,73 @@ class _Final:
             best=next(record for record in measured[winner] if self.score(record) == middle),
             records=tuple(records),
             scores=scores,
-            reason=self._reason(winner, scores, {place: len(again) for place, again in measured.items()}),
-            measured={place: tuple(again) for place, again in measured.items() if again},
+            reason=self._reason(winner, scores, {place: len(records) for place, records in measured.items()}),
+            measured={place: tuple(records) for place, records in measured.items() if records},
         )
 
     def _reason(self, winner: int, scores: Mapping[int, float], turns_of: Mapping[int, int]) -> str:
         best, times = comparison_words(self.score)
         turns = turns_of[winner]
         how_often = f"measured again in {turns} turn{'s' if turns > 1 else ''}"
-        said = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
+        reason = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
         others = {place: score for place, score in scores.items() if place != winner and score > 0}
         if not others:
-            return f"{said}: no other fitted again"
+            return f"{reason}: no other fitted again"
         following = max(others, key=lambda place: (turns_of[place], others[place]))
         ratio = scores[winner] / others[following]
-        return f"{said}: {ratio:.2f} {times} as {_named(self.contestants[following])}"
+        return f"{reason}: {ratio:.2f} {times} as {_named(self.contestants[following])}"
 
 
-def _still_in(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]:
-    """The places that are not clearly slower than the fastest; scores have the same turns each.
+def _not_clearly_slower(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]:
+    """The places that may be the fastest. Every place has the same number of turns.
 
-    In logarithms a turn and a place each add their part, and what neither explains is noise. Clearly: by more than the
-    difference of two means of equal contestants is in 99 of 100 cases.
+    A place is dropped where it lies further behind than two equal contestants do in 99 of 100 cases.
     """
-    if len(scores) < 2 or min(min(one) for one in scores.values()) <= 0:
+    if len(scores) < 2 or min(min(values) for values in scores.values()) <= 0:
         return list(scores)
-    logs = {place: [log(score) for score in one] for place, one in scores.items()}
-    means = {place: mean(one) for place, one in logs.items()}
-    turns = list(map(mean, zip(*logs.values(), strict=True)))
-    middle = mean(turns)
-    rest = [
-        value - means[place] - turn + middle
-        for place, one in logs.items()
-        for value, turn in zip(one, turns, strict=True)
-    ]
-    freedom = _PRIOR_FREEDOM + (len(scores) - 1) * (len(turns) - 1)
-    noise = sqrt((_PRIOR_FREEDOM * max(spread, PRIOR_NOISE) ** 2 + sum(one**2 for one in rest)) / freedom)
+    logs = {place: dict(enumerate(map(log, values))) for place, values in scores.items()}
+    noise, freedom = _noise(logs, max(spread, PRIOR_NOISE))
     quantile = _QUANTILES_99[min(freedom, len(_QUANTILES_99)) - 1]
-    least = max(means.values()) - quantile * noise * sqrt(2 / len(turns))
-    return [place for place, one in means.items() if one >= least]
+    means = {place: mean(values.values()) for place, values in logs.items()}
+    turns = len(next(iter(logs.values())))
+    least = max(means.values()) - quantile * noise * sqrt(2 / turns)
+    return [place for place, value in means.items() if value >= least]
+
+
+def _noise(logs: Mapping[int, Mapping[int, float]], prior: float) -> tuple[float, int]:
+    """The noise of one trial and its degrees of freedom. `logs`: config → turn → logarithm of its rate.
+
+    Only configs that were measured in every turn count. The prior is worth two degrees of freedom.
+    """
+    turns = max(map(len, logs.values()), default=0)
+    whole = {config: by_turn for config, by_turn in logs.items() if len(by_turn) == turns}
+    squares, freedom = 0.0, 0
+    if turns > 1 and len(whole) > 1:
+        configs = {config: mean(by_turn.values()) for config, by_turn in whole.items()}
+        middle = mean(configs.values())
+        by_turn = {turn: mean(logs[config][turn] for config in whole) for turn in next(iter(whole.values()))}
+        squares = sum(
+            (value - configs[config] - by_turn[turn] + middle) ** 2
+            for config, values in whole.items()
+            for turn, value in values.items()
+        )
+        freedom = (len(whole) - 1) * (turns - 1)
+    return sqrt((_PRIOR_FREEDOM * prior**2 + squares) / (_PRIOR_FREEDOM + freedom)), _PRIOR_FREEDOM + freedom
 
 
 def _affordable(best_first: Sequence[int], may_run: Callable[[int], bool]) -> Sequence[int]:
-    """As many of them as may be measured once more."""
+    """The best ones, as many as may be measured once more."""
     return best_first[: max((count for count in range(len(best_first) + 1) if may_run(count)), default=0)]
 
 
 def _spread(records: Sequence[Record]) -> float:
-    """Of the steps within a trial, the widest."""
+    """The largest relative error of a trial's median step."""
     return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
 
 
 def _unmeasured(contestants: Sequence[Record], score: Score) -> FinalsResult:
     best = max(contestants, key=score)  # the first of equals
-    scores = {place: score(one) for place, one in enumerate(contestants)}
+    scores = {place: score(record) for place, record in enumerate(contestants)}
     why = (
         "had no other to be compared with"
         if len(contestants) == 1
@@ -187,7 +206,7 @@ def _unmeasured(contestants: Sequence[Record], score: Score) -> FinalsResult:
 
 
 def comparison_words(score: Score) -> tuple[str, str]:
-    """What the best is called by this score, and how it compares: "fastest", "times as fast"."""
+    """The words for a higher score: "fastest" and "times as fast", or "best" and "times as good"."""
     return ("fastest", "times as fast") if score is samples_per_second else ("best", "times as good")
 
 
@@ -197,7 +216,7 @@ def _named(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmResult:
-    """Which of them is to be taken, the trials that decided it, and why in a sentence."""
+    """The config to take, the trials that decided it, and the reason."""
 
     best: Record
     records: tuple[Record, ...]
@@ -214,104 +233,58 @@ def confirm_gain(
     usable_bytes: float,
     score: Score = samples_per_second,
 ) -> ConfirmResult:
-    """Take the best of the leaders only when it beats the start by `gain`, side by side in up to `turns` turns.
+    """Take the best of the leaders (best first) if it beats the start by `gain` when measured again in turn.
 
-    leaders: best first; one that did not even claim the gain is not measured again. See `finals` for how they are.
+    A leader whose first measurement lacks the gain is not measured again.
     """
     best, times = comparison_words(score)
-    claims = {id(one): score(one) / max(score(start), 1e-12) for one in leaders}
-    promising = [one for one in leaders if claims[id(one)] >= gain]
+    promising = [leader for leader in leaders if score(leader) >= gain * score(start)]
+    too_little = f"less than the {gain:g} that counts"
     if not promising:
-        said = f"the {best} of them was {max(claims.values()):.2f} {times} as the start"
-        return ConfirmResult(best=start, records=(), reason=f"{said}, less than the {gain:g} that counts")
+        claim = max(map(score, leaders)) / max(score(start), 1e-12)
+        reason = f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
+        return ConfirmResult(best=start, records=(), reason=reason)
     final = finals((start, *promising), run, turns=turns, usable_bytes=usable_bytes, score=score)
-    again = {place: one for place, one in final.measured.items() if place > 0}
-    if not again:
-        said = f"the {best} of them did not fit when it was run again"
-        return ConfirmResult(best=start, records=final.records, reason=said)
+    remeasured = {place: records for place, records in final.measured.items() if place > 0}
+    if not remeasured:
+        reason = f"the {best} of them did not fit when it was run again"
+        return ConfirmResult(best=start, records=final.records, reason=reason)
     if 0 not in final.measured:
-        return ConfirmResult(
-            best=final.best, records=final.records, reason="the start did not fit when it was run again"
-        )
-    winner = next(place for place, one in final.measured.items() if final.best in one)
-    shown = winner or max(again, key=lambda place: final.scores[place])
-    # Drift falls on both of a turn alike, so their ratio is taken turn by turn.
-    held = median(score(one) / score(ours) for one, ours in zip(again[shown], final.measured[0], strict=False))
-    said = f"{held:.2f} {times} as the start"
-    if winner == 0 or held < gain:
-        said = f"the {best} of them was {said} when measured again in turn"
-        return ConfirmResult(best=start, records=final.records, reason=f"{said}, less than the {gain:g} that counts")
-    return ConfirmResult(best=final.best, records=final.records, reason=f"measured again in turn, {said}")
-
-
-# What is believed of the noise of one trial before any was repeated: 3 %, worth two degrees of freedom.
-_PRIOR_NOISE, _PRIOR_FREEDOM_NOISE = 0.03, 2
-# Student's t, two-sided 95 %, by degrees of freedom from 1 on; the last one stands for more (Student 1908).
-_QUANTILES_95 = (
-    12.71,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-)
-_MANY = 2.0
+        reason = "the start did not fit when it was run again"
+        return ConfirmResult(best=final.best, records=final.records, reason=reason)
+    winner = next(place for place, records in final.measured.items() if final.best in records)
+    compared = winner or max(remeasured, key=lambda place: final.scores[place])
+    pairs = zip(remeasured[compared], final.measured[0], strict=False)
+    ratio = median(score(leader) / score(started) for leader, started in pairs)
+    words = f"{ratio:.2f} {times} as the start"
+    if winner == 0 or ratio < gain:
+        reason = f"the {best} of them was {words} when measured again in turn, {too_little}"
+        return ConfirmResult(best=start, records=final.records, reason=reason)
+    return ConfirmResult(best=final.best, records=final.records, reason=f"measured again in turn, {words}")
 
 
 def relative_spread(rates: Sequence[float]) -> float | None:
-    """The relative standard deviation of a cell's repeats; None where it was measured once."""
+    """The relative standard deviation of repeated measurements; None with a single one."""
     return stdev(rates) / mean(rates) if len(rates) > 1 else None
 
 
 def estimate_ratios(
     rates: Mapping[int, Mapping[int, float]], reference: int, *, within: Mapping[int, float]
 ) -> dict[int, Ratio]:
-    """Cell → ratio to the reference. rates: cell → turn → rate; within: cell → relative error inside its trials.
+    """Config → ratio of its rate to the reference's, with a 95 % interval.
 
-    What drifts (clocks, heat, neighbours) falls on all of a turn alike, so that cells are compared turn by turn. In
-    logarithms a turn and a cell each add their part, and what neither explains is noise, the same for all cells. Where
-    nothing was repeated, the noise is what is usual, or the spread of steps inside the trials where that is wider.
+    rates: config → turn → rate. within: config → relative error of a single trial, used where nothing was repeated.
+    Configs are compared turn by turn, so that drift cancels.
     """
-    noise, freedom = _noise(rates, within)
-    quantile = _QUANTILES_95[freedom - 1] if freedom <= len(_QUANTILES_95) else _MANY
-    ours = rates[reference]
-    found = {}
-    for cell, theirs in rates.items():
-        shared = [turn for turn in theirs if turn in ours]
-        if cell == reference or not shared:
+    logs = {config: {turn: log(rate) for turn, rate in by_turn.items()} for config, by_turn in rates.items()}
+    noise, freedom = _noise(logs, max(PRIOR_NOISE, *within.values()) if within else PRIOR_NOISE)
+    quantile = _QUANTILES_95[freedom - 1] if freedom <= len(_QUANTILES_95) else _QUANTILE_95_OF_MORE
+    ratios = {}
+    for config, by_turn in logs.items():
+        shared = [turn for turn in by_turn if turn in logs[reference]]
+        if config == reference or not shared:
             continue
-        difference = mean(log(theirs[turn] / ours[turn]) for turn in shared)
+        difference = mean(by_turn[turn] - logs[reference][turn] for turn in shared)
         margin = quantile * noise * sqrt(2 / len(shared))
-        found[cell] = Ratio(times=exp(difference), low=exp(difference - margin), high=exp(difference + margin))
-    return found
-
-
-def _noise(rates: Mapping[int, Mapping[int, float]], within: Mapping[int, float]) -> tuple[float, int]:
-    """Of one trial, relative, and the degrees of freedom of that estimate."""
-    prior = max(_PRIOR_NOISE, *within.values()) if within else _PRIOR_NOISE
-    turns = max((len(one) for one in rates.values()), default=0)
-    whole = {cell: one for cell, one in rates.items() if len(one) == turns}
-    squares, freedom = 0.0, 0
-    if turns > 1 and len(whole) > 1:
-        logs = {cell: {turn: log(rate) for turn, rate in one.items()} for cell, one in whole.items()}
-        cells = {cell: mean(one.values()) for cell, one in logs.items()}
-        middle = mean(cells.values())
-        by_turn = {
-            turn: mean(one[turn] for one in logs.values() if turn in one) for one in logs.values() for turn in one
-        }
-        rest = [
-            value - cells[cell] - by_turn[turn] + middle for cell, one in logs.items() for turn, value in one.items()
-        ]
-        squares, freedom = sum(one**2 for one in rest), (len(whole) - 1) * (turns - 1)
-    return sqrt(
-        (_PRIOR_FREEDOM_NOISE * prior**2 + squares) / (_PRIOR_FREEDOM_NOISE + freedom)
-    ), _PRIOR_FREEDOM_NOISE + freedom
+        ratios[config] = Ratio(times=exp(difference), low=exp(difference - margin), high=exp(difference + margin))
+    return ratios
