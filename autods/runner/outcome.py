@@ -11,7 +11,7 @@ from typing import Any
 from ..diagnosis.trial_outcome import Evidence, HostMemory, outcome_of
 from ..schema import read_as
 from ..trial.job import RankJob
-from ..trial.steps import spread_of
+from ..trial.training import relative_spread
 from ..types import (
     CardUse,
     Collective,
@@ -89,7 +89,7 @@ def judge_trial(
         samples_per_second=samples_per_second,
         tokens_per_second=samples_per_second * tokens if tokens else None,
         step_s=step_s,
-        spread=spread_of(step_s),
+        spread=relative_spread(step_s),
         losses=first.losses,
         alloc_retries=max(rank.peaks.get("alloc_retries") or 0 for rank in ranks),
         examined=_join_exams([rank.examined for rank in ranks if rank.examined is not None]),

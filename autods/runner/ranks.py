@@ -48,7 +48,7 @@ def run_ranks(
     gpus = GpuMonitor.begin(job.device, len(job.local_ranks))
     host = HostMonitor.begin()
     _make_folders(job)
-    board = Heartbeats.of(len(job.local_ranks))
+    board = Heartbeats.create(len(job.local_ranks))
     monitor = RankMonitor(job, board, start_ranks(job, board, workload, spawn=spawn, store=store))
     pids = [rank.pid for rank in monitor.running.values()]
     if aborted:

@@ -20,7 +20,7 @@ from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Listener, Note, TrialMoved
 from ..settings import Settings, apply_script_config, describe_script
-from ..trial.job import Job, RankJob
+from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial, WorkloadSource
 from .outcome import find_failure, judge_trial, result_of_rank_0
@@ -300,7 +300,7 @@ class JobFactory:
         """The DeepSpeed config of a trial as the user gets it."""
         return self._config(trial, self.settings.nvme_path)
 
-    def _make(self, kind: Job, name: str, **options: Any) -> RankJob:
+    def _make(self, kind: JobKind, name: str, **options: Any) -> RankJob:
         limits = self.settings.profile.limits
         folder = self.settings.out / "logs" / name
         common: dict[str, Any] = {"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s}

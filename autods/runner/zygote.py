@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from ..schema import read_as
 from ..system import processes
 from ..trial import preload
-from ..trial.job import RankJob, describe
+from ..trial.job import RankJob, describe_error
 from ..trial.progress import Beat
 from ..types import WorkloadSource
 from ..workload.load import load
@@ -63,7 +63,7 @@ def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, 
     """
     gc.disable()  # nearly all that imports make stays
     preload.preload()
-    reason = preload.unfit_to_fork()
+    reason = preload.find_fork_hazard()
     workload = None
     if "--plain" not in argv and reason is None:
         try:
@@ -73,12 +73,12 @@ def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, 
                 workload = load(source)
         except BaseException as error:
             traceback.print_exc()  # into our log, where the user is sent
-            return LoadFailed(error=read_as(RankError, describe(error, source.path))), None
-        reason = preload.unfit_to_fork()
+            return LoadFailed(error=read_as(RankError, describe_error(error, source.path))), None
+        reason = preload.find_fork_hazard()
         if reason is not None:
             os.execv(sys.executable, [sys.executable, "-m", "autods.runner.zygote", *argv, "--plain"])
     gc.enable()
-    preload.settle()
+    preload.freeze()
     return Ready(pid=os.getpid(), spawn_because=reason), workload
 
 
@@ -133,7 +133,7 @@ class Zygote:
     def run_job(self, job: RankJob, *, aborted: bool) -> None:
         """Run the ranks of a job and send the report."""
         store, self.store = self.store, None
-        spawn_because = preload.unfit_to_fork() if job.device == "cuda" and not self.spawn else None
+        spawn_because = preload.find_fork_hazard() if job.device == "cuda" and not self.spawn else None
         report = run_ranks(
             job,
             self.workload,

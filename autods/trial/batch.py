@@ -20,7 +20,7 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def tensors_of(batch: Any) -> dict[str, Any]:
+def named_tensors(batch: Any) -> dict[str, Any]:
     """The batch's tensors by name or position, however deep; '0.1' is the second of a tuple that stands first."""
     import torch
 
@@ -29,7 +29,7 @@ def tensors_of(batch: Any) -> dict[str, Any]:
         if isinstance(item, torch.Tensor):
             found[str(name)] = item
         elif isinstance(item, Mapping | tuple | list):
-            found.update({f"{name}.{inner}": one for inner, one in tensors_of(item).items()})
+            found.update({f"{name}.{inner}": one for inner, one in named_tensors(item).items()})
     return found
 
 
@@ -38,7 +38,7 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
     micro_batch samples."""
     if not isinstance(batch, Mapping | tuple | list):
         raise WorkloadError(f"{by} returned {type(batch).__name__}", hint="return a dict or a tuple of tensors")
-    tensors = tensors_of(batch)
+    tensors = named_tensors(batch)
     if not tensors:
         raise WorkloadError(f"{by} returned no tensor", hint="return a dict or a tuple of tensors")
     for name, tensor in tensors.items():
@@ -52,7 +52,7 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
 
 def tokens_per_sample(batch: Any) -> int | None:
     """The sequence length of a batch of token ids (the first whole-number tensor of shape [micro batch, sequence])."""
-    for tensor in tensors_of(batch).values():
+    for tensor in named_tensors(batch).values():
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] > 1:
             return int(tensor.shape[1])
     return None
@@ -65,7 +65,7 @@ def place(batch: Any, engine: Any) -> Any:
     dtype = next((p.dtype for p in engine.module.parameters() if p.is_floating_point()), None)
 
     def move(item: Any) -> Any:
-        if isinstance(item, Mapping | tuple | list) and tensors_of(item):
+        if isinstance(item, Mapping | tuple | list) and named_tensors(item):
             inner = {key: move(one) for key, one in item.items()} if isinstance(item, Mapping) else map(move, item)
             return inner if isinstance(inner, dict) else tuple(inner)
         if not isinstance(item, torch.Tensor):
@@ -81,7 +81,7 @@ DRAWS = 16  # of build_batch, where the workload has no build_longest_batch: it 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Longest:
+class LongestBatch:
     """The batch, the shape of its largest tensor, and of how many draws it is the longest (0: it was asked for)."""
 
     batch: Any
@@ -89,27 +89,27 @@ class Longest:
     draws: int
 
 
-def longest_batch(workload: Workload, micro_batch: int) -> Longest:
+def longest_batch(workload: Workload, micro_batch: int) -> LongestBatch:
     """Of `build_longest_batch`; without one, the largest by elements of some draws of `build_batch`.
 
     Each rank takes its own. Raises WorkloadError where a batch breaks the contract.
     """
     if workload.build_longest_batch is not None:
         longest = check_batch(workload.build_longest_batch(micro_batch), micro_batch, by="build_longest_batch")
-        return Longest(batch=longest, shape=_shape(longest), draws=0)
+        return LongestBatch(batch=longest, shape=_shape(longest), draws=0)
     longest = check_batch(workload.build_batch(micro_batch), micro_batch)
     for _ in range(DRAWS - 1):
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
-        if elements_of(batch) > elements_of(longest):
+        if count_elements(batch) > count_elements(longest):
             longest = batch
         del batch  # no third one beside the next draw
-    return Longest(batch=longest, shape=_shape(longest), draws=DRAWS)
+    return LongestBatch(batch=longest, shape=_shape(longest), draws=DRAWS)
 
 
-def elements_of(batch: Any) -> int:
+def count_elements(batch: Any) -> int:
     """Of all its tensors."""
-    return sum(tensor.numel() for tensor in tensors_of(batch).values())
+    return sum(tensor.numel() for tensor in named_tensors(batch).values())
 
 
 def _shape(batch: Any) -> tuple[int, ...]:
-    return tuple(max(tensors_of(batch).values(), key=lambda tensor: tensor.numel()).shape)
+    return tuple(max(named_tensors(batch).values(), key=lambda tensor: tensor.numel()).shape)

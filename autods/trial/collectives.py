@@ -78,7 +78,7 @@ class _Count:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts within `step` alone, each step anew; `said` is of the last one."""
+    """Counts within `step` alone, each step anew; `describe` is of the last one."""
 
     synchronize: Callable[[], None]
     _counts: dict[str, _Count] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Traffic:
         sent = sum(one.sent_bytes for one in self._counts.values())
         return sent > 0 and not any(op.name in self._counts for op in _OPS.values() if not op.waits)
 
-    def said(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """`Communication` of this rank as a dict."""
         timed = self._step_s is not None
         ops = {

@@ -16,11 +16,11 @@ def join(job: RankJob, slot: int, store: socket.socket | None) -> None:
     import deepspeed
 
     if store is not None and job.local_ranks[slot] == 0:
-        serve_on(store)
+        serve_store(store)
     deepspeed.init_distributed(dist_backend="gloo" if job.device == "cpu" else "nccl", verbose=False)
 
 
-def serve_on(listening: socket.socket) -> None:
+def serve_store(listening: socket.socket) -> None:
     """Give torch our listening socket, whose port is MASTER_PORT. TCPStore accepts one, the env:// rendezvous has no
     way to say it; a store on a port of the user's own gets none."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")

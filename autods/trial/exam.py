@@ -1,4 +1,4 @@
-"""The exam of a winner: the longest batch, evaluation, a checkpoint saved and loaded."""
+"""The exam of a winner: evaluation, a checkpoint saved and loaded, all on the longest batch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from typing import Any
 from ..config.deepspeed import get_key, merge
 from ..types import Examined, Phase
 from ..units import format_bytes
-from .batch import Longest
+from .batch import LongestBatch
 from .distributed import Ranks
 
 _TAG = "certificate"
 _WEIGHTS = "weights.bin"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
-_MARGIN = 1.1
-# The same forward on the same weights: what is left is the order of sums inside the device's kernels.
+_DISK_MARGIN = 1.1
+# Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
-_BF16_STEP = 2**-7  # of a number with bfloat16's 8 bits, at most: what a loss that is computed in it can differ by
+_BF16_STEP = 2**-7  # relative; the largest step between neighbouring numbers of bfloat16, which has 8 bits
 
-# Fields of `Examined`, and what was left out.
+# Fields of `Examined`, and sentences about parts that were skipped.
 _Part = tuple[dict[str, Any], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hands:
-    """What the exam may do with the engine. step(index): one optimizer step; evaluate() -> this rank's loss on the
-    same batch, None where the model returns none in evaluation."""
+class EngineOps:
+    """What an exam does with an engine.
+
+    `step` runs the optimizer step of that index. `evaluate` returns this rank's loss on the same batch each time; None
+    if the model returns no loss in evaluation.
+    """
 
     step: Callable[[int], Any]
     evaluate: Callable[[], float | None]
@@ -40,45 +43,59 @@ class Hands:
     synchronize: Callable[[], None]
 
 
-def gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a trial that saves: stage 3 may gather the whole weights, unless the user said otherwise."""
+def allow_gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with whole weights gathered at stage 3 when a model is saved, unless it says otherwise."""
     zero = get_key(ds_config, "zero_optimization") or {}
-    said = any(name in zero for name in (_GATHER, "stage3_gather_fp16_weights_on_model_save"))
-    return dict(ds_config) if said else merge(ds_config, {"zero_optimization": {_GATHER: True}})
+    decided = any(name in zero for name in (_GATHER, "stage3_gather_fp16_weights_on_model_save"))
+    return dict(ds_config) if decided else merge(ds_config, {"zero_optimization": {_GATHER: True}})
 
 
-def examine(engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder: Path, index: int) -> dict[str, Any]:
-    """`Examined` of this rank as a dict. `folder` takes the checkpoint and is removed; index: of the next step."""
-    parts = parts_of(engine, hands, ranks, longest=longest, folder=folder, index=index)
+def examine(
+    engine: Any, ops: EngineOps, ranks: Ranks, *, longest: LongestBatch, folder: Path, index: int
+) -> dict[str, Any]:
+    """Run the exam; return `types.Examined` of this rank as a dict.
+
+    `folder` takes the checkpoint and is removed. `index` is that of the next step.
+    """
+    parts = exam_parts(engine, ops, ranks, longest=longest, folder=folder, index=index)
     while True:
         try:
-            hands.step(next(parts))
+            ops.step(next(parts))
         except StopIteration as end:
             return dict(end.value)
 
 
-def parts_of(
-    engine: Any, hands: Hands, ranks: Ranks, *, longest: Longest, folder: Path, index: int
+def exam_parts(
+    engine: Any, ops: EngineOps, ranks: Ranks, *, longest: LongestBatch, folder: Path, index: int
 ) -> Generator[int, None, dict[str, Any]]:
-    """`examine` in parts, for who does not run the steps: wherever it yields, a step of that index is to be run."""
-    hands.observe("evaluate", index)
-    _share_buffers(engine)
-    before = hands.evaluate()
-    saved, left_out = _where_possible(lambda: _save(engine, hands, ranks, folder, index), "save a checkpoint")
+    """Run the exam in parts, for a caller that does not run the steps itself.
+
+    At each index that it yields, the optimizer step of that index has to run. Returns the same as `examine`.
+    """
+    ops.observe("evaluate", index)
+    _broadcast_buffers(engine)
+    loss = ops.evaluate()
+    saved, left_out = _skip_unsupported(lambda: _save(engine, ops, ranks, folder, index), "save a checkpoint")
     yield index
     if "save_s" in saved:
-        loaded, more = _where_possible(
-            lambda: _load(engine, hands, ranks, folder, index + 1, before), "load its checkpoint"
+        loaded, more = _skip_unsupported(
+            lambda: _load(engine, ops, ranks, folder, index + 1, loss), "load its checkpoint"
         )
         saved, left_out = saved | loaded, left_out + more
         yield index + 1
-    shape = longest.shape
-    return asdict(Examined(batch_shape=shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
+    return asdict(Examined(batch_shape=longest.shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
 
 
-def _share_buffers(engine: Any) -> None:
-    """Every rank gets the buffers of the first that holds the same weights: of those a checkpoint has one copy, and the
-    running statistics of batch normalisation are each rank's own until it is loaded."""
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _broadcast_buffers(engine: Any) -> None:
+    """Give all ranks with the same weights the buffers of the first one.
+
+    A checkpoint has one copy of them, while the running statistics of batch normalisation differ by rank.
+    """
     import torch
 
     group = getattr(engine, "seq_data_parallel_group", None)
@@ -91,22 +108,22 @@ def _share_buffers(engine: Any) -> None:
         buffer.detach().copy_(whole)
 
 
-def _where_possible(part: Callable[[], _Part], what: str) -> _Part:
-    """The part, or DeepSpeed's own reason that it has no such thing for this config: the same on every rank."""
+def _skip_unsupported(part: Callable[[], _Part], action: str) -> _Part:
+    """Run the part. If DeepSpeed does not implement it for this config, return its reason; all ranks get the same."""
     try:
         return part()
     except NotImplementedError as error:
-        return {}, (f"DeepSpeed cannot {what} here: {error}",)
+        return {}, (f"DeepSpeed cannot {action} here: {error}",)
 
 
-def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> _Part:
-    """A checkpoint, and where the weights are in parts, all of them gathered."""
-    hands.observe("save", index)
-    needed, free = _needed_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
+def _save(engine: Any, ops: EngineOps, ranks: Ranks, folder: Path, index: int) -> _Part:
+    """Save a checkpoint and, where the weights are partitioned, all of them gathered."""
+    ops.observe("save", index)
+    needed, free = _checkpoint_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
     if not ranks.agree(needed <= free):
-        said = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
-        return {}, (f"no checkpoint was saved: {said} in {folder.parent}",)
-    seconds = _timed(hands, lambda: engine.save_checkpoint(str(folder), tag=_TAG))
+        sizes = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
+        return {}, (f"no checkpoint was saved: {sizes} in {folder.parent}",)
+    seconds = _time(ops, lambda: engine.save_checkpoint(str(folder), tag=_TAG))
     ranks.wait()
     saved: dict[str, Any] = {"save_s": seconds, "checkpoint_bytes": folder_bytes(folder)}
     if not engine.zero_optimization_partition_weights():
@@ -119,55 +136,59 @@ def _save(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int) -> 
     return saved | {"gathered": gathered and on_disk}, ()
 
 
-def _load(engine: Any, hands: Hands, ranks: Ranks, folder: Path, index: int, before: float | None) -> _Part:
-    """The checkpoint, after a step that moved the weights away from it: the loss has to come back."""
-    hands.observe("load", index)
+def _load(engine: Any, ops: EngineOps, ranks: Ranks, folder: Path, index: int, saved_loss: float | None) -> _Part:
+    """Load the checkpoint after a step that changed the weights, and compare the losses."""
+    ops.observe("load", index)
     if hasattr(engine, "num_stages") and not engine.zero_optimization() and engine.bfloat16_enabled():
-        # BF16_Optimizer.load_state_dict takes the list that ZeRO's checkpoints give it, and stage 0 gives a dict.
-        raise NotImplementedError("a pipeline in bf16 without ZeRO saves its optimizer as nothing reads it; use ZeRO-1")
-    found: list[Any] = []
-    seconds = _timed(hands, lambda: found.extend(engine.load_checkpoint(str(folder), tag=_TAG)))
-    if found[0] is None:
+        # BF16_Optimizer.load_state_dict expects the list of a ZeRO checkpoint, and stage 0 gives it a dict.
+        raise NotImplementedError("the optimizer of a pipeline in bf16 without ZeRO cannot be loaded; use ZeRO-1")
+    paths: list[Any] = []
+    seconds = _time(ops, lambda: paths.extend(engine.load_checkpoint(str(folder), tag=_TAG)))
+    if paths[0] is None:
         raise RuntimeError("DeepSpeed found nothing to load in the checkpoint that it saved")
     ranks.wait()
     if _leads_node():
         shutil.rmtree(folder, ignore_errors=True)
-    hands.observe("evaluate", index)
-    after = hands.evaluate()
-    if before is None or after is None or not math.isfinite(before):
-        reason = "evaluated, the model returns no finite loss, so what was loaded was not compared with what was saved"
+    ops.observe("evaluate", index)
+    loss = ops.evaluate()
+    if saved_loss is None or loss is None or not math.isfinite(saved_loss):
+        reason = "the loaded checkpoint was not compared with the saved one: the model evaluates to no finite loss"
         return {"load_s": seconds}, (reason,)
     tolerance = _TOLERANCE[str(_dtype(engine)).removeprefix("torch.")]
-    if _in_bf16(before) and _in_bf16(after):
+    if _is_bf16(saved_loss) and _is_bf16(loss):
         tolerance = _BF16_STEP
-    return {"load_s": seconds, "restored": math.isclose(before, after, rel_tol=tolerance, abs_tol=1e-12)}, ()
+    restored = math.isclose(saved_loss, loss, rel_tol=tolerance, abs_tol=1e-12)
+    return {"load_s": seconds, "restored": restored}, ()
 
 
-def _in_bf16(loss: float) -> bool:
-    """Whether the loss is one of the few numbers that bfloat16 has: then the model computes it in that."""
+def _is_bf16(loss: float) -> bool:
+    """Whether the loss is exactly a number of bfloat16, in which the model then computes it."""
     import torch
 
     return math.isfinite(loss) and float(torch.tensor(loss, dtype=torch.bfloat16)) == loss
 
 
-def _timed(hands: Hands, work: Callable[[], Any]) -> float:
-    hands.synchronize()
+def _time(ops: EngineOps, work: Callable[[], Any]) -> float:
+    """Return the seconds that the work takes, with the device idle before and after."""
+    ops.synchronize()
     began = time.perf_counter()
     work()
-    hands.synchronize()
+    ops.synchronize()
     return time.perf_counter() - began
 
 
-def _needed_bytes(engine: Any, ranks: Ranks) -> int:
-    """On this node's disk, with a margin for what else a checkpoint holds.
+def _checkpoint_bytes(engine: Any, ranks: Ranks) -> int:
+    """Estimate the bytes of a checkpoint on this node's disk, with a margin for smaller contents.
 
-    The weights as they are, and of each that is trained Adam's fp32 copy and two moments, 12 bytes, of which every
-    rank writes its share.
+    A checkpoint has the weights as they are. For each that is trained it also has Adam's fp32 copy and two moments, 12
+    bytes, of which every rank writes its share.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) / ranks.world_size
-    parameters = [(getattr(one, "ds_numel", one.numel()), one) for one in engine.module.parameters()]
-    each = (count * (one.element_size() + 12 * here * one.requires_grad) for count, one in parameters)
-    return int(_MARGIN * sum(each) * getattr(engine, "num_stages", 1))  # a pipeline's rank has one stage of them
+    share = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) / ranks.world_size
+    total = 0.0
+    for parameter in engine.module.parameters():
+        elements = getattr(parameter, "ds_numel", parameter.numel())
+        total += elements * (parameter.element_size() + 12 * share * parameter.requires_grad)
+    return int(_DISK_MARGIN * total * getattr(engine, "num_stages", 1))  # a rank of a pipeline holds one stage
 
 
 def _leads_node() -> bool:
@@ -175,9 +196,4 @@ def _leads_node() -> bool:
 
 
 def _dtype(engine: Any) -> Any:
-    return next(one.dtype for one in engine.module.parameters() if one.is_floating_point())
-
-
-def folder_bytes(folder: Path) -> int:
-    """Of all files below it."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return next(parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point())

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from ..types import Device, Exam, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
-Job = Literal["train", "survey", "ops"]
+JobKind = Literal["train", "survey", "ops"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
     """One job for all ranks of a trial. `folder` takes logs and results, `scratch` is the working directory."""
 
-    job: Job
+    job: JobKind
     source: WorkloadSource
     device: Device
     folder: str
@@ -85,7 +85,7 @@ def write_json(path: Path, value: Any) -> None:
 _TRACEBACK_CHARS = 6000
 
 
-def describe(error: BaseException, user_file: str) -> dict[str, Any]:
+def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
     """An exception as plain values: its types, message, traceback, and the last frame of the user's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if frame.filename == user_file]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..types import Phase
 from ..workload.protocol import Workload, WorkloadError
-from .batch import check_batch, seed_all, tensors_of
+from .batch import check_batch, named_tensors, seed_all
 from .distributed import Ranks
 from .model_facts import is_moe
 
@@ -24,7 +24,7 @@ class Incomparable(WorkloadError):
     """The losses of two configs of this workload say nothing of each other. No fault of the code."""
 
 
-def share_of(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulation: int, seed: int) -> list[Any]:
+def draw_share(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulation: int, seed: int) -> list[Any]:
     """The rank's micro batches of one optimizer step. Raises Incomparable where they cannot be cut from samples."""
     mine = micro_batch * accumulation
     first = ranks.rank * mine
@@ -87,7 +87,7 @@ def _stacked(name: Any, values: Sequence[Any]) -> Any:
                 hint="pad every sample to one length",
             )
         return torch.cat(list(values))
-    if isinstance(values[0], Mapping | tuple | list) and tensors_of(values[0]):
+    if isinstance(values[0], Mapping | tuple | list) and named_tensors(values[0]):
         inner = [_items(value) for value in values]
         if any(one.keys() != inner[0].keys() for one in inner):
             raise Incomparable(f"samples of build_batch differ in the names in {name!r}")
@@ -98,7 +98,7 @@ def _stacked(name: Any, values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def check_cut(model: Any) -> None:
+def check_comparable(model: Any) -> None:
     """Raises Incomparable where the loss depends on how the global batch is cut into micro batches."""
     if any(is_moe(module) for module in model.modules()):
         raise Incomparable(
@@ -108,7 +108,7 @@ def check_cut(model: Any) -> None:
         )
 
 
-def without_dropout(model: Any) -> None:
+def turn_off_dropout(model: Any) -> None:
     """Every rate of a module, or of a config that it holds, whose name speaks of dropping becomes 0."""
     import torch
 
@@ -122,7 +122,7 @@ def without_dropout(model: Any) -> None:
                         setattr(holder, name, 0.0)
 
 
-def forget_steps(optimizer: Any) -> None:
+def reset_step_counts(optimizer: Any) -> None:
     """Let the optimizer count its steps from 0, as after `torch.optim.AdamW(…)`.
 
     DeepSpeed's stage 0 in bf16 and fp16 makes the states by a step without gradients, which Adam's bias correction
@@ -138,7 +138,7 @@ def forget_steps(optimizer: Any) -> None:
             counted["step"] = 0
 
 
-class Listening:
+class RandomnessWatch:
     """An observer that notes whether a forward drew random numbers."""
 
     def __init__(self, observe: Callable[[Phase, int], None]) -> None:
@@ -147,13 +147,13 @@ class Listening:
 
     def __call__(self, phase: Phase, step: int) -> None:
         if phase == "forward":
-            self._before = generators()
+            self._before = generator_state()
         elif phase == "backward":
-            self.drew = self.drew or self._before != generators()
+            self.drew = self.drew or self._before != generator_state()
         self._observe(phase, step)
 
 
-def generators() -> bytes:
+def generator_state() -> bytes:
     """The state of torch's generators."""
     import torch
 
@@ -163,7 +163,7 @@ def generators() -> bytes:
     return state
 
 
-def check_steady(drew: bool, forward: Callable[[], float | None], ranks: Ranks) -> None:
+def check_deterministic(drew: bool, forward: Callable[[], float | None], ranks: Ranks) -> None:
     """Raises Incomparable when random numbers that were drawn change the loss: masks, noise, samples of a latent.
 
     forward: the loss of one micro batch in training, without its gradient. Every rank has to call.
@@ -182,6 +182,6 @@ def check_steady(drew: bool, forward: Callable[[], float | None], ranks: Ranks) 
         )
 
 
-def mean_of(losses: Sequence[float], ranks: Ranks) -> float:
+def mean_loss(losses: Sequence[float], ranks: Ranks) -> float:
     """The loss of the global batch: of all micro batches of all ranks."""
     return ranks.mean(sum(losses) / len(losses))

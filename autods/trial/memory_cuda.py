@@ -1,7 +1,4 @@
-"""Peak bytes of one rank on a card: what torch's allocator gave out and reserved, and what NVML says the card held.
-
-`cuda` stands for `torch.cuda`, `nvml` for `pynvml`, `accelerator` for DeepSpeed's; None: the real one.
-"""
+"""Measure and limit the memory of CUDA ranks, with torch's allocator and NVML."""
 
 from __future__ import annotations
 
@@ -17,11 +14,13 @@ from .preload import open_nvml
 
 @dataclass(slots=True)
 class CudaMeter:
-    """A CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit.
+    """The meter of a CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit.
 
-    What lies beside the allocator, the CUDA context, NCCL and the kernels' code, is what NVML counts on the card since
-    before this rank began, less what the allocator reserves. It only grows, so it is looked at when it costs no step
-    time: at the end of initialising and when the peaks are asked for. A rank has its card to itself.
+    Memory beside the allocator (the CUDA context, NCCL, the code of kernels) is what NVML counts on the card since
+    before this rank began, less the bytes that the allocator reserves. It only grows, so it is read when that costs no
+    step time: after initialising, and for the peaks. A rank has its card to itself.
+
+    `cuda` stands for `torch.cuda`, `nvml` for `pynvml` and `accelerator` for DeepSpeed's; None is the real one.
     """
 
     limit_bytes: int | None
@@ -32,12 +31,12 @@ class CudaMeter:
     _private_at_start: int = 0
     _total: int = 0
     _retries_before: int = 0
-    _held_before: int | None = None
+    _used_before: int | None = None
     _beside: int | None = None
 
     def start(self) -> None:
-        """Take the card. DeepSpeed is told of the emulated one: it flattens on the host where the card is too full."""
-        self._held_before = self._held()  # before this rank's context is made
+        """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
+        self._used_before = self._used_bytes()  # before this rank's context is made
         open_nvml(self.nvml)
         cuda = self._api()
         cuda.set_device(self.local_rank)
@@ -51,15 +50,15 @@ class CudaMeter:
         self._private_at_start = _private_bytes()
 
     def lift(self) -> None:
-        """Nothing to lift: results are written from host memory."""
+        """Keep the limit: results are written from host memory."""
 
     def sample(self) -> None:
         """The allocator keeps its own peak."""
 
     def peaks(self) -> dict[str, int | None]:
-        """device: reserved at most, which is what a limit counts. device_card: with what lies beside it."""
+        """`device` is the most that was reserved, which a limit counts; `device_card` adds the memory beside it."""
         cuda = self._api()
-        self._look()
+        self._update_beside()
         reserved = int(cuda.max_memory_reserved(self.local_rank))
         return {
             "device": reserved,
@@ -72,18 +71,18 @@ class CudaMeter:
         }
 
     def leave_device(self) -> dict[str, int]:
-        """The card is still the card: what gathering the weights needs there counts."""
+        """Return nothing: memory for gathering the weights counts as the card's."""
         return {}
 
     def begin_steps(self) -> None:
-        self._look()
+        self._update_beside()
         self._retries_before = 0
         self._retries_before = self.allocator()["alloc_retries"]
 
     def allocator(self) -> dict[str, int]:
-        said = self._api().memory_stats(self.local_rank)
-        idle = said.get("reserved_bytes.all.current", 0) - said.get("allocated_bytes.all.current", 0)
-        return {"idle_bytes": int(idle), "alloc_retries": int(said.get("num_alloc_retries", 0)) - self._retries_before}
+        stats = self._api().memory_stats(self.local_rank)
+        idle = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+        return {"idle_bytes": int(idle), "alloc_retries": int(stats.get("num_alloc_retries", 0)) - self._retries_before}
 
     def free_bytes(self) -> int | None:
         cuda = self._api()
@@ -95,23 +94,22 @@ class CudaMeter:
     def synchronize(self) -> None:
         self._api().synchronize(self.local_rank)
 
-    def _look(self) -> None:
-        held = self._held()
-        if held is not None and self._held_before is not None:
-            beside = held - self._held_before - int(self._api().memory_reserved(self.local_rank))
+    def _update_beside(self) -> None:
+        used = self._used_bytes()
+        if used is not None and self._used_before is not None:
+            beside = used - self._used_before - int(self._api().memory_reserved(self.local_rank))
             self._beside = max(beside, self._beside or 0, 0)
 
-    def _held(self) -> int | None:
-        """Bytes of our card that are in use, by whomever."""
-        held = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
-        return held[self.local_rank] if held is not None and self.local_rank < len(held) else None
+    def _used_bytes(self) -> int | None:
+        """Return the bytes in use on this rank's card, by any process; None if NVML does not tell."""
+        used = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
+        return used[self.local_rank] if used is not None and self.local_rank < len(used) else None
 
     def _pinned(self) -> int | None:
-        """Page-locked bytes at most, with what rounding adds; None where torch does not count them."""
-        said: Any = getattr(self._api(), "host_memory_stats", dict)()
-        # What the allocator owns, whether in use or cached: torch calls it so now, and called it reserved at first,
-        # when allocated was what is in use.
-        peak = said.get("reserved_bytes.peak", said.get("allocated_bytes.peak"))
+        """Return the peak of page-locked bytes after rounding; None if torch does not count them."""
+        stats: Any = getattr(self._api(), "host_memory_stats", dict)()
+        # The allocator's own bytes, in use or cached: older releases of torch call them reserved, newer ones allocated.
+        peak = stats.get("reserved_bytes.peak", stats.get("allocated_bytes.peak"))
         return None if peak is None else int(peak)
 
     def _api(self) -> Any:
@@ -130,9 +128,9 @@ class CudaMeter:
 
 
 def _private_bytes(*, most: bool = False) -> int:
-    """Resident private memory of this process, now or at most.
+    """Return the resident private memory of this process, now or at its peak.
 
-    A sandbox's /proc (gVisor's) does not tell private from shared: there it is all of the resident memory.
+    The /proc of a sandbox such as gVisor has no private memory: there, all resident memory counts.
     """
     now = status_bytes("RssAnon", "VmHWM", "RssFile", "RssShmem", "VmRSS")
     if not {"RssAnon", "VmHWM", "RssFile", "RssShmem"} <= set(now):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..workload.protocol import Workload, WorkloadError
-from .batch import check_batch, elements_of, tokens_per_sample
-from .pipeline import parts_of, whole
+from .batch import check_batch, count_elements, tokens_per_sample
+from .pipeline import build_whole, pipeline_facts
 
 
 def is_moe(module: Any) -> bool:
@@ -14,7 +14,7 @@ def is_moe(module: Any) -> bool:
     return type(module).__name__ == "MoE" and isinstance(getattr(module, "num_experts", None), int)
 
 
-def experts_of(model: Any) -> int:
+def count_experts(model: Any) -> int:
     """Of its largest layer; 0: it has none."""
     return max((module.num_experts for module in model.modules() if is_moe(module)), default=0)
 
@@ -30,7 +30,7 @@ def can_checkpoint(model: Any) -> bool:
     )
 
 
-def checkpoint(model: Any) -> None:
+def enable_checkpointing(model: Any) -> None:
     """Let the model recompute its activations in backward."""
     next(getattr(model, name) for name in _METHODS if hasattr(model, name))()
 
@@ -41,20 +41,20 @@ def survey(workload: Workload) -> dict[str, Any]:
     The model is built on the meta device, so that its size costs nothing; code that cannot do that is built for real.
     """
     batch = check_batch(workload.build_batch(1), 1)
-    return facts_of(workload, _build(workload), batch) | {"longest_ratio": _longest_ratio(workload, batch)}
+    return describe_model(workload, _build(workload), batch) | {"longest_ratio": _longest_ratio(workload, batch)}
 
 
-def facts_of(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
+def describe_model(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
     """`ModelFacts` as a dict, of what is built already. WorkloadError when it cannot be trained."""
     return {
-        **parameters_of(model),
+        **count_parameters(model),
         "checkpointing": can_checkpoint(model),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
     }
 
 
-def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, int]:
+def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, int]:
     """How many parameters there are, in the largest tensor too, and the stages and experts that they are in.
 
     Raises WorkloadError when there is nothing to train.
@@ -66,7 +66,7 @@ def parameters_of(model: Any, *, by: str = "build_model returned") -> dict[str, 
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(f"{by} a model without a parameter to train", hint="check requires_grad")
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
-    parts = {**parts_of(model), "experts": experts_of(model)}
+    parts = {**pipeline_facts(model), "experts": count_experts(model)}
     return {"parameters": sum(sizes), "largest_parameter": max(sizes), **parts}
 
 
@@ -78,7 +78,7 @@ def _longest_ratio(workload: Workload, batch: Any) -> float:
         longest = check_batch(workload.build_longest_batch(1), 1, by="build_longest_batch")
     except Exception:  # whatever it is: the exam that runs on it says so, and what it is not able to prove
         return 1.0
-    return max(1.0, elements_of(longest) / max(1, elements_of(batch)))
+    return max(1.0, count_elements(longest) / max(1, count_elements(batch)))
 
 
 def _build(workload: Workload) -> Any:
@@ -86,6 +86,6 @@ def _build(workload: Workload) -> Any:
 
     try:
         with torch.device("meta"):
-            return whole(workload.build_model)
+            return build_whole(workload.build_model)
     except Exception:  # whatever it is: if it is the user's mistake, the real build says so in the user's terms
-        return whole(workload.build_model)
+        return build_whole(workload.build_model)

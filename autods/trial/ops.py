@@ -29,16 +29,16 @@ def ops_folder() -> Path:
     return cache_folder() / "torch_extensions" / f"{python}-{made_with}-{place}"
 
 
-def builder_of(op: str) -> Any:
+def get_builder(op: str) -> Any:
     """DeepSpeed's builder of that op for the current accelerator."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().create_op_builder(BUILDERS[op])
 
 
-def problem(op: str) -> str | None:
-    """Why this op can neither be loaded nor built here, with the command that mends it; None when it can."""
-    builder = builder_of(op)
+def find_problem(op: str) -> str | None:
+    """Why this op can neither be loaded nor built here, with the command that fixes it; None if it can."""
+    builder = get_builder(op)
     if builder is None:
         return f"DeepSpeed has no {op} for this accelerator"
     if is_cached(op):
@@ -65,7 +65,7 @@ def build(op: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{op}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        builder = builder_of(op)
+        builder = get_builder(op)
         for stale in (folder / builder.name).glob("lock"):
             stale.unlink()  # torch would wait for it for ever; we hold the only right to build here
         builder.load(verbose=False)

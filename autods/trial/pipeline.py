@@ -1,4 +1,4 @@
-"""A `deepspeed.pipe.PipelineModule`: layers cut into stages, whose engine runs whole optimizer steps by itself."""
+"""Support for `deepspeed.pipe.PipelineModule`: layers cut into stages, whose engine runs whole optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,116 +11,117 @@ from typing import Any
 from ..types import Phase
 from ..workload.protocol import WorkloadError
 from .distributed import Ranks
+from .patching import declare
+
+_PIPELINE_INIT = declare(
+    "deepspeed.pipe.PipelineModule.__init__", "a look at the model needs all its layers without its ranks"
+)
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether the model is one; False where DeepSpeed's pipelines were not even imported."""
+    """Whether the model is a PipelineModule; DeepSpeed need not be imported for it."""
     return any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__)
 
 
-def replicas_of(model: Any, ranks: Ranks) -> Ranks:
-    """The ranks as those see them that hold the same stage: all stages of one replica train on the same batch."""
+def data_parallel_ranks(model: Any, ranks: Ranks) -> Ranks:
+    """Return the ranks that hold the same stage; all stages of one replica train on the same batch."""
     grid = model.mpu()
     return replace(ranks, rank=grid.get_data_parallel_rank(), world_size=grid.get_data_parallel_world_size())
 
 
 def check_pair(batch: Any) -> Any:
-    """The batch itself. Raises WorkloadError when it is not what the first stage and the loss take."""
+    """Return the batch. Raises WorkloadError if it is not a pair of inputs and labels."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        said = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
+        kind = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
         raise WorkloadError(
-            f"build_batch returned {said}, and a PipelineModule takes two: inputs and labels",
+            f"build_batch returned {kind}, and a PipelineModule takes two: inputs and labels",
             hint="return (inputs, labels); each may be a tensor or a tuple of tensors",
         )
     return batch
 
 
-def moves(
+def engine_steps(
     engine: Any, batches: Sequence[Any], observe: Callable[[Phase, int], None]
 ) -> tuple[Callable[[int], list[Any]], Callable[[bool], float]]:
-    """As those of `act`: one optimizer step, and the mean loss of its micro batches without a gradient.
+    """Return two functions: one optimizer step by its index, which returns its losses; and the mean loss of its micro
+    batches without a gradient, whose argument keeps dropout on.
 
-    Both take the batches in turn, as many as a step accumulates. WorkloadError where a batch is no pair.
+    Both take the batches in turn, as many as a step accumulates. Raises WorkloadError if a batch is no pair.
     """
     for batch in batches:
         check_pair(batch)
-    telling = _tell_phases(engine, observe)
+    observing = _observe_stage(engine, observe)
 
-    def train(index: int) -> list[Any]:
-        with telling(index):
+    def train_step(index: int) -> list[Any]:
+        with observing(index):
             return [engine.train_batch(itertools.cycle(batches))]
 
-    def loss_of(training: bool) -> float:
-        with _kept_training(engine.module) if training else contextlib.nullcontext():
+    def compute_loss(training: bool) -> float:
+        with _stay_in_training(engine.module) if training else contextlib.nullcontext():
             loss = engine.eval_batch(itertools.cycle(batches))
         engine.train()
         return float(loss)
 
-    return train, loss_of
+    return train_step, compute_loss
 
 
-def _tell_phases(
+def build_whole(build_model: Callable[[], Any]) -> Any:
+    """Build the model; a PipelineModule gets all its layers. What the user's code raises is passed on."""
+    with _PIPELINE_INIT.installed(_init_with_all_layers):
+        return build_model()
+
+
+def build_all_layers() -> None:
+    """From here on a PipelineModule in this process has all its layers; by itself it needs all its ranks, and holds
+    one stage."""
+    _PIPELINE_INIT.install(_init_with_all_layers)
+
+
+def pipeline_facts(model: Any) -> dict[str, int]:
+    """Return the fields of `ModelFacts` for pipelines; a pipeline must have been built with all its layers."""
+    if not is_pipeline(model):
+        return {"pipeline_stages": 0, "replica_ranks": 1}
+    return {"pipeline_stages": model.num_stages, "replica_ranks": getattr(model, "replica_ranks", model.num_stages)}
+
+
+def _observe_stage(
     engine: Any, observe: Callable[[Phase, int], None]
 ) -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """Have a stage tell what it does while the block of a step's index lasts.
+    """Return a context manager within which a stage reports its phases for the step of that index.
 
-    Passes of several micro batches alternate: what comes between a forward pass and the next is backward.
+    Micro batches alternate in a pipeline: everything between two forward passes is reported as backward.
     """
-    steps: list[int] = []  # of the step that runs, if one does
+    running: list[int] = []  # the index of the step that runs, if one does
 
-    def tell(phase: Phase) -> None:
-        for index in steps:
+    def report(phase: Phase) -> None:
+        for index in running:
             observe(phase, index)
 
     @contextlib.contextmanager
-    def telling(index: int) -> Iterator[None]:
-        steps.append(index)
+    def observing(index: int) -> Iterator[None]:
+        running.append(index)
         yield
-        steps.clear()
+        running.clear()
 
-    engine.module.register_forward_pre_hook(lambda *_: tell("forward"))
-    engine.module.register_forward_hook(lambda *_: tell("backward"))
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: tell("step"))
-    return telling
+    engine.module.register_forward_pre_hook(lambda *_: report("forward"))
+    engine.module.register_forward_hook(lambda *_: report("backward"))
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: report("step"))
+    return observing
 
 
 @contextlib.contextmanager
-def _kept_training(module: Any) -> Iterator[None]:
-    module.eval = module.train  # what eval_batch calls first
+def _stay_in_training(module: Any) -> Iterator[None]:
+    """Make `module.eval()`, which eval_batch calls first, keep the training mode."""
+    module.eval = module.train
     try:
         yield
     finally:
         del module.eval
 
 
-def whole(build_model: Callable[[], Any]) -> Any:
-    """The model; a PipelineModule with all its layers, see `lay_out`. What the user's code raises is passed on."""
-    from deepspeed.pipe import PipelineModule
-
-    own = PipelineModule.__init__
-    lay_out()
-    try:
-        return build_model()
-    finally:
-        PipelineModule.__init__ = own
-
-
-def lay_out() -> None:
-    """From here on a PipelineModule is made of all its layers, for who only looks: one itself needs all its ranks, and
-    holds one stage. `parts_of` reads its stages."""
-    from deepspeed.pipe import PipelineModule
-
-    PipelineModule.__init__ = _lay_out
-
-
-def parts_of(model: Any) -> dict[str, int]:
-    """Those of `ModelFacts` that a pipeline decides, of a model that was laid out."""
-    if not is_pipeline(model):
-        return {"pipeline_stages": 0, "replica_ranks": 1}
-    return {"pipeline_stages": model.num_stages, "replica_ranks": getattr(model, "replica_ranks", model.num_stages)}
-
-
-def _lay_out(self: Any, layers: Any, num_stages: int | None = None, topology: Any = None, **_: Any) -> None:
+def _init_with_all_layers(
+    self: Any, layers: Any, num_stages: int | None = None, topology: Any = None, **_: Any
+) -> None:
     import torch
 
     torch.nn.Module.__init__(self)
@@ -131,12 +132,12 @@ def _lay_out(self: Any, layers: Any, num_stages: int | None = None, topology: An
         self.num_stages = self.replica_ranks = num_stages
     else:
         raise WorkloadError("the PipelineModule has neither num_stages nor a topology", hint="give num_stages=2, say")
-    for place, layer in enumerate(_each_once(layers)):
+    for place, layer in enumerate(_build_layers(layers)):
         self.add_module(str(place), layer)
 
 
-def _each_once(layers: Any) -> Iterator[Any]:
-    """Those that are modules; what is tied is one."""
+def _build_layers(layers: Any) -> Iterator[Any]:
+    """Yield the layers that are modules; tied layers count once."""
     import torch
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 

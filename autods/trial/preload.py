@@ -29,13 +29,13 @@ def loaded(name: str) -> Any:
         return None
 
 
-def began(loaded: Loaded = loaded) -> bool:
+def is_cuda_initialized(loaded: Loaded = loaded) -> bool:
     """Whether somebody called cuInit here. torch knows of its own call alone; packages ask the driver themselves."""
     cuda = loaded("libcuda.so.1")
     return cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
 
 
-def let_go_of_nvml(loaded: Loaded = loaded) -> None:
+def shut_nvml_down(loaded: Loaded = loaded) -> None:
     """Shut NVML down, however often it was opened: DeepSpeed and torch open it when they are imported, and keep it.
 
     A forked rank closes what it inherits, NVML's descriptors too, and NVML would go on using their numbers. So nothing
@@ -56,7 +56,7 @@ def open_nvml(nvml: Any = None) -> None:
         nvml.nvmlInit()
 
 
-def holds_device(links: Callable[[], list[str]] | None = None) -> bool:
+def has_device_open(links: Callable[[], list[str]] | None = None) -> bool:
     """Whether this process has the device open that CUDA alone works with; NVML opens others."""
     return any(link.startswith("/dev/nvidia-uvm") for link in (links or _links)())
 
@@ -124,20 +124,20 @@ def _import_all() -> None:
             importlib.import_module(name)
 
 
-def settle() -> None:
+def freeze() -> None:
     """After the last import: what lives now is shared by all ranks and never collected."""
     gc.collect()
     gc.freeze()
 
 
-def unfit_to_fork() -> str | None:
+def find_fork_hazard() -> str | None:
     """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork. NVML is let go."""
     import torch
 
     if os.environ.get("AUTODS_SPAWN"):
         return "AUTODS_SPAWN is set"
-    let_go_of_nvml()
-    if torch.cuda.is_initialized() or began() or holds_device():  # type: ignore[no-untyped-call]
+    shut_nvml_down()
+    if torch.cuda.is_initialized() or is_cuda_initialized() or has_device_open():  # type: ignore[no-untyped-call]
         return "CUDA was initialised while importing"
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:

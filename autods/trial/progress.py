@@ -1,4 +1,4 @@
-"""What a rank tells while it runs: heartbeats with phase and step."""
+"""What a rank shows while it runs: heartbeats with its phase and step, in memory that outlives it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from ..types import PHASES, Phase
 from .memory_cpu import Meter
 
-_BEAT = struct.Struct("IId")
-_STRIDE = 64  # a cache line each
+_BEAT = struct.Struct("IId")  # index of the phase, step, seconds
+_STRIDE = 64  # bytes; a cache line for each rank
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last sign of life of one rank; `at_s` on the monotonic clock."""
+    """The last heartbeat of one rank; `at_s` is on the monotonic clock."""
 
     phase: Phase
     step: int
@@ -26,70 +26,73 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeats:
-    """The board of one trial: ranks write their own slot, the watcher reads all."""
+    """The heartbeats of a node's ranks in shared memory: each rank writes its slot, the monitor reads all of them."""
 
     shared: mmap.mmap
     fd: int
 
     @classmethod
-    def of(cls, slots: int) -> Heartbeats:
-        """A board for `slots` ranks; make it before the fork."""
+    def create(cls, slots: int) -> Heartbeats:
+        """Create a board before the ranks are forked."""
         fd = os.memfd_create("autods-heartbeat")
         os.ftruncate(fd, _STRIDE * slots)
         return cls(mmap.mmap(fd, _STRIDE * slots), fd)
 
     @classmethod
     def from_fd(cls, fd: int) -> Heartbeats:
-        """The board of another process, by a descriptor that was inherited."""
+        """Open the board of another process by an inherited descriptor."""
         return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
 
     def close(self) -> None:
-        """By the watcher, at the end of the trial."""
+        """Release the memory and its descriptor; the monitor does so at the end of the trial."""
         self.shared.close()
         os.close(self.fd)
 
     def beat(self, slot: int, phase: Phase, step: int) -> None:
-        """Written by the rank at every change of phase."""
+        """Write the heartbeat of a rank."""
         _BEAT.pack_into(self.shared, _STRIDE * slot, PHASES.index(phase), step, time.monotonic())
 
     def read(self, slot: int) -> Beat:
-        """Read by the watcher."""
+        """Read the last heartbeat of a rank."""
         phase, step, at_s = _BEAT.unpack_from(self.shared, _STRIDE * slot)
         return Beat(PHASES[phase], step, at_s)
 
 
 @dataclass(slots=True)
 class Observer:
-    """Told each phase by the act: beats the heart and lets the meter look."""
+    """Called at each phase of a trial: writes a heartbeat, samples the meter, and times building and initialising.
+
+    `training_peaks` has the measurements that count for training alone, whatever an exam does after it.
+    """
 
     board: Heartbeats
     slot: int
     meter: Meter
     phase: Phase = "start"
     step: int = 0
-    build_began_s: float = 0.0
     build_s: float = 0.0
-    init_began_s: float = 0.0
     init_s: float = 0.0
-    in_steps: dict[str, int] = field(default_factory=dict)  # what holds of training alone, whatever comes after
-
-    def touch(self, phase: Phase, step: int) -> None:
-        """Alive in this phase, which is none of the trial's own: a script evaluates between its steps."""
-        self.phase, self.step = phase, step
-        self.meter.sample()
-        self.board.beat(self.slot, phase, step)
+    training_peaks: dict[str, int] = field(default_factory=dict)
+    _build_began_s: float = 0.0
+    _init_began_s: float = 0.0
 
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
         if phase == "build":
-            self.build_began_s = now
+            self._build_began_s = now
         elif phase == "init":
-            self.build_s, self.init_began_s = now - self.build_began_s, now
+            self.build_s, self._init_began_s = now - self._build_began_s, now
         elif self.phase == "init":
-            self.init_s = now - self.init_began_s
+            self.init_s = now - self._init_began_s
             self.meter.begin_steps()
-        elif phase == "evaluate" and not self.in_steps:
-            self.in_steps = self.meter.allocator()
+        elif phase == "evaluate" and not self.training_peaks:
+            self.training_peaks = self.meter.allocator()
         elif phase == "save":
-            self.in_steps |= self.meter.leave_device()
+            self.training_peaks |= self.meter.leave_device()
         self.touch(phase, step)
+
+    def touch(self, phase: Phase, step: int) -> None:
+        """Write a heartbeat for work between the trial's own phases, such as an evaluation that a script does."""
+        self.phase, self.step = phase, step
+        self.meter.sample()
+        self.board.beat(self.slot, phase, step)

@@ -1,136 +1,123 @@
-"""Train for a few steps: build the model, initialize DeepSpeed, run and time optimizer steps."""
+"""Train a workload for a few optimizer steps: build the model, initialize DeepSpeed, run and time the steps.
+
+The simulated GPU runs the same `build`, `initialize` and `optimizer_step`, so that a forecast and a trial differ in the
+device alone.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..types import Exam, Phase, Steps
+from ..types import Phase, Steps
 from ..workload.protocol import Workload, WorkloadError
 from . import loss_parity, pipeline
-from .batch import check_batch, longest_batch, place, seed_all
+from .batch import LongestBatch, check_batch, longest_batch, place, seed_all
 from .collectives import Traffic, backend
 from .distributed import Ranks
-from .exam import Hands, examine, gathering
-from .model_facts import checkpoint
-from .steps import Acted, has_time_for_one_more, repeat
+from .exam import EngineOps, allow_gathering, examine
+from .job import RankJob
+from .model_facts import enable_checkpointing
 
 Observe = Callable[[Phase, int], None]
 
 
-def act(
-    workload: Workload,
-    *,
-    ds_config: Mapping[str, Any],
-    micro_batch: int,
-    accumulation: int,
-    checkpointing: bool,
-    only_build: bool,
-    steps: Steps,
-    observe: Observe,
-    synchronize: Callable[[], None],
-    ranks: Ranks,
-    exam: Exam | None = None,
-    scratch: Path = Path(),
-    seed: int = 0,
-) -> Acted:
-    """Train for a few optimizer steps, and pass the exam. `scratch` takes its checkpoint, `seed` makes its samples.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What the steps of one rank measured.
 
-    A trial that measures ends with one more step, in which nothing overlaps, for the seconds of its collectives.
+    `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
+    for each step. `examined` is `types.Examined` as a dict, after a worst-case exam. `communication` is
+    `types.Communication` of this rank as a dict.
+    """
 
-    What the user's code raises is passed on; WorkloadError where it breaks the contract of `Workload`.
+    step_s: tuple[float, ...] = ()
+    steps_s: float = 0.0
+    losses: tuple[float, ...] = ()
+    examined: Mapping[str, Any] | None = None
+    communication: Mapping[str, Any] | None = None
+
+
+def train(
+    workload: Workload, job: RankJob, *, observe: Observe, synchronize: Callable[[], None], ranks: Ranks
+) -> TrainingResult:
+    """Train one rank of the job, and pass its exam if it has one.
+
+    A trial that measures speed ends with one more step, in which each collective runs alone and is timed. Exceptions
+    of the user's code are passed on; WorkloadError says where the workload breaks its contract.
     """
     observe("build", 0)
-    model = build(workload, checkpointing=checkpointing)
+    model = build(workload, checkpointing=job.checkpointing)
     replicas = ranks
     if pipeline.is_pipeline(model):
-        replicas = pipeline.replicas_of(model, ranks)
-        seed_all(seed + replicas.rank)  # its stages draw the same batches
-    longest = longest_batch(workload, micro_batch) if exam == "worst_case" else None
-    if exam == "parity":
-        batches = loss_parity.share_of(
-            workload, replicas, micro_batch=micro_batch, accumulation=accumulation, seed=seed
+        replicas = pipeline.data_parallel_ranks(model, ranks)
+        seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
+    longest: LongestBatch | None = None
+    if job.exam == "worst_case":
+        longest = longest_batch(workload, job.micro_batch)
+        batches = [longest.batch]
+    elif job.exam == "parity":
+        batches = loss_parity.draw_share(
+            workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
         )
-        loss_parity.check_cut(model)
-        loss_parity.without_dropout(model)
-        observe = listening = loss_parity.Listening(observe)
+        loss_parity.check_comparable(model)
+        loss_parity.turn_off_dropout(model)
+        observe = watch = loss_parity.RandomnessWatch(observe)
     else:
-        batches = [longest.batch if longest else check_batch(workload.build_batch(micro_batch), micro_batch)]
-    if only_build:
-        return Acted(step_s=(), steps_s=0.0, losses=())
+        batches = [check_batch(workload.build_batch(job.micro_batch), job.micro_batch)]
+    if job.only_build:
+        return TrainingResult()
+
     observe("init", 0)
-    engine = initialize(workload, model, gathering(ds_config) if longest else ds_config)
+    engine = initialize(workload, model, allow_gathering(job.ds_config) if longest else job.ds_config)
     del model
     batches = [place(batch, engine) for batch in batches]
-    train, loss_of = _moves(workload, engine, batches, accumulation, observe)
+    train_step, compute_loss = _engine_steps(workload, engine, batches, job.accumulation, observe)
     traffic = Traffic(synchronize)
     traffic.listen(backend())
 
     def step(index: int, *, alone: bool = False) -> list[Any]:
         with traffic.step(alone=alone):
-            return train(index)
+            return train_step(index)
 
-    if exam == "parity":
-        loss_parity.forget_steps(engine.basic_optimizer)
-        acted = repeat(step, lambda losses: loss_parity.mean_of(losses, ranks), steps, synchronize, ranks)
-        loss_parity.check_steady(listening.drew, lambda: loss_of(True), ranks)
+    if job.exam == "parity":
+        loss_parity.reset_step_counts(engine.basic_optimizer)
+        result = run_steps(step, lambda losses: loss_parity.mean_loss(losses, ranks), job.steps, synchronize, ranks)
+        loss_parity.check_deterministic(watch.drew, lambda: compute_loss(True), ranks)
     else:
-        acted = repeat(step, _last, steps, synchronize, ranks)
+        result = run_steps(step, _last_loss, job.steps, synchronize, ranks)
     if longest:
-        hands = Hands(
+        ops = EngineOps(
             step=step,
-            evaluate=lambda: _under_seed(seed, lambda: loss_of(False)),
+            evaluate=lambda: _evaluate_seeded(job.seed, lambda: compute_loss(False)),
             observe=observe,
             synchronize=synchronize,
         )
-        index = len(acted.losses)
-        examined = examine(engine, hands, ranks, longest=longest, folder=scratch / "checkpoint", index=index)
-        acted = replace(acted, examined=examined)
-    if exam is None and ranks.agree(traffic.can_be_timed and has_time_for_one_more(acted, steps)):
-        step(len(acted.losses), alone=True)
-    said = traffic.said()
-    acted = replace(acted, communication=said, steps_s=acted.steps_s + (said["step_s"] or 0.0))
-    observe("done", len(acted.losses))
-    return acted
-
-
-def _last(losses: Sequence[float]) -> float:
-    return losses[-1]
-
-
-def _moves(
-    workload: Workload,
-    engine: Any,
-    batches: Sequence[Any],
-    accumulation: int,
-    observe: Observe,
-) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
-    """What an engine can do with its batches.
-
-    One optimizer step of that index → the losses of its batches; whether dropout acts → the loss without a gradient.
-    """
-    if pipeline.is_pipeline(engine.module):
-        return pipeline.moves(engine, batches, observe)
-    each = accumulation // len(batches)
-
-    def train(index: int) -> list[Any]:
-        return [optimizer_step(workload, engine, batch, each, index, observe) for batch in batches]
-
-    return train, lambda training: evaluate(workload, engine, batches[0], training=training)
+        folder, index = Path(job.checkpoints or job.scratch) / "checkpoint", len(result.losses)
+        result = replace(result, examined=examine(engine, ops, ranks, longest=longest, folder=folder, index=index))
+    if job.exam is None and ranks.agree(traffic.can_be_timed and _has_time_for_one_more(result, job.steps)):
+        step(len(result.losses), alone=True)
+    communication = traffic.describe()
+    steps_s = result.steps_s + (communication["step_s"] or 0.0)
+    observe("done", len(result.losses))
+    return replace(result, communication=communication, steps_s=steps_s)
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
-    """The workload's model, told to recompute its activations if so asked."""
+    """Build the workload's model; with `checkpointing` it recomputes its activations."""
     model = workload.build_model()
     if checkpointing:
-        checkpoint(model)
+        enable_checkpointing(model)
     return model
 
 
 def initialize(workload: Workload, model: Any, ds_config: Mapping[str, Any]) -> Any:
-    """DeepSpeed's engine around the model, with the workload's optimizer if it brings one."""
+    """Return DeepSpeed's engine around the model, with the workload's optimizer if it has one."""
     import deepspeed
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -141,17 +128,11 @@ def initialize(workload: Workload, model: Any, ds_config: Mapping[str, Any]) -> 
     return engine
 
 
-def _under_seed(seed: int, forward: Callable[[], float | None]) -> float | None:
-    """Layers of experts choose tokens at random in evaluation, too: the same ones each time."""
-    seed_all(seed)
-    return forward()
-
-
 def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: int, index: int, observe: Observe) -> Any:
-    """One optimizer step on a batch that lies on the engine's device: the loss of its last micro batch."""
+    """Run one optimizer step on a batch that lies on the engine's device; return the loss of its last micro batch."""
     for _ in range(accumulation):
         observe("forward", index)
-        loss = _loss(workload, engine, batch)
+        loss = _training_loss(workload, engine, batch)
         observe("backward", index)
         engine.backward(loss)
         observe("step", index)
@@ -160,28 +141,117 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
 
 
 def evaluate(workload: Workload, engine: Any, batch: Any, *, training: bool = False) -> float | None:
-    """The loss without a gradient, the engine back in training; None where the model returns none in evaluation."""
+    """Compute the loss without a gradient and leave the engine in training mode.
+
+    `training` keeps dropout on. None if the model returns no loss in evaluation.
+    """
     import torch
 
     engine.train(training)
     with torch.no_grad():
-        loss = _output(workload, engine, batch)
+        loss = _forward(workload, engine, batch)
     engine.train()
     return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
-def _output(workload: Workload, engine: Any, batch: Any) -> Any:
-    """What should be a loss."""
+def run_steps(
+    step: Callable[[int], Sequence[Any]],
+    join: Callable[[Sequence[float]], float],
+    steps: Steps,
+    synchronize: Callable[[], None],
+    ranks: Ranks,
+) -> TrainingResult:
+    """Run warm-up steps, and timed steps until their spread is small or their number or time is spent.
+
+    `step` returns the losses of a step's batches, `join` makes one loss of them. Raises WorkloadError for a loss that
+    is not finite.
+    """
+    began = time.perf_counter()
+    times: list[float] = []
+    losses: list[float] = []
+    while True:
+        index = len(losses)
+        synchronize()
+        step_began = time.perf_counter()
+        step_losses = step(index)
+        synchronize()
+        if index >= steps.warmup:
+            times.append(time.perf_counter() - step_began)
+        losses.append(join([check_finite(loss, index) for loss in step_losses]))
+        if len(times) < steps.timed:
+            continue
+        # Ranks must stop together. Where the number of steps is fixed there is nothing to agree on.
+        if len(times) >= steps.most_timed or ranks.agree(has_enough_steps(times, steps, time.perf_counter() - began)):
+            break
+    return TrainingResult(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+
+
+def relative_spread(times: Sequence[float]) -> float:
+    """Return the relative standard error of the median, (1.2533 σ/√n) / median; 0 for a single time."""
+    if len(times) < 2:
+        return 0.0
+    return 1.2533 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
+
+
+def has_enough_steps(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
+    """Whether the median step time is precise enough, or the time budget is spent."""
+    return relative_spread(times) <= steps.spread or elapsed_s >= steps.budget_s
+
+
+def check_finite(loss: Any, index: int) -> float:
+    """Return the loss of the step with this index as a number. Raises WorkloadError if it is infinite or NaN."""
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise WorkloadError(
+            f"the loss is {value} at step {index + 1}", hint="check the data, the learning rate and the initialisation"
+        )
+    return value
+
+
+def _has_time_for_one_more(result: TrainingResult, steps: Steps) -> bool:
+    """Whether the trial measures speed, and its budget leaves room for a step of about twice the usual length."""
+    step_s = statistics.median(result.step_s) if result.step_s else result.steps_s / len(result.losses)
+    return steps.most_timed > 1 and result.steps_s + 2 * step_s <= steps.budget_s
+
+
+def _last_loss(losses: Sequence[float]) -> float:
+    return losses[-1]
+
+
+def _engine_steps(
+    workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
+) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
+    """Return two functions: one optimizer step by its index, which returns the losses of its batches; and the loss
+    without a gradient, whose argument keeps dropout on."""
+    if pipeline.is_pipeline(engine.module):
+        return pipeline.engine_steps(engine, batches, observe)
+    repeats = accumulation // len(batches)
+
+    def train_step(index: int) -> list[Any]:
+        return [optimizer_step(workload, engine, batch, repeats, index, observe) for batch in batches]
+
+    return train_step, lambda training: evaluate(workload, engine, batches[0], training=training)
+
+
+def _evaluate_seeded(seed: int, compute: Callable[[], float | None]) -> float | None:
+    """Layers of experts choose tokens at random in evaluation, too: a seed makes them choose the same ones."""
+    seed_all(seed)
+    return compute()
+
+
+def _forward(workload: Workload, engine: Any, batch: Any) -> Any:
+    """Run the forward pass; return what should be the loss."""
     if workload.loss is not None:
         return workload.loss(engine, batch)
-    out = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
-    return out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    output = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
 
 
-def _loss(workload: Workload, engine: Any, batch: Any) -> Any:
+def _training_loss(workload: Workload, engine: Any, batch: Any) -> Any:
+    """Run the forward pass and return its loss. Raises WorkloadError if that is no scalar tensor with a gradient."""
     import torch
 
-    loss = _output(workload, engine, batch)
+    loss = _forward(workload, engine, batch)
     if not isinstance(loss, torch.Tensor):
         raise WorkloadError(
             f"the model returned {type(loss).__name__}, no loss",

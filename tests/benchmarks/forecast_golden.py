@@ -38,7 +38,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from autods.config.strategies import read_rungs
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, EngineSpec
-from autods.trial.preload import preload, settle
+from autods.trial.preload import freeze, preload
 from autods.workload import make_source
 from tests.support import golden_cases as golden
 
@@ -215,7 +215,7 @@ def _serve(cases: Sequence[Case], out: IO[str]) -> None:
     preload()
     for architecture in sorted({case.model for case in cases}):
         golden.model(architecture, plain=False)  # transformers imports each architecture at its first use
-    settle()
+    freeze()
     for case in [case for members in _grouped(cases).values() for case in members]:
         try:
             found: dict[str, Any] = golden.really_allocated(

@@ -13,7 +13,7 @@ from typing import Any
 
 from autods.runner.runner import RayRunner
 from autods.settings import Settings
-from autods.trial.steps import enough, relative_spread
+from autods.trial.training import has_enough_steps, relative_spread
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.trials import accumulation_for, micro_batches
 from autods.types import Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
@@ -224,7 +224,7 @@ class RecordedRunner:
         while len(times) < steps.most_timed:
             times.append(one.step_s[(first + len(times)) % len(one.step_s)])
             elapsed_s += times[-1]
-            if len(times) >= steps.timed and enough(times, steps, elapsed_s):
+            if len(times) >= steps.timed and has_enough_steps(times, steps, elapsed_s):
                 break
         rate = one.samples * self.settings.gpus / statistics.median(times)
         tokens = self.recorded.facts.tokens_per_sample

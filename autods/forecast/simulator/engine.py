@@ -14,8 +14,8 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...trial.batch import check_batch, place
-from ...trial.model_facts import facts_of
-from ...trial.pipeline import whole
+from ...trial.model_facts import describe_model
+from ...trial.pipeline import build_whole
 from ...trial.training import build, initialize, optimizer_step
 from ...types import ModelFacts, Phase, Tier
 from ...workload.protocol import Workload
@@ -180,7 +180,7 @@ def look_at_model(context: SimulationContext, workload: Workload) -> ModelFacts:
     """Facts of the model, built of fake tensors."""
     with context.active():
         batch = check_batch(workload.build_batch(1), 1)
-        return ModelFacts(**facts_of(workload, whole(workload.build_model), batch))
+        return ModelFacts(**describe_model(workload, build_whole(workload.build_model), batch))
 
 
 def swap_into(scratch: str, config: Mapping[str, Any]) -> dict[str, Any]:

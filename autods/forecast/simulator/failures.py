@@ -60,9 +60,9 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     """The failure that an exception means; `where` is the innermost line of the user's file."""
     if isinstance(error, Refused):
         return Failure(kind=error.kind, what=error.what, hint=error.hint)
-    from ...trial.job import describe
+    from ...trial.job import describe_error
 
-    described = describe(error, user_file)
+    described = describe_error(error, user_file)
     types, message = described["types"], " ".join(str(described["message"]).split())[:500]
     where = described["user_frame"]
     if described["contract"]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...trial.batch import tensors_of
+from ...trial.batch import named_tensors
 from ...trial.patching import declare
 
 _MOST_BYTES = 64 << 20  # of real tensors
@@ -61,15 +61,15 @@ def inspect_masks(build_batch: Callable[[int], Any], batch: Any) -> Masks:
     """The masks of the simulated engine's batch; if it has any, their values come from a batch of real tensors."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    masks = {name: tensor for name, tensor in tensors_of(batch).items() if _is_mask(name, tensor)}
+    masks = {name: tensor for name, tensor in named_tensors(batch).items() if _is_mask(name, tensor)}
     if not masks:
         return Masks()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch).values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(batch).values())
     rows = next(iter(masks.values())).shape[0]
     rows = max(1, min(rows, rows * _MOST_BYTES // max(1, size)))
     try:
         with _disable_current_modes():
-            real = tensors_of(build_batch(rows))
+            real = named_tensors(build_batch(rows))
             has_padding = {name: not bool(real[name].all()) for name in masks}
     except Exception:  # user code that needs the GPU raises anything
         has_padding = {}

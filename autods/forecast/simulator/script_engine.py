@@ -126,7 +126,7 @@ class _ScriptRun:
         self._result: Simulation | None = None
         # A session reads these of its observer; a simulation measures nothing by them.
         self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None)
-        self.in_steps: dict[str, int] = {}
+        self.training_peaks: dict[str, int] = {}
 
     def run(self) -> NoReturn:
         """Run the script, send what comes of it, and end this process."""

@@ -87,7 +87,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str) -> _Prepared:
     else:
         workload = load(source)
     gc.enable()
-    preload.settle()
+    preload.freeze()
     return _Prepared(context, source, scratch, workload)
 
 
@@ -170,7 +170,7 @@ def _build_and_serve(client: socket.socket, request: EngineRequest, prepared: _P
     try:
         assert prepared.workload is not None
         model = BuiltModel(prepared.context, prepared.workload, request.engine)
-        preload.settle()
+        preload.freeze()
         _serve(client, replace(prepared, model=model))
     except BaseException:
         traceback.print_exc()

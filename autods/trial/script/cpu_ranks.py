@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..distributed import serve_on
+from ..distributed import serve_store
 from ..job import RankJob
 from ..patching import Patch, declare, declare_all
 from .user_errors import find_caller, script_error
@@ -33,7 +33,7 @@ _PARSER_ERROR = declare("argparse.ArgumentParser.error", "a refused command line
 def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: list[str]) -> None:
     """Prepare this process for a script. `stand_ins` collects the calls of torch.cuda that do nothing here."""
     if store is not None and job.local_ranks[slot] == 0:
-        serve_on(store)
+        serve_store(store)
     if job.device == "cpu":
         for patch in _BACKENDS.values():
             _replace_nccl(patch)

@@ -19,7 +19,7 @@ from ...config.deepspeed import (
     without_monitors,
 )
 from ...workload.script_source import has_placeholder
-from ..exam import gathering
+from ..exam import allow_gathering
 from ..job import RankJob
 from .user_errors import script_error
 
@@ -80,7 +80,7 @@ class EngineConfig:
         return config
 
     def _allow_gathering(self, config: dict[str, Any]) -> dict[str, Any]:
-        return gathering(config) if self.job.exam == "worst_case" else config
+        return allow_gathering(config) if self.job.exam == "worst_case" else config
 
 
 class LibraryConfig(EngineConfig):

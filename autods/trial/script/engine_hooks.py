@@ -14,7 +14,7 @@ from typing import Any
 from ...config.deepspeed import get_key, without_monitors
 from ...types import Phase, ScriptKind
 from .. import pipeline
-from ..model_facts import parameters_of
+from ..model_facts import count_parameters
 from ..patching import Patch, declare
 from .data import find_loss
 from .engine_config import read_config
@@ -37,7 +37,7 @@ def install(session: Session) -> None:
     import deepspeed  # noqa: F401  the modules that import its symbols are patched too
 
     if session.job.job == "survey":
-        pipeline.lay_out()
+        pipeline.build_all_layers()
     _install_wrapper(_INITIALIZE, functools.partial(_initialize, session))
     _ZERO_INIT.install(_with_trials_stage(session, _ZERO_INIT.original()), everywhere=True)
     _install_wrapper(_DESTROY, functools.partial(destroy_process_group, session))
@@ -262,7 +262,7 @@ def _describe_model(
         )
     in_script = not from_file and session.config.given is None
     return {
-        **parameters_of(arguments["model"], by="the script gave deepspeed.initialize"),
+        **count_parameters(arguments["model"], by="the script gave deepspeed.initialize"),
         "checkpointing": False,  # the script itself decides about recomputing activations
         "tokens_per_sample": None,
         "has_optimizer": arguments["optimizer"] is not None,

@@ -10,10 +10,10 @@ from typing import Any
 
 from ...types import Examined
 from .. import exam
-from ..batch import Longest
+from ..batch import LongestBatch
 from ..distributed import Ranks
 from ..job import RankJob
-from ..loss_parity import Incomparable, forget_steps, generators, without_dropout
+from ..loss_parity import Incomparable, generator_state, reset_step_counts, turn_off_dropout
 from ..model_facts import is_moe
 from .data import Batches, iter_tensors
 
@@ -63,15 +63,15 @@ class WorstCaseExam:
             self.examined = asdict(Examined(batch_shape=(), draws=0, left_out=(_NO_COMMUNICATION,)))
 
     def _begin(self) -> Generator[int, None, dict[str, Any]]:
-        hands = exam.Hands(
+        ops = exam.EngineOps(
             step=lambda index: None,  # the script itself steps
             evaluate=lambda: self.batches.evaluate(self.engine),
             observe=self.observer,
             synchronize=self.observer.meter.synchronize,
         )
-        longest = Longest(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
+        longest = LongestBatch(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
         folder = Path(self.job.checkpoints or self.job.scratch) / "checkpoint"
-        return exam.parts_of(self.engine, hands, self.ranks, longest=longest, folder=folder, index=self.first_step)
+        return exam.exam_parts(self.engine, ops, self.ranks, longest=longest, folder=folder, index=self.first_step)
 
     def _add_skipped(self, examined: dict[str, Any]) -> dict[str, Any]:
         """The exam cannot know that no batch was seen, and so none was evaluated."""
@@ -103,8 +103,8 @@ class LossRecorder:
                 "an expert drops tokens at random, so two runs never train on the same ones",
                 hint="nothing is wrong: compare the loss curves of longer runs",
             )
-        without_dropout(engine.module)
-        forget_steps(getattr(engine, "basic_optimizer", None))
+        turn_off_dropout(engine.module)
+        reset_step_counts(getattr(engine, "basic_optimizer", None))
         self.weights = _sum_magnitudes(engine.module, self.ranks)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -113,11 +113,11 @@ class LossRecorder:
             self._saw_tensors = True
             self._samples.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
             self._samples.update(_bytes_of(tensor))
-        self._generators = generators()
+        self._generators = generator_state()
 
     def end_forward(self) -> None:
         """A training forward has ended. If it drew random numbers, the generators' state is part of the samples."""
-        if generators() != self._generators:
+        if generator_state() != self._generators:
             self._samples.update(self._generators)
 
     def add_loss(self, loss: Any) -> None:

@@ -13,7 +13,7 @@ from ...types import Phase
 from ..collectives import Traffic, backend
 from ..distributed import Ranks, ranks_of
 from ..job import RankJob
-from ..steps import enough, finite
+from ..training import check_finite, has_enough_steps
 from .data import Batches
 from .engine_config import EngineConfig, stops_at_engine
 from .exam import LossRecorder, WorstCaseExam
@@ -199,7 +199,7 @@ class Session:
             if self._recorder is not None:
                 self._recorder.end_step()
             elif self._whole and self._loss is not None:
-                self._losses.append(finite(self._loss, self.steps - 1))
+                self._losses.append(check_finite(self._loss, self.steps - 1))
             self._loss, self._whole = None, True
             if not self.has_enough():
                 return
@@ -223,7 +223,7 @@ class Session:
         if self.steps < steps.warmup + steps.timed:
             return False
         done = len(times) >= steps.timed and (
-            len(times) >= steps.most_timed or enough(times, steps, self.clock.total_s)
+            len(times) >= steps.most_timed or has_enough_steps(times, steps, self.clock.total_s)
         )
         agreed = self._ranks().agree(done)
         self.clock.resume(time.perf_counter())
@@ -262,8 +262,8 @@ class Session:
             "losses": tuple(self._losses),
             "examined": None if self._exam is None else self._exam.examined,
             "trained": self._trained,
-            "communication": self.traffic.said(),
-            "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.in_steps,
+            "communication": self.traffic.describe(),
+            "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
             "tokens_per_sample": self.batches.tokens_per_sample,
         }
 

@@ -36,7 +36,7 @@ def silent(phase: Phase, folder: Path, pid: int) -> RankMonitor:
     job = RankJob(
         job="train", source=source, device="cpu", folder=str(folder), scratch=str(folder), stall_s=1.0, init_s=60.0
     )
-    board = Heartbeats.of(1)
+    board = Heartbeats.create(1)
     board.beat(0, phase, 3)
     long_ago = time.monotonic() - 10.0
     rank = RunningRank(0, 0, pid, Beat(phase, 3, board.read(0).at_s), long_ago)

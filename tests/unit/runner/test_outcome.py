@@ -7,7 +7,7 @@ from typing import Any
 from autods.diagnosis.trial_outcome import HostMemory
 from autods.runner.outcome import find_failure
 from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
-from autods.trial.job import describe
+from autods.trial.job import describe_error
 from autods.trial.loss_parity import Incomparable
 from autods.types import Examined, Failed, Fit, OutOfMemory
 from tests.support.ends import JOB, outcome, rank_exit, report_of
@@ -62,7 +62,7 @@ def test_one_rank_that_is_not_restored_is_enough() -> None:
 
 
 def test_losses_that_cannot_be_compared_need_no_action() -> None:
-    error = describe(Incomparable("samples differ in shape", hint="pad every sample"), "/model.py")
+    error = describe_error(Incomparable("samples differ in shape", hint="pad every sample"), "/model.py")
     refused = rank_exit(1, error=error, phase="build", step=0)
     other = rank_exit(0, exit_code=-9, killed_by_us=True)
     failed = outcome(refused, other)

@@ -15,7 +15,7 @@ from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
 from autods.runner.runner import JobFactory, check_ready, check_survey, may_need_all_ranks
 from autods.schema import read_as
 from autods.settings import Settings
-from autods.trial.job import describe
+from autods.trial.job import describe_error
 from autods.trial.ops import BUILDERS
 from autods.types import Failed, Knobs, OutOfMemory, Trial
 from tests.support.ends import JOB, rank_exit, report_of
@@ -100,7 +100,7 @@ def caught(error: Exception) -> dict[str, Any]:
     try:
         raise error
     except Exception as raised:
-        return describe(raised, JOB.source.path)
+        return describe_error(raised, JOB.source.path)
 
 
 def checked(ready: Ready | LoadFailed | ZygoteDied) -> list[Event]:

@@ -79,7 +79,7 @@ def listening(backend: Backend) -> Traffic:
 
 
 def counted(traffic: Traffic, name: str) -> tuple[int, int, int]:
-    op = traffic.said()["ops"][name]
+    op = traffic.describe()["ops"][name]
     return op["calls"], op["bytes"], op["sent_bytes"]
 
 
@@ -164,8 +164,8 @@ def test_a_counted_step_waits_for_nothing() -> None:
     with traffic.step():
         backend.all_reduce(Block(100), async_op=True)
     assert (waits, backend.work.waited) == ([], 0)
-    assert traffic.said()["step_s"] is None
-    assert traffic.said()["ops"]["all_reduce"]["seconds"] is None
+    assert traffic.describe()["step_s"] is None
+    assert traffic.describe()["ops"]["all_reduce"]["seconds"] is None
 
 
 def test_a_step_alone_waits_for_each_collective_and_times_it() -> None:
@@ -174,7 +174,7 @@ def test_a_step_alone_waits_for_each_collective_and_times_it() -> None:
     with traffic.step(alone=True):
         backend.all_reduce(Block(100), async_op=True)
         backend.all_gather_into_tensor(Block(100), Block(25))
-    said = traffic.said()
+    said = traffic.describe()
     assert backend.work.waited == 2
     assert 0 < sum(op["seconds"] for op in said["ops"].values()) < said["step_s"]
 
@@ -185,4 +185,4 @@ def test_what_needs_a_peer_is_never_waited_for_and_so_not_timed() -> None:
     with traffic.step(alone=True):
         backend.isend(Block(100), 1)
     assert backend.work.waited == 0
-    assert traffic.said()["ops"]["send"]["seconds"] is None
+    assert traffic.describe()["ops"]["send"]["seconds"] is None

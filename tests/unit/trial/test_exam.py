@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autods.trial.batch import Longest
+from autods.trial.batch import LongestBatch
 from autods.trial.distributed import Ranks
-from autods.trial.exam import Hands, examine, gathering
+from autods.trial.exam import EngineOps, allow_gathering, examine
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
-LONGEST = Longest(batch=(), shape=(4, 128), draws=16)
+LONGEST = LongestBatch(batch=(), shape=(4, 128), draws=16)
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -63,13 +63,13 @@ def pass_exam(engine: Engine, folder: Path, *, no_loss: bool = False) -> tuple[d
         seen.append(("step", index))
         engine.step(index)
 
-    hands = Hands(
+    ops = EngineOps(
         step=step,
         evaluate=lambda: None if no_loss else engine.weight,
         observe=lambda phase, index: seen.append((phase, index)),
         synchronize=lambda: None,
     )
-    return examine(engine, hands, ALONE, longest=LONGEST, folder=folder / "checkpoint", index=2), seen
+    return examine(engine, ops, ALONE, longest=LONGEST, folder=folder / "checkpoint", index=2), seen
 
 
 def test_a_step_follows_the_evaluation_with_the_save_and_another_the_load(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_a_loss_that_has_only_bfloat16s_digits_may_come_back_one_step_off(
 ) -> None:
     losses = iter([saved, loaded])
     engine = Engine()
-    hands = Hands(step=engine.step, evaluate=lambda: next(losses), observe=lambda *_: None, synchronize=lambda: None)
-    found = examine(engine, hands, ALONE, longest=LONGEST, folder=tmp_path / "checkpoint", index=2)
+    ops = EngineOps(step=engine.step, evaluate=lambda: next(losses), observe=lambda *_: None, synchronize=lambda: None)
+    found = examine(engine, ops, ALONE, longest=LONGEST, folder=tmp_path / "checkpoint", index=2)
     assert found["restored"] is same
 
 
@@ -157,6 +157,6 @@ def test_a_model_without_a_loss_in_evaluation_is_said(tmp_path: Path) -> None:
 
 
 def test_the_users_word_on_gathering_is_kept() -> None:
-    assert gathering({})["zero_optimization"] == {GATHER: True}
+    assert allow_gathering({})["zero_optimization"] == {GATHER: True}
     said = {"zero_optimization": {"stage": 3, GATHER: False}}
-    assert gathering(said) == said
+    assert allow_gathering(said) == said

@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from autods.trial.batch import tensors_of
+from autods.trial.batch import named_tensors
 from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import (
     Incomparable,
-    Listening,
-    check_steady,
-    forget_steps,
-    mean_of,
-    share_of,
-    without_dropout,
+    RandomnessWatch,
+    check_deterministic,
+    draw_share,
+    mean_loss,
+    reset_step_counts,
+    turn_off_dropout,
 )
 from autods.workload import Workload
 
@@ -42,7 +42,7 @@ def samples(*, world_size: int, micro_batch: int, accumulation: int, seed: int =
     rows = []
     for rank in range(world_size):
         ranks = replace(ALONE, rank=rank, world_size=world_size)
-        share = share_of(workload(drawn), ranks, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
+        share = draw_share(workload(drawn), ranks, micro_batch=micro_batch, accumulation=accumulation, seed=seed)
         assert [len(batch["x"]) for batch in share] == [micro_batch] * accumulation
         rows += [row for batch in share for row in batch["x"].tolist()]
     return rows
@@ -61,7 +61,7 @@ def test_another_seed_makes_other_samples() -> None:
 
 
 def test_what_has_no_samples_is_kept_as_it_is() -> None:
-    (batch,) = share_of(workload(drawn), ALONE, micro_batch=2, accumulation=1, seed=0)
+    (batch,) = draw_share(workload(drawn), ALONE, micro_batch=2, accumulation=1, seed=0)
     assert batch["scale"].shape == ()
     assert batch["name"] == "text"
 
@@ -70,8 +70,8 @@ def test_nested_batches_are_joined_at_every_depth() -> None:
     def nested(n: int) -> dict[str, Any]:
         return {"inputs": {"image": torch.rand(n, 3), "sizes": (torch.ones(n), [1, 2])}, "mode": "train"}
 
-    (batch,) = share_of(workload(nested), ALONE, micro_batch=4, accumulation=1, seed=0)
-    assert set(tensors_of(batch)) == {"inputs.image", "inputs.sizes.0"}
+    (batch,) = draw_share(workload(nested), ALONE, micro_batch=4, accumulation=1, seed=0)
+    assert set(named_tensors(batch)) == {"inputs.image", "inputs.sizes.0"}
     assert batch["inputs"]["image"].shape == (4, 3)
     assert batch["inputs"]["sizes"][1] == [1, 2]
 
@@ -80,13 +80,13 @@ def test_nested_batches_are_joined_at_every_depth() -> None:
 def test_samples_of_different_lengths_are_refused_alike_by_every_config(micro_batch: int, accumulation: int) -> None:
     lengths = workload(lambda n: (torch.zeros(n, random.randint(1, 100)),))
     with pytest.raises(Incomparable, match="differ in shape"):
-        share_of(lengths, ALONE, micro_batch=micro_batch, accumulation=accumulation, seed=0)
+        draw_share(lengths, ALONE, micro_batch=micro_batch, accumulation=accumulation, seed=0)
 
 
 def test_samples_from_a_generator_of_their_own_are_refused() -> None:
     own = random.Random(0)
     with pytest.raises(Incomparable, match="another sample under the same seed"):
-        share_of(workload(lambda n: (torch.full((n,), own.random()),)), ALONE, micro_batch=1, accumulation=2, seed=0)
+        draw_share(workload(lambda n: (torch.full((n,), own.random()),)), ALONE, micro_batch=1, accumulation=2, seed=0)
 
 
 def test_no_dropout_is_left_though_the_model_trains() -> None:
@@ -101,7 +101,7 @@ def test_no_dropout_is_left_though_the_model_trains() -> None:
         decoder_start_token_id=0,
     )
     model = T5ForConditionalGeneration(config).train()
-    without_dropout(model)
+    turn_off_dropout(model)
     tokens = torch.arange(8).view(1, 8)
     first, second = (model(input_ids=tokens, labels=tokens).loss for _ in range(2))
     assert model.training
@@ -110,7 +110,7 @@ def test_no_dropout_is_left_though_the_model_trains() -> None:
 
 def test_attention_that_drops_by_a_rate_of_its_own_drops_no_more() -> None:
     layer = torch.nn.MultiheadAttention(8, 2, dropout=0.5).train()
-    without_dropout(layer)
+    turn_off_dropout(layer)
     x = torch.ones(3, 1, 8)
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
 
@@ -122,7 +122,7 @@ def test_an_optimizer_that_counted_a_step_without_gradients_starts_anew() -> Non
         if dummy_step:
             weight.grad = torch.zeros(3)
             optimizer.step()
-        forget_steps(optimizer)
+        reset_step_counts(optimizer)
         weight.grad = torch.tensor([1.0, 2.0, 3.0])
         optimizer.step()
         return weight.detach()
@@ -132,7 +132,7 @@ def test_an_optimizer_that_counted_a_step_without_gradients_starts_anew() -> Non
 
 def test_random_numbers_drawn_in_forward_are_noticed_and_those_before_it_are_not() -> None:
     seen: list[tuple[str, int]] = []
-    listening = Listening(lambda phase, step: seen.append((phase, step)))
+    listening = RandomnessWatch(lambda phase, step: seen.append((phase, step)))
     torch.rand(1)
     listening("forward", 0)
     listening("backward", 0)
@@ -146,10 +146,10 @@ def test_random_numbers_drawn_in_forward_are_noticed_and_those_before_it_are_not
 
 
 def test_only_random_numbers_that_change_the_loss_are_refused() -> None:
-    check_steady(True, lambda: 1.0 + 0 * float(torch.rand(())), ALONE)
+    check_deterministic(True, lambda: 1.0 + 0 * float(torch.rand(())), ALONE)
     with pytest.raises(Incomparable, match="draws random numbers"):
-        check_steady(True, lambda: 1.0 + float(torch.rand(())), ALONE)
+        check_deterministic(True, lambda: 1.0 + float(torch.rand(())), ALONE)
 
 
 def test_the_loss_is_the_mean_of_all_micro_batches() -> None:
-    assert mean_of([1.0, 2.0, 6.0], ALONE) == 3.0
+    assert mean_loss([1.0, 2.0, 6.0], ALONE) == 3.0

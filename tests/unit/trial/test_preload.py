@@ -9,7 +9,7 @@ import pytest
 from autods.runner import agent
 from autods.trial import preload
 from autods.trial.job import RankJob
-from autods.trial.preload import unfit_to_fork
+from autods.trial.preload import find_fork_hazard
 from autods.trial.worker import environment
 from autods.types import Device, WorkloadSource
 from tests.support.scripted_nvml import four
@@ -42,18 +42,18 @@ def having(**libraries: Any) -> Callable[[str], Any]:
 
 def test_nvml_is_shut_as_often_as_imports_opened_it() -> None:
     nvml = Nvml(open=3)
-    preload.let_go_of_nvml(having(nvidia_ml=nvml))
+    preload.shut_nvml_down(having(nvidia_ml=nvml))
     assert nvml.open == 0
-    preload.let_go_of_nvml(having())  # not even loaded
+    preload.shut_nvml_down(having())  # not even loaded
 
 
 @pytest.mark.parametrize(("answer", "began"), [(3, False), (0, True), (100, True)])
 def test_a_driver_that_somebody_began_is_seen_though_torch_knows_nothing_of_it(answer: int, began: bool) -> None:
-    assert preload.began(having(cuda=Cuda(answer))) is began
+    assert preload.is_cuda_initialized(having(cuda=Cuda(answer))) is began
 
 
 def test_a_driver_that_is_not_loaded_has_not_begun() -> None:
-    assert not preload.began(having())
+    assert not preload.is_cuda_initialized(having())
     assert preload.loaded("libno-such-library.so.1") is None
 
 
@@ -62,7 +62,7 @@ def test_a_driver_that_is_not_loaded_has_not_begun() -> None:
     [(["/dev/nvidia-uvm", "pipe:[1]"], True), (["/dev/nvidiactl", "/dev/nvidia0"], False), ([], False)],
 )  # fmt: skip
 def test_cudas_own_device_says_that_it_began_and_nvmls_do_not(links: list[str], held: bool) -> None:
-    assert preload.holds_device(lambda: links) is held
+    assert preload.has_device_open(lambda: links) is held
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_a_process_in_which_cuda_began_by_whomever_is_not_forked(
     torch = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: torch_began))
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
     monkeypatch.delenv("AUTODS_SPAWN", raising=False)
-    monkeypatch.setattr(preload, "began", lambda: driver_began)
+    monkeypatch.setattr(preload, "is_cuda_initialized", lambda: driver_began)
     monkeypatch.setattr(preload, "holds_device", lambda: device_held)
     monkeypatch.setattr(preload, "let_go_of_nvml", lambda: shut.append(True))
-    assert unfit_to_fork() == "CUDA was initialised while importing"
+    assert find_fork_hazard() == "CUDA was initialised while importing"
     assert shut == [True]
 
 
