@@ -77,8 +77,8 @@ def test_a_process_in_which_cuda_began_by_whomever_is_not_forked(
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
     monkeypatch.delenv("AUTODS_SPAWN", raising=False)
     monkeypatch.setattr(preload, "is_cuda_initialized", lambda: driver_began)
-    monkeypatch.setattr(preload, "holds_device", lambda: device_held)
-    monkeypatch.setattr(preload, "let_go_of_nvml", lambda: shut.append(True))
+    monkeypatch.setattr(preload, "has_device_open", lambda: device_held)
+    monkeypatch.setattr(preload, "shut_nvml_down", lambda: shut.append(True))
     assert find_fork_hazard() == "CUDA was initialised while importing"
     assert shut == [True]
 
