@@ -1,4 +1,4 @@
-"""Wrong input ends in one message that says what, where and how to fix it: exit code 2, never a traceback."""
+"""Wrong input ends in one message that names the problem, its place and a fix: exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from autods.cli.main import main
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
 from tests.support.bad_workloads import FILLING, GOOD, IN_A_TRIAL, IN_THE_SURVEY, ON_SIGHT, TALKING
+from tests.support.faults import is_one_message
 from tests.support.fits import ignore, question
-from tests.support.wrong import is_one_message
 
 BUDGET = ("--gpu-memory", "1GiB")
 CPU = ("--device", "cpu", "--config", "quick", "--quiet")
 
 
 class Shared:
-    """The command line on one zygote: its own workload cannot be preloaded, so each rank imports the one in question.
+    """The command line on one zygote that cannot preload a workload, so that each rank imports its own.
 
-    Returns the exit code; `said` is what stood on standard error.
+    Returns the exit code; `stderr` holds its standard error.
     """
 
     def __init__(self, runner, capsys) -> None:
-        self.runner, self.capsys, self.said = runner, capsys, ""
+        self.runner, self.capsys, self.stderr = runner, capsys, ""
 
     def __call__(self, workload, out, *argv) -> int:
         args = ["fit", str(workload), "--gpus", "2", *BUDGET, *CPU, "--out", str(out), *argv]
         code = main(args, fit=replace(api.FIT, run=self._run_fit))
-        self.said = self.capsys.readouterr().err
+        self.stderr = self.capsys.readouterr().err
         return code
 
     def _run_fit(self, settings, listen):
@@ -83,7 +83,7 @@ def test_a_broken_workload_is_reported_before_any_trial(autods, model, tmp_path,
     bad = IN_THE_SURVEY[fault]
     path = model(bad.text)
     assert autods(path, tmp_path / "out") == 2
-    assert is_one_message(autods.said, where=place(path, bad.line), says=bad.says)
+    assert is_one_message(autods.stderr, where=place(path, bad.line), message=bad.message)
     assert trials_in(tmp_path / "out") == []
 
 
@@ -92,17 +92,17 @@ def test_a_workload_failing_in_the_first_trial_ends_the_fit(autods, model, tmp_p
     bad = IN_A_TRIAL[fault]
     path = model(bad.text)
     assert autods(path, tmp_path / "out") == 2
-    assert is_one_message(autods.said, where=place(path, bad.line), says=bad.says)
+    assert is_one_message(autods.stderr, where=place(path, bad.line), message=bad.message)
     assert trials_in(tmp_path / "out") == ["001-ddp"]
 
 
 def test_the_log_named_in_the_message_holds_the_traceback(autods, model, tmp_path):
     autods(model(IN_A_TRIAL["a batch of the wrong width"].text), tmp_path / "out")
-    log = autods.said.partition("log: ")[2].strip().rstrip(")")
+    log = autods.stderr.partition("log: ")[2].strip().rstrip(")")
     assert "Traceback (most recent call last)" in Path(log).read_text()
 
 
-# What DeepSpeed itself says of a config, because only it knows.
+# Configs that only DeepSpeed itself can refuse.
 REFUSED = {
     "fp16 on CPU ranks": ({"fp16": {"enabled": True}}, "Type fp16 is not supported on your device"),
     "a key that ZeRO does not have": ({"zero_optimization": {"stage_3": 1}}, "stage_3: Extra inputs are not permitted"),
@@ -118,10 +118,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_config_that_deepspeed_refuses_ends_the_fit(autods, model, tmp_path, fault):
-    base, says = REFUSED[fault]
+    base, message = REFUSED[fault]
     (tmp_path / "base.json").write_text(json.dumps(base))
     assert autods(model(GOOD), tmp_path / "out", "--base-config", str(tmp_path / "base.json")) == 2
-    assert is_one_message(autods.said, where="DeepSpeed config: ", says=says)
+    assert is_one_message(autods.stderr, where="DeepSpeed config: ", message=message)
     assert trials_in(tmp_path / "out") == ["001-ddp"]
 
 
@@ -136,9 +136,9 @@ def run(*argv: object, env: dict[str, str] | None = None) -> tuple[int, str, str
 def test_a_faulty_file_is_reported_without_running_it(model, tmp_path, fault):
     bad = ON_SIGHT[fault]
     path = model(bad.text)
-    code, out, said = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
+    code, out, stderr = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert is_one_message(said, where=place(path, bad.line), says=bad.says)
+    assert is_one_message(stderr, where=place(path, bad.line), message=bad.message)
     assert not (tmp_path / "out").exists()
 
 
@@ -152,9 +152,9 @@ def test_a_faulty_file_is_reported_without_running_it(model, tmp_path, fault):
 )
 def test_the_command_reports_a_faulty_workload(model, tmp_path, fault, where):
     path = model(fault.text)
-    code, out, said = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
+    code, out, stderr = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert is_one_message(said, where=place(path, fault.line), says=fault.says)
+    assert is_one_message(stderr, where=place(path, fault.line), message=fault.message)
 
 
 BASES = {
@@ -180,10 +180,10 @@ BASES = {
 
 @pytest.mark.parametrize("fault", BASES)
 def test_a_base_config_that_contradicts_itself_is_refused(autods, model, tmp_path, fault):
-    text, where, says = BASES[fault]
+    text, where, message = BASES[fault]
     (tmp_path / "base.json").write_text(text)
     assert autods(model(GOOD), tmp_path / "out", "--base-config", str(tmp_path / "base.json")) == 2
-    assert is_one_message(autods.said, where=str(tmp_path / where), says=says)
+    assert is_one_message(autods.stderr, where=str(tmp_path / where), message=message)
 
 
 OPTIONS = {
@@ -202,21 +202,21 @@ OPTIONS = {
 
 @pytest.mark.parametrize("fault", OPTIONS)
 def test_a_meaningless_option_is_refused_by_name(autods, model, tmp_path, fault):
-    options, says = OPTIONS[fault]
+    options, message = OPTIONS[fault]
     assert autods(model(GOOD), tmp_path / "out", *options) == 2
-    assert is_one_message(autods.said, where="", says=says)
+    assert is_one_message(autods.stderr, where="", message=message)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_file_is_named(autods, tmp_path):
     assert autods(tmp_path / "gone.py", tmp_path / "out") == 2
-    assert is_one_message(autods.said, where=f"{tmp_path}/gone.py: ", says="No such file")
+    assert is_one_message(autods.stderr, where=f"{tmp_path}/gone.py: ", message="No such file")
 
 
 def test_an_output_folder_that_cannot_be_made_is_named(autods, model, tmp_path):
     (tmp_path / "file").write_text("")
     assert autods(model(GOOD), tmp_path / "file" / "out") == 2
-    assert is_one_message(autods.said, where=f"{tmp_path}/file/out: ", says="cannot be written")
+    assert is_one_message(autods.stderr, where=f"{tmp_path}/file/out: ", message="cannot be written")
 
 
 def test_a_corrupt_journal_is_named_with_its_line(autods, model, tmp_path):
@@ -226,8 +226,8 @@ def test_a_corrupt_journal_is_named_with_its_line(autods, model, tmp_path):
     rows = (out / "journal.jsonl").read_text().splitlines()
     (out / "journal.jsonl").write_text("\n".join([*rows[:2], "garbage", *rows[3:], ""]))
     assert autods(model(GOOD), out) == 2
-    assert is_one_message(autods.said, where=f"{out}/journal.jsonl:3: ", says="is damaged")
-    assert "--fresh" in autods.said
+    assert is_one_message(autods.stderr, where=f"{out}/journal.jsonl:3: ", message="is damaged")
+    assert "--fresh" in autods.stderr
 
 
 @pytest.fixture
@@ -251,14 +251,14 @@ def test_a_full_disk_is_named(autods, model, small_disk):
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb") as file:
         file.write(bytes(2**23))
     assert autods(model(GOOD), small_disk / "out") == 2
-    assert is_one_message(autods.said, where=f"{small_disk}/out", says="the disk is full")
+    assert is_one_message(autods.stderr, where=f"{small_disk}/out", message="the disk is full")
 
 
 def test_a_fit_goes_on_after_a_disk_filled_up_in_a_trial(autods, model, small_disk):
     filler = small_disk / "filler"
     path = model(FILLING.replace("FILLER", str(filler)))
     assert autods(path, small_disk / "out") == 2
-    assert is_one_message(autods.said, where=f"{small_disk}/out", says="the disk is full")
+    assert is_one_message(autods.stderr, where=f"{small_disk}/out", message="the disk is full")
     filler.unlink()
     filler.symlink_to("/dev/full")
     assert autods(path, small_disk / "out") == 0
@@ -269,4 +269,4 @@ def test_a_disk_that_fills_up_between_trials_is_named(autods, model, small_disk,
     stat = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(stat.f_bavail * stat.f_frsize - free_bytes))
     assert autods(model(TALKING), small_disk / "out", "--ladder", "zero1") == 2
-    assert is_one_message(autods.said, where=f"{small_disk}/out", says="the disk is full")
+    assert is_one_message(autods.stderr, where=f"{small_disk}/out", message="the disk is full")

@@ -1,4 +1,4 @@
-"""A script that cannot be tried ends in one message that says what, where and how to fix it; an odd one is tried."""
+"""A broken script ends in one message with the problem, its place and a fix; an odd script can be tuned."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autods.tuner.fit import fit
 from autods.types import Fit
 from autods.workload import make_source
 from tests.support.bad_scripts import FINE, GOOD, IN_A_TRIAL, IN_THE_SURVEY
+from tests.support.faults import is_one_message
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial
 from tests.support.settings import fit_settings
-from tests.support.wrong import is_one_message
 
 ARGS = ("--", "{micro_batch_size}")
 
@@ -28,8 +28,8 @@ def started(ray, tmp_path_factory):
     folder = tmp_path_factory.mktemp("good")
     (folder / "train.py").write_text(GOOD)
     source = make_source(folder / "train.py", argv=("{micro_batch_size}",))
-    asked = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder / "out"}
-    with RayRunner(fit_settings(source, hardware=read_hardware(), **asked), ignore) as runner:
+    options = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": folder / "out"}
+    with RayRunner(fit_settings(source, hardware=read_hardware(), **options), ignore) as runner:
         yield runner
 
 
@@ -45,7 +45,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def autods(started, capsys):
-    """The command line on one zygote, which never runs a script and so serves all. Returns what it says of an error."""
+    """The command line on one zygote, which never runs a script and so serves all tests. Returns its standard error."""
 
     def run_fit(settings, listen):
         def start(settings, listen):
@@ -70,7 +70,7 @@ def test_a_broken_script_is_reported_before_any_trial(autods, script, tmp_path, 
     bad = IN_THE_SURVEY[fault]
     path = script(bad.text)
     where = f"{path}:{bad.line}: " if bad.line else f"{path}: "
-    assert is_one_message(autods(path, tmp_path / "out"), where=where, says=bad.says)
+    assert is_one_message(autods(path, tmp_path / "out"), where=where, message=bad.message)
     assert not list((tmp_path / "out").glob("logs/0*"))
 
 
@@ -79,8 +79,8 @@ def test_a_script_failing_in_the_first_trial_ends_the_fit(autods, script, tmp_pa
     bad = IN_A_TRIAL[fault]
     path = script(bad.text)
     where = f"{path}:{bad.line}: " if bad.line else f"{path}: "
-    assert is_one_message(autods(path, tmp_path / "out"), where=where, says=bad.says)
-    assert [one.name for one in (tmp_path / "out").glob("logs/0*")] == ["001-ddp"]
+    assert is_one_message(autods(path, tmp_path / "out"), where=where, message=bad.message)
+    assert [folder.name for folder in (tmp_path / "out").glob("logs/0*")] == ["001-ddp"]
 
 
 @pytest.mark.parametrize("oddity", FINE)

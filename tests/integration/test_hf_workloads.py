@@ -51,9 +51,7 @@ def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "length"), [("llama", 64), ("gpt2", 48), ("bert", 40), ("bart", 32), ("t5", 2048)])
-def test_sequences_are_as_long_as_allowed_up_to_2048(
-    name: str, length: int, tmp_path: Path
-) -> None:
+def test_sequences_are_as_long_as_allowed_up_to_2048(name: str, length: int, tmp_path: Path) -> None:
     batch = load(make_source(write(tmp_path, CONFIGS[name]))).build_batch(1)
     assert batch["input_ids"].shape == (1, length)  # type: ignore[call-overload]
 
@@ -65,7 +63,7 @@ def test_the_batch_has_the_requested_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "task", "said"),
+    ("config", "task", "message"),
     [
         ({"model_type": "lamma"}, None, "has no architecture 'lamma'"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, None, "code that a config brings"),
@@ -75,12 +73,12 @@ def test_the_batch_has_the_requested_lengths(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_transformers_cannot_build_is_refused(
-    config: dict[str, Any], task: str | None, said: str, tmp_path: Path
+    config: dict[str, Any], task: str | None, message: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, config)
     with pytest.raises(WorkloadError) as caught:
         load(make_source(path, task=task))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith(str(path))
     assert len(str(caught.value).splitlines()) <= 2
 
@@ -98,5 +96,5 @@ print(len(set(sys.modules) - before))
 
 def test_the_model_s_code_is_imported_with_the_workload(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _NEW_MODULES, str(write(tmp_path, CONFIGS["bert"]))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(said.stdout.splitlines()[-1]) < 50
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) < 50

@@ -99,11 +99,11 @@ def users(tmp_path):
 
 
 def _digest(folder):
-    said = hashlib.sha256()
+    names_and_contents = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if "__pycache__" not in file.parts:
-            said.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
-    return said.hexdigest()
+            names_and_contents.update(str(file).encode() + b"\0" + (file.read_bytes() if file.is_file() else b""))
+    return names_and_contents.hexdigest()
 
 
 def _ask(name):
@@ -118,9 +118,9 @@ def _ask(name):
 
 def test_a_script_is_forecast_like_its_model_py(users):
     script, model = make_source(users / "with_args.py", argv=ARGS), make_source(users / "twin.py")
-    with Simulator(script) as one, Simulator(model) as other:
+    with Simulator(script) as script_simulator, Simulator(model) as other:
         for rung in ("zero1", "zero3-offload"):
-            ours, larger = one.simulate(_ask(rung), [8, 2048])
+            ours, larger = script_simulator.simulate(_ask(rung), [8, 2048])
             (theirs,) = other.simulate(_ask(rung), [8])
             for phase, tiers in theirs.live_bytes.items():
                 assert ours.live_bytes[phase]["device"] == pytest.approx(tiers["device"], rel=0.01)
@@ -135,10 +135,10 @@ def test_values_that_a_script_reads_are_replaced_and_noted(users):
     (rung,) = forecast.sites[0].rungs
     assert rung.verdict == "fits"
     assert forecast.facts.parameters == 64 * 64 + 64
-    said = " ".join(forecast.all_assumed)
-    assert "curious.py:25: values were not computed: 0 stood for them" in said
-    assert "workers were not started" in said
-    assert "first two optimizer steps" in said
+    assumptions = " ".join(forecast.all_assumed)
+    assert "curious.py:25: values were not computed: 0 stood for them" in assumptions
+    assert "workers were not started" in assumptions
+    assert "first two optimizer steps" in assumptions
 
 
 def test_a_script_s_config_is_used_on_cpu_ranks(users):
@@ -150,14 +150,14 @@ def test_a_script_s_config_is_used_on_cpu_ranks(users):
 
 
 def test_a_batch_left_on_the_cpu_is_reported_with_its_line(users):
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **GPU)
-    assert "with_loader.py:18" in str(told.value)
-    assert "engine.device" in str(told.value)
+    assert "with_loader.py:18" in str(caught.value)
+    assert "engine.device" in str(caught.value)
 
 
 def test_a_script_that_cannot_be_simulated_names_its_line(users):
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         api.plan("lost.py", ladder="zero2", **GPU)
-    assert "lost.py:6: cannot run on the simulated device: RuntimeError: no data here" in str(told.value)
-    assert "autods fit" in str(told.value)
+    assert "lost.py:6: cannot run on the simulated device: RuntimeError: no data here" in str(caught.value)
+    assert "autods fit" in str(caught.value)

@@ -51,14 +51,21 @@ def started(ray, users, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         known = {}
 
-        def started(name, argv, **asked):
-            key = repr((name, argv, asked))
+        def started(name, argv, **options):
+            key = repr((name, argv, options))
             if key not in known:
                 with contextlib.chdir(users):
                     source = make_source(users / name, argv=argv)
                 out = tmp_path_factory.mktemp("out")
-                said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **asked}
-                settings = fit_settings(source, hardware=read_hardware(), **said)
+                settings_options = {
+                    "gpus": 2,
+                    "device": "cpu",
+                    "gpu_memory": "1GiB",
+                    "config": "quick",
+                    "out": out,
+                    **options,
+                }
+                settings = fit_settings(source, hardware=read_hardware(), **settings_options)
                 limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
                 settings = replace(settings, profile=replace(settings.profile, limits=limits))
                 known[key] = stack.enter_context(RayRunner(settings, ignore))
@@ -71,8 +78,15 @@ def started(ray, users, tmp_path_factory):
 def test_a_fit_of_a_trainer_script_passes_and_resumes(ray, users, tmp_path):
     with contextlib.chdir(users):
         source = make_source(users / "trainer.py", argv=HF)
-    said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "max_trials": 2, "ladder": ("zero2",)}
-    settings = fit_settings(source, hardware=read_hardware(), out=tmp_path, **said)
+    settings_options = {
+        "gpus": 2,
+        "device": "cpu",
+        "gpu_memory": "1GiB",
+        "config": "quick",
+        "max_trials": 2,
+        "ladder": ("zero2",),
+    }
+    settings = fit_settings(source, hardware=read_hardware(), out=tmp_path, **settings_options)
     report = fit(settings, listen=ignore)
     assert (report.status, report.rung) == ("fit", "zero2")
     written = json.loads((tmp_path / "ds_config_hf.json").read_text())
@@ -136,25 +150,25 @@ def test_out_of_memory_is_caught(started, kind):
 
 
 @pytest.mark.parametrize(
-    ("left_out", "says"),
+    ("left_out", "message"),
     [
         (("--deepspeed", "{ds_config}"), "add --deepspeed {ds_config}"),
         (("--use_cpu",), "add --use_cpu"),
         (SIZES, "add --per_device_train_batch_size {micro_batch_size}"),
     ],
 )
-def test_a_missing_trainer_argument_is_reported(started, left_out, says):
+def test_a_missing_trainer_argument_is_reported(started, left_out, message):
     argv = tuple(word for word in HF if word not in left_out)
     with pytest.raises(InputError) as caught:
         started("trainer.py", argv)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_accumulation_steps_that_miss_the_trainer_are_an_error(started):
     argv = tuple(word for word in HF if word not in ACCUMULATION)
     outcome = started("trainer.py", argv).run(a_trial("ddp"), id=1).outcome
     assert isinstance(outcome, Failed)
-    assert "gradient_accumulation_steps is 1, where the trial asks for 2" in outcome.evidence
+    assert "gradient_accumulation_steps is 1, and the trial needs 2" in outcome.evidence
 
 
 @pytest.mark.parametrize("kind", ["hf_trainer", "lightning"])

@@ -1,4 +1,4 @@
-"""Training scripts that nobody changed, on real CPU ranks: tried, fitted, and nothing of the user's written."""
+"""Unmodified training scripts on real CPU ranks: trials and fits that leave the user's files as they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-# The ways in which plain scripts come to their engine, each with a command line.
+# Ways in which plain scripts make their engine, each with a command line.
 STYLES = {
     "args": ("with_args.py", ("--deepspeed_config", "{ds_config}", "--micro-batch", "{micro_batch_size}")),
     "dict": ("with_dict.py", ("{micro_batch_size}", "{gradient_accumulation_steps}", "0")),
@@ -39,40 +39,40 @@ def users(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asked(users, tmp_path_factory):
-    """Settings for a script of that folder."""
+def make_settings(users, tmp_path_factory):
+    """A function that makes the settings for a script of the folder."""
 
-    def asked(name, argv, out=None, *, certified=False, **said):
+    def make(name, argv, out=None, *, certified=False, **options):
         with contextlib.chdir(users):
             source = make_source(users / name, argv=argv)
         out = out or tmp_path_factory.mktemp("out")
-        said = {
+        options = {
             "gpus": 2,
             "device": "cpu",
             "gpu_memory": "1GiB",
             "config": "quick",
             "out": out,
             "forecast": False,
-            **said,
+            **options,
         }
-        settings = fit_settings(source, hardware=read_hardware(), **said)
+        settings = fit_settings(source, hardware=read_hardware(), **options)
         profile = settings.profile
         limits = replace(profile.limits, stall_s=100.0, init_s=200.0)
         certify = profile.certify if certified else replace(profile.certify, most_trials=0)
         return replace(settings, profile=replace(profile, limits=limits, certify=certify))
 
-    return asked
+    return make
 
 
 @pytest.fixture(scope="module")
-def runner_of(ray, asked):
+def runner_of(ray, make_settings):
     """A surveyed runner for a style."""
     with contextlib.ExitStack() as stack:
         started = {}
 
         def runner_of(style):
             if style not in started:
-                started[style] = stack.enter_context(RayRunner(asked(*STYLES.get(style, PIPELINE)), ignore))
+                started[style] = stack.enter_context(RayRunner(make_settings(*STYLES.get(style, PIPELINE)), ignore))
                 started[style].survey()
             return started[style]
 
@@ -136,14 +136,14 @@ def test_the_filled_in_config_file_is_not_the_script_s_own(runner_of):
 def test_a_script_gets_the_micro_batch_size(runner_of):
     runner = runner_of("args")
     fits = [runner.run(a_trial("ddp", micro_batch=size, accumulation=1), id=2).outcome for size in (2, 8)]
-    assert all(isinstance(one, Fit) for one in fits), fits
+    assert all(isinstance(outcome, Fit) for outcome in fits), fits
 
 
 def test_losses_agree_between_stages_but_not_after_a_change(runner_of):
     def losses(rung, **settings):
-        asked = a_trial(rung, exam="parity")
-        asked = replace(asked, knobs=replace(asked.knobs, settings={**asked.knobs.settings, **settings}))
-        outcome = runner_of("args").run(asked, id=1).outcome
+        trial = a_trial(rung, exam="parity")
+        trial = replace(trial, knobs=replace(trial.knobs, settings={**trial.knobs.settings, **settings}))
+        outcome = runner_of("args").run(trial, id=1).outcome
         assert isinstance(outcome, Fit), outcome
         return outcome
 
@@ -155,18 +155,18 @@ def test_losses_agree_between_stages_but_not_after_a_change(runner_of):
     assert largest_difference(changed.losses, plain.losses) > 1e-5
 
 
-def test_evaluation_and_saving_between_steps_are_not_timed(asked, ray):
+def test_evaluation_and_saving_between_steps_are_not_timed(make_settings, ray):
     name, argv = STYLES["dict"]
-    with RayRunner(asked(name, (*argv[:2], "0.5")), ignore) as runner:
+    with RayRunner(make_settings(name, (*argv[:2], "0.5")), ignore) as runner:
         runner.survey()
         outcome = runner.run(a_trial("ddp"), id=1).outcome
     assert isinstance(outcome, Fit)
     assert min(outcome.step_s) < 0.5  # after each of them the script evaluates, and sleeps so long
 
 
-def test_out_of_memory_is_caught_and_a_leaner_rung_fits(asked, ray):
+def test_out_of_memory_is_caught_and_a_leaner_rung_fits(make_settings, ray):
     argv = (*STYLES["args"][1], "--width", "1600", "--samples", "64")
-    with RayRunner(asked("with_args.py", argv, gpu_memory="184MiB"), ignore) as runner:
+    with RayRunner(make_settings("with_args.py", argv, gpu_memory="184MiB"), ignore) as runner:
         runner.survey()
         outcome = runner.run(a_trial("ddp"), id=1).outcome
         assert isinstance(outcome, OutOfMemory), outcome
@@ -176,18 +176,18 @@ def test_out_of_memory_is_caught_and_a_leaner_rung_fits(asked, ray):
         assert leaner.device_peak_bytes <= 184 * 2**20
 
 
-def test_a_fit_of_a_script_passes_and_resumes(asked, users, ray, tmp_path):
-    said: list[str] = []
+def test_a_fit_of_a_script_passes_and_resumes(make_settings, users, ray, tmp_path):
+    notes: list[str] = []
 
     def listen(event):
         if isinstance(event, Note):
-            said.append(event.text)
+            notes.append(event.text)
 
-    settings = asked(*STYLES["args"], out=tmp_path, certified=True)
+    settings = make_settings(*STYLES["args"], out=tmp_path, certified=True)
     report = fit(settings, listen=listen)
     assert (report.status, report.rung) == ("fit", "ddp")
-    assert any("with_args.py is a DeepSpeed script" in one for one in said)
-    assert not any("no forecast" in one for one in said)
+    assert any("with_args.py is a DeepSpeed script" in note for note in notes)
+    assert not any("no forecast" in note for note in notes)
     certificate = report.certificate
     assert certificate["failures"] == ()
     assert certificate["evaluated"]
@@ -198,6 +198,6 @@ def test_a_fit_of_a_script_passes_and_resumes(asked, users, ray, tmp_path):
     rows = (tmp_path / "journal.jsonl").read_text()
     (tmp_path / "report.json").unlink()
     again = fit(settings, listen=listen)
-    assert any(one.startswith("resuming: ") for one in said)
+    assert any(note.startswith("resuming: ") for note in notes)
     assert again.rung == report.rung
     assert (tmp_path / "journal.jsonl").read_text() == rows
