@@ -112,7 +112,7 @@ def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
     raise InputError(
         f"a CPU rank with {format_bytes(budget_bytes)} holds up to {format_bytes(_OF_A_PROCESS)} more of torch and"
         f" DeepSpeed, and `ulimit -Hd` lets a process hold {format_bytes(process_bytes)}",
-        hint=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise it in a shell of root's",
+        hint=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise the limit as root",
     )
 
 

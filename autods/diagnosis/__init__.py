@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .diagnose import diagnose
-from .trial_outcome import Evidence, HostMemory, input_error, outcome_of, wants_larger_batch
+from .trial_outcome import Evidence, HostMemory, explain_failure, input_error, wants_larger_batch
 from .values import Diagnosis
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Evidence",
     "HostMemory",
     "diagnose",
+    "explain_failure",
     "input_error",
-    "outcome_of",
     "wants_larger_batch",
 ]

@@ -1,4 +1,4 @@
-"""From how the ranks of a trial ended to its outcome."""
+"""Decide the outcome of a trial from how its ranks ended."""
 
 from __future__ import annotations
 
@@ -18,18 +18,34 @@ from .rules import Signature, first_match
 from .values import Kind, shortage_in
 
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
+_EVIDENCE_CHARS = 400
+_LAST_LINES = 40  # of a log: read for what a dying process wrote
+RESULT_UNWRITTEN_EXIT = 98  # a rank leaves with it when even its result file cannot be written, see `runner.ranks`
+CONFIG = "DeepSpeed config"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.
 _AWAITING = re.compile(
     r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
 )
+_PLACE = re.compile(r"(/[^\n]*?\.py:\d+): ")
+_PYDANTIC_ERROR = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
+_OP = re.compile(
+    r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io)(?:\.so|')|'(\w+)Builder'"
+)
+# From torch, DeepSpeed's MoE layers, and trainers that compare the samples of a batch.
+_TOO_SMALL = re.compile(
+    r"Expected more than 1 (?:value per channel|spatial element) when training|than min_capacity\b"
+    r"|batch[ _]size (?:must|has to|should) be (?:>|greater than|larger than|at least) ?[1-4]\b"
+    r"|batch[ _]size \(\d+\) must be (?:evenly )?divisible by (?:the number of generations|num_generations)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The node's memory during the trial, noted by the process that watched its ranks.
+    """The node's memory during the trial, as the process that watches its ranks recorded it.
 
-    group_kills, machine_kills: what OOM killers ended meanwhile, in the fit's cgroup and on the whole machine.
+    group_kills and machine_kills count OOM kills during the trial, in the fit's cgroup and on the whole machine.
     """
 
     limit_bytes: int
@@ -39,20 +55,30 @@ class HostMemory:
     peak_rss_bytes: Mapping[str, int] = field(default_factory=dict)  # by rank
 
     @property
-    def killed(self) -> str | None:
-        """What speaks for an OOM killer, if anything does; a SIGKILL alone does not."""
+    def oom_kill_evidence(self) -> str | None:
+        """What shows that an OOM killer struck, if anything does; a SIGKILL alone does not."""
         if self.group_kills:
-            return f"the OOM killer of its cgroup struck ({format_bytes(self.limit_bytes)} are its limit)"
+            return f"the OOM killer of its cgroup struck (the limit is {format_bytes(self.limit_bytes)})"
         if self.machine_kills:
             return f"the kernel's OOM killer struck ({format_bytes(self.limit_bytes)} of memory)"
-        if self.least_free_bytes < _NEARLY_FULL * self.limit_bytes:
+        if self.is_nearly_full:
             return f"only {format_bytes(self.least_free_bytes)} of {format_bytes(self.limit_bytes)} were free"
         return None
+
+    @property
+    def is_nearly_full(self) -> bool:
+        return self.least_free_bytes < _NEARLY_FULL * self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One rank's end: by exception (`types` …), by signal or exit code (`exit`), or lost (`lost`: stuck, stopped)."""
+    """How one rank ended: by an exception (`types`, `message`, …), by a signal or exit code (`exit`), or lost.
+
+    exit: negative for a signal, as in `subprocess`. lost: 'stuck', 'stopped' or 'wall limit'. types: the exception's
+    class and its bases. causes: type and message of the exceptions that it was raised from, the nearest first.
+    contract: the part of the workload contract that was broken. idle_bytes: reserved by the device's allocator without
+    a tensor in them.
+    """
 
     rank: int
     phase: Phase
@@ -60,19 +86,19 @@ class Evidence:
     at_s: float
     device: Device
     limit_bytes: int | None = None
-    exit: int | None = None  # negative: the signal, as subprocess says it
+    exit: int | None = None
     lost: str | None = None
     types: tuple[str, ...] = ()
     message: str = ""
     traceback: str = ""
-    causes: tuple[tuple[str, str], ...] = ()  # type and message of what it was raised from, the nearest first
+    causes: tuple[tuple[str, str], ...] = ()
     user_frame: str | None = None
-    contract: str | None = None  # what of the Workload contract was broken
+    contract: str | None = None
     hint: str | None = None
     free_bytes: int | None = None
     log_tail: str = ""
     host: HostMemory | None = None
-    idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
+    idle_bytes: int | None = None
 
     @property
     def signal_name(self) -> str | None:
@@ -82,44 +108,41 @@ class Evidence:
         return signal.Signals(-self.exit).name
 
     @property
-    def said(self) -> str:
-        """The exception with its message, without the stack."""
+    def exception(self) -> str:
+        """The exception's type and message, without the stack; empty without an exception."""
         return f"{self.types[0]}: {self.message}" if self.types else ""
 
     @property
+    def headline(self) -> str:
+        """The exception's type, and the first line of its message that is not blank."""
+        line = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
+        return f"{self.types[0]}: {line}" if self.types else line
+
+    @property
     def stack(self) -> str:
-        """The frames of its own traceback, as the signatures read those of a log: no indent, no message, no carets."""
-        _, _, own = self.traceback.rpartition("Traceback (most recent call last):\n")
-        frames = itertools.takewhile(lambda line: line.startswith("  "), own.splitlines())
+        """The frames of the last traceback in the form in which rows match those of a log: no indent, no carets."""
+        _, _, last = self.traceback.rpartition("Traceback (most recent call last):\n")
+        frames = itertools.takewhile(lambda line: line.startswith("  "), last.splitlines())
         return "\n".join(line.strip() for line in frames if line.strip(" ^~"))
 
     @property
     def text(self) -> str:
-        """All that can be matched: the exception, or what a process that died by a signal left in its log."""
+        """The exception, or the last log lines of a process that died by a signal."""
         if self.types:
             return f"{self.types[0]}: {self.message}\n{self.traceback}"
-        if self.exit == -signal.SIGKILL:  # it could not say anything: what stands in the log is about something else
+        if self.exit == -signal.SIGKILL:  # the process could not write a reason: its log is about something else
             return ""
         return _ANSI.sub("", self.log_tail)
 
     @property
     def waits(self) -> bool:
-        """A lost rank whose stack shows that it waits for the others."""
+        """Whether the rank was lost while it waited for the others in a collective."""
         return self.lost is not None and _AWAITING.search(self.log_tail) is not None
-
-    @property
-    def headline(self) -> str:
-        """The exception in one line: the first line of its message that says something."""
-        line = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
-        return f"{self.types[0]}: {line}" if self.types else line
-
-
-_UNWRITTEN = 98  # how a rank leaves when even its result file fails, see `runner.ranks`
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What is said of the rank that is the cause."""
+class Verdict:
+    """The cause of a rank's end."""
 
     kind: Kind
     action: Action
@@ -128,233 +151,222 @@ class Said:
     tier: Tier | None = None
 
 
-def meaning_of(cause: Evidence) -> Said:
-    """By the strongest evidence there is."""
+def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
+    """The outcome of a trial whose ranks did not all succeed. The first rank that failed by itself is the cause."""
+    # Rows are matched only until one rank is the cause, because a trial may have thousands of ranks.
+    in_time = sorted(ends, key=lambda evidence: evidence.at_s)
+    cause = next((evidence for evidence in in_time if not _only_noticed(evidence)), in_time[0])
+    row = _matching_row(cause)
+    verdict = _fallback_verdict(cause) if row is None or cause.contract or cause.lost else _verdict_by_row(cause, row)
+    return _out_of_memory(cause, verdict) if verdict.kind == "out_of_memory" else _failed(cause, verdict)
+
+
+def _only_noticed(evidence: Evidence) -> bool:
+    """Whether the rank only saw another one fail."""
+    row = _matching_row(evidence)
+    return (row is not None and row.weight == "secondary") or evidence.waits
+
+
+# The row that matches.
+
+
+def _matching_row(evidence: Evidence) -> Signature | None:
+    """The row that matches the exception, or the last lines of a process that died by a signal."""
+    row = _row_of_exception(evidence) if evidence.types else _row_of_last_lines(evidence)
+    if row is None:
+        return None
+    if row.name == "missing-package" and evidence.user_frame:
+        return None  # an import in the workload: its file and line say more
+    if row.budget and evidence.device == "cpu":  # the memory of the process, which has a budget, stands for the device
+        return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
+    if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
+        return replace(row, kind="unknown", tier=None, action="retry")
+    return row
+
+
+def _row_of_exception(evidence: Evidence) -> Signature | None:
+    """By type and message, then by the base classes, then by the exceptions that it was raised from."""
+    text = "\n".join(line for line in evidence.exception.splitlines() if not BOILERPLATE.match(line))
+    row = first_match(text, type=evidence.types[0], stack=evidence.stack)
+    if row is None or row.name == "any-exception":
+        by_base = (first_match(text, type=base, stack=evidence.stack) for base in evidence.types[1:])
+        row = next((match for match in by_base if match is not None and match.name != "any-exception"), None)
+    if row is None or row.kind == "unknown":
+        by_cause = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)
+        row = next((match for match in by_cause if match is not None and match.kind == "out_of_memory"), row)
+    if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.types:
+        row = _memory_row(_rows_of(evidence.log_tail)) or row  # NCCL writes the reason only into the log
+    return row
+
+
+def _row_of_last_lines(evidence: Evidence) -> Signature | None:
+    """A row for memory that ran out, whatever follows it; for an abort else the peer that was waited for in vain."""
+    rows = _rows_of(evidence.text)
+    peer = next((row for row in rows if row.weight == "secondary"), None)
+    return _memory_row(rows) or (peer if evidence.signal_name == "SIGABRT" else None)
+
+
+def _rows_of(text: str) -> list[Signature]:
+    """The rows that match the last lines, the last line first."""
+    return [row for line in reversed(text.splitlines()[-_LAST_LINES:]) if (row := first_match(line)) is not None]
+
+
+def _memory_row(rows: Sequence[Signature]) -> Signature | None:
+    return next((row for row in rows if row.weight in ("decisive", "cause") and row.kind == "out_of_memory"), None)
+
+
+def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
+    notes: tuple[str, ...] = ()
+    if row.tier == "device":
+        shortage = shortage_in(cause.text)
+        if cause.idle_bytes is not None:  # the allocator's own figure
+            shortage = replace(shortage, idle_bytes=cause.idle_bytes)
+        notes = shortage.notes()
+    return Verdict(row.kind, row.action, _telling_line(cause, row), "; ".join((*notes, row.advice)), tier=row.tier)
+
+
+def _telling_line(cause: Evidence, row: Signature) -> str:
+    """The line that the row matches."""
+    if "ValidationError" in cause.types and (match := _PYDANTIC_ERROR.search(cause.message)):
+        return f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
+    for line in cause.text.splitlines():
+        if row.says:
+            matches = any(words in line.lower() for words in row.says)
+        else:
+            matches = bool(row.pattern) and re.search(row.pattern, line, re.IGNORECASE) is not None
+        if matches:
+            return line.strip()[:_EVIDENCE_CHARS]
+    return cause.headline[:_EVIDENCE_CHARS]
+
+
+# Without a row.
+
+
+def _fallback_verdict(cause: Evidence) -> Verdict:
+    """The verdict by the kind of end, where no row matches the text."""
     if cause.contract:
-        return Said("user_code", "fix_code", cause.contract, cause.hint or "")
+        return Verdict("user_code", "fix_code", cause.contract, cause.hint or "")
     if cause.lost:
-        return _lost(cause)
+        return _verdict_on_lost(cause)
+    if cause.signal_name == "SIGKILL":
+        return _verdict_on_sigkill(cause)
     if cause.signal_name:
-        return _signalled(cause, cause.signal_name)
+        return _verdict_on_signal(cause, cause.signal_name)
+    where = f"{cause.user_frame}: " if cause.user_frame else ""
     if "SystemExit" in cause.types:
-        said = f"{_where(cause)}sys.exit({cause.message}) was called"
-        return Said("user_code", "fix_code", said, "a workload must not leave the process")
+        text = f"{where}sys.exit({cause.message}) was called"
+        return Verdict("user_code", "fix_code", text, "a workload must not leave the process")
     if not cause.types:
-        if cause.exit == _UNWRITTEN:
-            said = "the rank could not write its result"
-            return Said("infrastructure", "fix_environment", said, "look for space left in --out: df -h")
-        said = f"the process left with exit code {cause.exit} and no result"
-        return Said("user_code", "fix_code", said, "something called os._exit or exec")
+        if cause.exit == RESULT_UNWRITTEN_EXIT:
+            text = "the rank could not write its result"
+            return Verdict("infrastructure", "fix_environment", text, "check the space left in --out: df -h")
+        text = f"the process left with exit code {cause.exit} and no result"
+        return Verdict("user_code", "fix_code", text, "something called os._exit or exec")
     if cause.phase in ("start", "rendezvous") and not cause.user_frame:
-        return Said("infrastructure", "retry", cause.headline, "the ranks could not find each other")
-    # The workload's own code runs while building, in forward and in backward; the rest is DeepSpeed with its config.
+        return Verdict("infrastructure", "retry", cause.headline, "the ranks could not find each other")
+    # The workload's own code runs in build, forward and backward. The other phases are DeepSpeed with its config.
     if cause.phase in ("init", "step", "save", "load") and not cause.user_frame:
-        return Said("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
-    said = f"{_where(cause)}{cause.headline}"
-    return Said("user_code", "fix_code", said, f"the workload raised it in {cause.phase}")
+        return Verdict("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
+    return Verdict("user_code", "fix_code", f"{where}{cause.headline}", f"the workload raised it in {cause.phase}")
 
 
-def _where(cause: Evidence) -> str:
-    return f"{cause.user_frame}: " if cause.user_frame else ""
-
-
-def _lost(cause: Evidence) -> Said:
+def _verdict_on_lost(cause: Evidence) -> Verdict:
     match cause.lost:
         case "stopped":
-            said = "the process was stopped (SIGSTOP) and did not go on"
-            return Said("infrastructure", "retry", said, "see who stops it")
+            text = "the process was stopped (SIGSTOP) and not continued"
+            return Verdict("infrastructure", "retry", text, "find out who stops it")
         case "wall limit":
-            said = "the trial took longer than the wall limit"
-            return Said("infrastructure", "retry", said, "raise limits.wall_s")
+            text = "the trial took longer than the wall limit"
+            return Verdict("infrastructure", "retry", text, "raise limits.wall_s")
         case _:
-            said = f"no rank moved for the stall limit; this one beat last in {cause.phase}"
-            return Said("communication", "retry", said, "its stack is at the end of its log")
+            text = f"no rank moved for the stall limit; this rank's last heartbeat was in {cause.phase}"
+            return Verdict("communication", "retry", text, "its stack is at the end of its log")
 
 
-def _signalled(cause: Evidence, name: str) -> Said:
-    if name == "SIGKILL":
-        return _killed(cause)
+def _verdict_on_signal(cause: Evidence, name: str) -> Verdict:
     meaning = MEANINGS.get(cause.exit or 0)
-    said = f"killed by {name}{_last_word(cause)}"
+    text = f"killed by {name}{_assertion(cause)}"
     if meaning is None or meaning.kind == "unknown":
-        return Said("unknown", "retry", said, "its stack is at the end of its log")
-    return Said(meaning.kind, meaning.action, said, meaning.advice, meaning.tier)
+        return Verdict("unknown", "retry", text, "its stack is at the end of its log")
+    return Verdict(meaning.kind, meaning.action, text, meaning.advice, meaning.tier)
 
 
-def _killed(cause: Evidence) -> Said:
-    """SIGKILL: the OOM killer's, if something else than the signal says so."""
-    why = cause.host.killed if cause.host else None
-    if cause.host is None or why is None:
-        return Said("unknown", "retry", "killed by SIGKILL, by no one of ours", MEANINGS[-signal.SIGKILL].advice)
-    held = cause.host.peak_rss_bytes.get(str(cause.rank))
-    said = f"killed by SIGKILL while {why}" if why.startswith("only") else f"killed by SIGKILL: {why}"
-    return Said(
-        "out_of_memory", "less_host_memory", f"{said}; it held {format_bytes(held)}" if held else said,
-        "the host's memory is full: offload less (or to NVMe), or give the node or its cgroup more memory", "host",
-    )  # fmt: skip
-
-
-def _last_word(cause: Evidence) -> str:
+def _assertion(cause: Evidence) -> str:
+    """': Assertion … failed', from the last such line of the log; empty without one."""
     lines = [line.strip() for line in cause.text.splitlines() if line.strip()]
     assertion = next((line for line in reversed(lines) if "ssert" in line), None)
     return f": {assertion}" if assertion else ""
 
 
-_INVALID = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
-_OP = re.compile(
-    r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io)(?:\.so|')|'(\w+)Builder'"
-)
-# By torch, DeepSpeed's layers of experts, and trainers that compare the samples of a batch with each other.
-_TOO_SMALL = re.compile(
-    r"Expected more than 1 (?:value per channel|spatial element) when training|than min_capacity\b"
-    r"|batch[ _]size (?:must|has to|should) be (?:>|greater than|larger than|at least) ?[1-4]\b"
-    r"|batch[ _]size \(\d+\) must be (?:evenly )?divisible by (?:the number of generations|num_generations)",
-    re.IGNORECASE,
-)
-_EVIDENCE_CHARS = 400
+def _verdict_on_sigkill(cause: Evidence) -> Verdict:
+    """Host memory if something other than the signal shows an OOM kill; else unknown."""
+    host = cause.host
+    if host is None or host.oom_kill_evidence is None:
+        return Verdict("unknown", "retry", "killed by SIGKILL, not by autods", MEANINGS[-signal.SIGKILL].advice)
+    link = ": " if host.group_kills or host.machine_kills else " while "
+    text = f"killed by SIGKILL{link}{host.oom_kill_evidence}"
+    if held := host.peak_rss_bytes.get(str(cause.rank)):
+        text += f"; the rank held {format_bytes(held)}"
+    advice = "host memory is full: offload less (or to NVMe), or give the node or its cgroup more memory"
+    return Verdict("out_of_memory", "less_host_memory", text, advice, "host")
 
 
-def outcome_of(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
-    """The verdict on a trial whose ranks did not all succeed: that of the first rank that failed by itself."""
-    # In time, and read only until one speaks for itself: thousands of ranks may have something to say.
-    in_time = sorted(ends, key=lambda evidence: evidence.at_s)
-    cause = next((evidence for evidence in in_time if not _noticed(evidence)), in_time[0])
-    row = row_of(cause)
-    said = _by_row(cause, row) if row is not None and not cause.contract and not cause.lost else meaning_of(cause)
-    if said.kind == "out_of_memory":
-        return _out_of_memory(cause, said)
-    return _failed(cause, said)
+# From a verdict to an outcome.
 
 
-def _noticed(evidence: Evidence) -> bool:
-    """Whether it only saw another rank fail."""
-    row = row_of(evidence)
-    return (row is not None and row.weight == "secondary") or evidence.waits
-
-
-def row_of(evidence: Evidence) -> Signature | None:
-    """The row that its exception matches, or the last words of a process that died by a signal."""
-    row = _by_exception(evidence) if evidence.types else _by_last_words(evidence)
-    if row is None:
-        return None
-    if row.name == "missing-package" and evidence.user_frame:
-        return None  # the workload's own import: its file and line say more
-    if row.budget and evidence.device == "cpu":  # the budgeted process memory is the device
-        return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
-    if row.killed and evidence.host and not evidence.host.killed:
-        return replace(row, kind="unknown", tier=None, action="retry")
-    return row
-
-
-def _by_exception(evidence: Evidence) -> Signature | None:
-    """By its type and message, those of its base classes, and where these say nothing by what it was raised from."""
-    text = "\n".join(line for line in evidence.said.splitlines() if not BOILERPLATE.match(line))
-    row = first_match(text, type=evidence.types[0], stack=evidence.stack)
-    if row is None or row.name == "any-exception":
-        own = (first_match(text, type=base, stack=evidence.stack) for base in evidence.types[1:])
-        row = next((found for found in own if found is not None and found.name != "any-exception"), None)
-    if row is None or row.kind == "unknown":
-        causes = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)
-        row = next((found for found in causes if found is not None and found.kind == "out_of_memory"), row)
-    if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.types:
-        row = _memory_in(_rows_of(evidence.log_tail)) or row  # NCCL writes why into the log, its exception only that
-    return row
-
-
-def _by_last_words(evidence: Evidence) -> Signature | None:
-    """Memory that ran out, whatever was said after it; else of an abort that a peer was waited for in vain."""
-    rows = _rows_of(evidence.text)
-    peer = next((row for row in rows if row.weight == "secondary"), None)
-    return _memory_in(rows) or (peer if evidence.signal_name == "SIGABRT" else None)
-
-
-def _rows_of(text: str) -> list[Signature]:
-    """Of the last lines, the last one first."""
-    return [row for line in reversed(text.splitlines()[-40:]) if (row := first_match(line)) is not None]
-
-
-def _memory_in(rows: Sequence[Signature]) -> Signature | None:
-    return next((row for row in rows if row.weight in ("decisive", "cause") and row.kind == "out_of_memory"), None)
-
-
-def _by_row(cause: Evidence, row: Signature) -> Said:
-    notes = replace(shortage_in(cause.text), **_allocator(cause)).notes() if row.tier == "device" else ()
-    advice = "; ".join((*notes, row.advice))
-    return Said(row.kind, row.action, _line(cause, row), advice, tier=row.tier)
-
-
-def _allocator(cause: Evidence) -> dict[str, int]:
-    """The allocator's own figure, where the message does not have it."""
-    return {} if cause.idle_bytes is None else {"idle_bytes": cause.idle_bytes}
-
-
-def _out_of_memory(cause: Evidence, said: Said) -> OutOfMemory:
-    assert said.tier is not None
-    limit = cause.host.limit_bytes if cause.host and said.tier == "host" else None
+def _out_of_memory(cause: Evidence, verdict: Verdict) -> OutOfMemory:
+    assert verdict.tier is not None
+    limit = None
+    if verdict.tier == "device":
+        limit = cause.limit_bytes
+    elif verdict.tier == "host" and cause.host:
+        limit = cause.host.limit_bytes
     shortage = shortage_in(cause.text)
     return OutOfMemory(
-        tier=said.tier,
+        tier=verdict.tier,
         rank=cause.rank,
         phase=cause.phase,
         step=cause.step,
-        evidence=said.evidence[:_EVIDENCE_CHARS],
+        evidence=verdict.evidence[:_EVIDENCE_CHARS],
         wanted_bytes=shortage.wanted_bytes,
         free_bytes=shortage.free_bytes if shortage.free_bytes is not None else cause.free_bytes,
-        limit_bytes=cause.limit_bytes if said.tier == "device" else limit,
-        action=said.action,
-        advice=said.advice,
+        limit_bytes=limit,
+        action=verdict.action,
+        advice=verdict.advice,
     )
 
 
-def _failed(cause: Evidence, said: Said) -> Failed:
-    assert said.kind != "out_of_memory"
-    assert said.kind != "none"
+def _failed(cause: Evidence, verdict: Verdict) -> Failed:
+    assert verdict.kind != "out_of_memory"
+    assert verdict.kind != "none"
     return Failed(
-        failure=said.kind,
+        failure=verdict.kind,
         rank=cause.rank,
         phase=cause.phase,
         step=cause.step,
-        evidence=said.evidence[:_EVIDENCE_CHARS],
-        action=said.action,
-        advice=said.advice,
-        op=_op_in(cause.text) if said.kind == "toolchain" else None,
-        wants_larger_batch=said.kind in ("user_code", "config") and wants_larger_batch(cause.text),
+        evidence=verdict.evidence[:_EVIDENCE_CHARS],
+        action=verdict.action,
+        advice=verdict.advice,
+        op=_broken_op(cause.text) if verdict.kind == "toolchain" else None,
+        wants_larger_batch=verdict.kind in ("user_code", "config") and wants_larger_batch(cause.text),
     )
+
+
+def _broken_op(text: str) -> str | None:
+    """The DeepSpeed op that a toolchain failure is about."""
+    match = _OP.search(text)
+    return next(filter(None, match.groups())) if match else None
 
 
 def wants_larger_batch(text: str) -> bool:
-    """Whether it says that a model cannot be trained with so small a micro batch."""
+    """Whether the text says that the model cannot be trained with so small a micro batch."""
     return _TOO_SMALL.search(text) is not None
 
 
-def _op_in(text: str) -> str | None:
-    """The DeepSpeed op that a toolchain failure is about."""
-    found = _OP.search(text)
-    return next(filter(None, found.groups())) if found else None
-
-
-def _line(cause: Evidence, row: Signature) -> str:
-    """The line of the text that proves it."""
-    if "ValidationError" in cause.types and (said := _INVALID.search(cause.message)):
-        return f"{said[1]}: {said[2]}"  # pydantic's first line only counts the errors
-    for line in cause.text.splitlines():
-        low = line.lower()
-        if any(words in low for words in row.says) or (
-            not row.says and row.pattern and re.search(row.pattern, line, re.IGNORECASE)
-        ):
-            return line.strip()[:_EVIDENCE_CHARS]
-    return cause.headline[:_EVIDENCE_CHARS]
-
-
-CONFIG = "DeepSpeed config"
-_PLACE = re.compile(r"(/[^\n]*?\.py:\d+): ")
-
-
 def input_error(failure: Failed, path: str, log: Path) -> InputError:
-    """What was wrong and where: the workload at `path`, with the line where it is known, or the DeepSpeed config."""
-    where = CONFIG if failure.action == "fix_config" else path
-    said = failure.evidence
-    if where == path and (place := _PLACE.match(said)):  # a line of the workload, or of a module that it imports
-        where, said = place[1], said[place.end() :]
-    seen = f"rank {failure.rank}, {failure.phase}; log: {log}"
-    return InputError(said, where=where, hint=f"{failure.advice} ({seen})" if failure.advice else seen)
+    """The error for a failure that the user has to fix: in the workload at `path`, or in the DeepSpeed config."""
+    where, text = CONFIG if failure.action == "fix_config" else path, failure.evidence
+    if where == path and (place := _PLACE.match(text)):  # a line of the workload, or of a module that it imports
+        where, text = place[1], text[place.end() :]
+    details = f"rank {failure.rank}, {failure.phase}; log: {log}"
+    return InputError(text, where=where, hint=f"{failure.advice} ({details})" if failure.advice else details)

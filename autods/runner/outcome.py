@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..diagnosis.trial_outcome import Evidence, HostMemory, outcome_of
+from ..diagnosis.trial_outcome import Evidence, HostMemory, explain_failure
 from ..schema import read_as
 from ..trial.job import RankJob
 from ..trial.training import relative_spread
@@ -156,7 +156,7 @@ def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | F
         if not rank.killed_by_us and not rank.succeeded
     ]
     if failed:
-        return outcome_of(failed)
+        return explain_failure(failed)
     if any(rank.killed_by_us for report in reports for rank in report.ranks):
         because = next((report.killed_because for report in reports if report.killed_because), "killed")
         return Failed(
@@ -200,15 +200,15 @@ def _judge_load(error: RankError, job: RankJob) -> OutOfMemory | Failed:
     """The user's module could not be imported."""
     record = RankRecord(phase="build", step=0, at_s=0.0, error=error)
     rank = RankExit(rank=0, phase="build", step=0, at_s=0.0, exit_code=1, record=record)
-    return outcome_of([replace(evidence_of(rank, job, None), limit_bytes=None)])
+    return explain_failure([replace(evidence_of(rank, job, None), limit_bytes=None)])
 
 
 def _judge_zygote(died: ZygoteDied) -> OutOfMemory | Failed:
     """The process that forks the ranks was killed; by an OOM killer, if its node's memory shows that."""
     text = f"the process that forks the ranks died: {died.how}"
-    if died.host is not None and died.host.killed and "SIGKILL" in died.how:
+    if died.host is not None and died.host.oom_kill_evidence and "SIGKILL" in died.how:
         return OutOfMemory(
-            tier="host", rank=-1, phase=died.phase, step=died.step, evidence=f"{text}; {died.host.killed}",
+            tier="host", rank=-1, phase=died.phase, step=died.step, evidence=f"{text}; {died.host.oom_kill_evidence}",
             limit_bytes=died.host.limit_bytes, action="less_host_memory",
             advice="the host's memory is full: give the node or its cgroup more memory, or use fewer ranks",
         )  # fmt: skip

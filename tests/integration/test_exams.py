@@ -18,14 +18,14 @@ FP32 = {"bf16.enabled": False, **BUCKETS}
 FIVE = Steps(warmup=1, timed=4, most_timed=4)
 
 
-def outcome_of(runner: RayRunner, rung: str, exam: Exam | None, steps: Steps = FIVE, **knobs: object) -> Outcome:
+def explain_failure(runner: RayRunner, rung: str, exam: Exam | None, steps: Steps = FIVE, **knobs: object) -> Outcome:
     asked = Knobs(checkpointing=False, **knobs)  # type: ignore[arg-type]
     trial = Trial(rung=rung, knobs=asked, purpose="certify", exam=exam, steps=steps)
     return runner.run(trial, id=1).outcome
 
 
 def worst_case(runner: RayRunner, rung: str, **knobs: object) -> Examined:
-    outcome = outcome_of(runner, rung, "worst_case", Steps(), **knobs)
+    outcome = explain_failure(runner, rung, "worst_case", Steps(), **knobs)
     assert isinstance(outcome, Fit), outcome
     assert outcome.examined is not None
     return outcome.examined
@@ -44,7 +44,7 @@ def test_a_tiny_model_passes_the_worst_case(runners, rung, gathered):
 
 
 def test_only_training_steps_are_timed_and_have_a_loss(runners):
-    outcome = outcome_of(runners(), "zero1", "worst_case", Steps(warmup=1, timed=2, most_timed=2))
+    outcome = explain_failure(runners(), "zero1", "worst_case", Steps(warmup=1, timed=2, most_timed=2))
     assert isinstance(outcome, Fit), outcome
     assert len(outcome.step_s) == 2
     assert len(outcome.losses) == 3
@@ -58,14 +58,14 @@ def test_the_longest_batch_is_the_workloads_own(runners):
 
 def test_a_longest_batch_can_run_out_where_training_fits(runners):
     runner = runners("lengths.py")
-    assert isinstance(outcome_of(runner, "ddp", None, Steps(), micro_batch=32), Fit)
-    ran_out = outcome_of(runner, "ddp", "worst_case", Steps(), micro_batch=32)
+    assert isinstance(explain_failure(runner, "ddp", None, Steps(), micro_batch=32), Fit)
+    ran_out = explain_failure(runner, "ddp", "worst_case", Steps(), micro_batch=32)
     assert isinstance(ran_out, OutOfMemory), ran_out
     assert (ran_out.tier, ran_out.phase) == ("device", "forward")
 
 
 def test_an_evaluation_that_does_not_fit_is_a_failure_of_the_trial(runners):
-    ran_out = outcome_of(runners("lengths.py"), "ddp", "worst_case", Steps(), micro_batch=2)
+    ran_out = explain_failure(runners("lengths.py"), "ddp", "worst_case", Steps(), micro_batch=2)
     assert isinstance(ran_out, OutOfMemory), ran_out
     assert (ran_out.tier, ran_out.phase) == ("device", "evaluate")
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_too_large_for_the_disk_is_skipped(small_disk):
 def losses(
     runner: RayRunner, rung: str, *, settings: Mapping[str, Scalar] = FP32, **knobs: object
 ) -> tuple[float, ...]:
-    outcome = outcome_of(runner, rung, "parity", settings=settings, **knobs)
+    outcome = explain_failure(runner, rung, "parity", settings=settings, **knobs)
     assert isinstance(outcome, Fit), outcome
     assert len(outcome.losses) == 5
     return outcome.losses

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from autods.diagnosis import Evidence, HostMemory, outcome_of, wants_larger_batch
+from autods.diagnosis import Evidence, HostMemory, explain_failure, wants_larger_batch
 from autods.types import Failed, OutOfMemory
 
 
@@ -29,20 +29,20 @@ def stuck(rank: int, at_s: float, innermost: str) -> Evidence:
 
 
 def test_closed_by_peer_never_wins_over_a_rank_that_ran_out_even_if_it_was_written_first():
-    outcome = outcome_of([closed_by_peer(0, 1.0), out_of_memory(1, 1.1), closed_by_peer(2, 0.9)])
+    outcome = explain_failure([closed_by_peer(0, 1.0), out_of_memory(1, 1.1), closed_by_peer(2, 0.9)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.rank, outcome.wanted_bytes) == (1, 1024)
 
 
 def test_of_two_ranks_that_ran_out_the_first_is_the_cause():
-    outcome = outcome_of([out_of_memory(0, 2.0), out_of_memory(1, 1.0)])
+    outcome = explain_failure([out_of_memory(0, 2.0), out_of_memory(1, 1.0)])
     assert isinstance(outcome, OutOfMemory)
     assert outcome.rank == 1
 
 
 def test_a_killed_rank_is_not_judged_by_what_its_log_says():
     log = "warning: Connection reset by peer, retrying\nout of memory is near: std::bad_alloc"
-    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
+    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.rank) == ("unknown", 1)  # nothing corroborates who sent it
 
@@ -51,13 +51,13 @@ def test_a_rank_that_waits_in_a_collective_is_not_the_one_that_hangs_though_it_b
     waiting = stuck(0, 1.0, "/lib/torch/distributed/distributed_c10d.py")
     hanging = stuck(1, 2.0, "/home/me/model.py")
     also_waiting = stuck(2, 1.5, "/lib/deepspeed/runtime/zero/partition_parameters.py")
-    outcome = outcome_of([waiting, hanging, also_waiting])
+    outcome = explain_failure([waiting, hanging, also_waiting])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.rank) == ("communication", 1)
 
 
 def test_when_all_wait_the_oldest_beat_is_named():
-    outcome = outcome_of([stuck(0, 2.0, "/x/torch/distributed/c.py"), stuck(1, 1.0, "/x/torch/distributed/c.py")])
+    outcome = explain_failure([stuck(0, 2.0, "/x/torch/distributed/c.py"), stuck(1, 1.0, "/x/torch/distributed/c.py")])
     assert isinstance(outcome, Failed)
     assert outcome.rank == 1
 
@@ -74,7 +74,7 @@ GIB = 2**30
     ],
 )
 def test_a_killed_rank_ran_out_of_host_memory_when_something_else_than_the_signal_says_so(host, words):
-    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, host=host), closed_by_peer(0, 0.9)])
+    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, host=host), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.rank, outcome.action) == ("host", 1, "less_host_memory")
     assert words in outcome.evidence
@@ -83,7 +83,7 @@ def test_a_killed_rank_ran_out_of_host_memory_when_something_else_than_the_signa
 
 def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
     host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
-    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGKILL, host=host)])
+    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, host=host)])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.action) == ("unknown", "retry")
     assert "dmesg" in outcome.advice
@@ -92,13 +92,13 @@ def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
 def test_an_exception_is_judged_by_itself_although_the_killer_struck_elsewhere():
     host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1)
     said = evidence(0, 1.0, exit=1, types=("ValueError",), message="bad value", user_frame="model.py:3", host=host)
-    outcome = outcome_of([said])
+    outcome = explain_failure([said])
     assert isinstance(outcome, Failed)
     assert outcome.failure == "user_code"
 
 
 def test_a_bus_error_is_a_full_shm_and_no_rung_helps():
-    outcome = outcome_of([evidence(1, 1.0, exit=-signal.SIGBUS)])
+    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGBUS)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.action) == ("shm", "fix_environment")
     assert "/dev/shm" in outcome.advice
@@ -107,14 +107,14 @@ def test_a_bus_error_is_a_full_shm_and_no_rung_helps():
 def test_memory_that_the_allocator_keeps_in_pieces_is_said_with_the_knob():
     message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
     said = evidence(0, 1.0, device="cuda", types=("OutOfMemoryError",), message=message, idle_bytes=3 * GIB)
-    outcome = outcome_of([said])
+    outcome = explain_failure([said])
     assert isinstance(outcome, OutOfMemory)
     assert "expandable_segments:True" in outcome.advice
 
 
 def test_a_failed_build_names_its_op():
     said = evidence(0, 1.0, types=("RuntimeError",), message="Error building extension 'cpu_adam'")
-    outcome = outcome_of([said])
+    outcome = explain_failure([said])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.op) == ("toolchain", "cpu_adam")
 
@@ -139,7 +139,7 @@ def test_what_the_users_own_frame_raises_below_deepspeed_is_the_users():
         user_frame="model.py:30",
         phase="init",
     )
-    outcome = outcome_of([said])
+    outcome = explain_failure([said])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.action) == ("user_code", "fix_code")
 
@@ -169,6 +169,6 @@ def test_what_asks_for_more_samples_is_told_from_other_words_about_batches(said:
 
 def test_a_trainer_that_refuses_a_batch_of_one_wants_a_larger_one_whatever_kind_of_failure_that_is():
     message = "Actual (not effective) batch size must be > 1. KTO will not work properly"
-    outcome = outcome_of([evidence(0, 1.0, exit=1, types=("ValueError",), message=message)])
+    outcome = explain_failure([evidence(0, 1.0, exit=1, types=("ValueError",), message=message)])
     assert isinstance(outcome, Failed)
     assert outcome.wants_larger_batch

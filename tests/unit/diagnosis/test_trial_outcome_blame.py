@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from autods.diagnosis import Evidence, input_error, outcome_of
+from autods.diagnosis import Evidence, explain_failure, input_error
 from autods.types import Failed, OutOfMemory, Phase
 
 LOG = Path("/out/logs/rank0.log")
 
 
 def failed(**said: Any) -> Failed:
-    outcome = outcome_of([ended(**said)])
+    outcome = explain_failure([ended(**said)])
     assert isinstance(outcome, Failed)
     return outcome
 
@@ -68,7 +68,7 @@ def test_a_rendezvous_that_fails_is_not_the_workloads_fault() -> None:
 
 def test_a_thread_that_has_no_room_for_its_stack_is_the_budgets_end() -> None:
     end = ended(phase="rendezvous", types=("RuntimeError",), message="Resource temporarily unavailable")
-    outcome = outcome_of([end])
+    outcome = explain_failure([end])
     assert isinstance(outcome, OutOfMemory)
     assert outcome.tier == "device"
 
