@@ -45,7 +45,7 @@ ONCE = ("ddp",)
 CASES = (
     Case(fault="out of memory", phase="backward", kind="out_of_memory", tier="device", action="leaner_rung",
          then=EVERY),
-    Case(fault="SIGKILL", phase="step", kind="unknown", action="retry", then=TWICE, words="by no one of ours"),
+    Case(fault="SIGKILL", phase="step", kind="unknown", action="retry", then=TWICE, words="not by autods"),
     Case(fault="SIGSEGV", phase="forward", kind="unknown", action="retry", then=TWICE, words="SIGSEGV"),
     Case(fault="SIGSTOP", phase="build", kind="infrastructure", action="retry", then=TWICE, words="SIGSTOP"),
     Case(fault="exception", phase="forward", kind="user_code", action="fix_code", then=ONCE, words="made to fail"),
