@@ -12,7 +12,7 @@ from ..settings import Settings
 from ..system.gpus import Card
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes
-from .ray_connect import format_ray_error, kept_session, ray_internal
+from .ray_connect import format_ray_error, ray_internal, session
 
 _LOOK_EVERY_S = 1.0
 _SILENT_S = 5.0  # a shorter wait is not reported
@@ -295,7 +295,7 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
 
 def read_cluster_hardware(address: str, resource: str) -> list[Hardware]:
     """Return the hardware of every living node that has the resource ("GPU" or "CPU"). Needs none of it to be free."""
-    with kept_session(address) as ray:
+    with session(cpus=1, address=address) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         task = ray.remote(num_cpus=0, max_retries=0)(read_hardware)

@@ -35,7 +35,6 @@ _COMMON_OPTIONS: dict[str, Any] = {
     "configure_logging": False,
     "namespace": "autods",
 }
-_kept: list[tuple[str, contextlib.ExitStack]] = []  # a connection that waits for its next user, by its address
 
 
 @contextlib.contextmanager
@@ -46,12 +45,6 @@ def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
     CPUs. Raises InputError when none answers at `address`, EnvironmentBroken when Ray cannot be started or joined.
     """
     ray = _import_ray(joins=address is not None)
-    if _kept:
-        kept_address, connection = _kept.pop()
-        with connection:
-            if kept_address == address:
-                yield ray
-                return
     if ray.is_initialized():
         yield ray
     elif address is not None:
@@ -62,24 +55,8 @@ def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
             yield ray
 
 
-@contextlib.contextmanager
-def kept_session(address: str) -> Iterator[Any]:
-    """A `session` whose connection stays for the next session with this address.
-
-    Ray's workers have loaded our package by then, and belong to the connection.
-    """
-    with contextlib.ExitStack() as stack:
-        is_ours = not is_connected()
-        ray = stack.enter_context(session(cpus=1, address=address))
-        yield ray
-        if is_ours:
-            _kept.append((address, stack.pop_all()))
-
-
 def is_connected() -> bool:
-    """Whether somebody else connected this process to a cluster. Does not import Ray to find out."""
-    if _kept:
-        return False
+    """Whether this process is connected to a cluster. Does not import Ray to find out."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 

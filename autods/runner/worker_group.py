@@ -242,6 +242,8 @@ class WorkerGroup:
             result: NodeResult = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError:
             raise  # an error in our own code
+        except self.ray.exceptions.ActorUnavailableError:
+            return lose_node(node, "the connection to its agent broke")
         except self.ray.exceptions.RayError as error:
             return lose_node(node, format_ray_error(error))
         return result.on_driver_clock(node.ahead_s) if isinstance(result, NodeReport) else result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.runner import ray_connect
-from autods.runner.ray_connect import join_cluster, kept_session, ray_internal, session, start_local
+from autods.runner.ray_connect import join_cluster, ray_internal, session, start_local
 
 
 class FakeRay:
@@ -82,21 +81,14 @@ def test_a_missing_internal_of_ray_is_reported_with_its_version(monkeypatch: pyt
 
 def test_the_installed_ray_has_the_internals_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with session_variables():
-        for module, name in (
-            ("ray._private.services", "ConsolePopen"),
-            ("ray._private.services", "resolve_ip_for_localhost"),
-            ("ray._private.utils", "read_ray_address"),
-            ("ray._private.state", "available_resources_per_node"),
-        ):
-            assert callable(ray_internal(module, name))
-
-
-@contextlib.contextmanager
-def session_variables() -> Iterator[None]:
-    """Ray reads some variables once for the whole process: import it as a fit does."""
-    ray_connect._import_ray()
-    yield
+    ray_connect._import_ray()  # it sets variables that Ray reads once a process
+    for module, name in (
+        ("ray._private.services", "ConsolePopen"),
+        ("ray._private.services", "resolve_ip_for_localhost"),
+        ("ray._private.utils", "read_ray_address"),
+        ("ray._private.state", "available_resources_per_node"),
+    ):
+        assert callable(ray_internal(module, name))
 
 
 def test_a_cluster_is_left_as_it_was(listening: str) -> None:
@@ -155,22 +147,9 @@ def test_a_cluster_that_refuses_us_is_reported_in_two_lines(listening: str) -> N
     assert ray.shutdowns == 1
 
 
-def test_a_kept_connection_serves_the_next_session(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_ends_its_connection(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setattr(ray_connect, "_import_ray", lambda joins=False: ray)
-    with kept_session(listening):
-        pass
-    assert ray.shutdowns == 0
     with session(cpus=1, address=listening):
-        assert len(ray.options) == 1
-    assert ray.shutdowns == 1
-
-
-def test_a_kept_connection_to_another_place_is_closed(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay()
-    monkeypatch.setattr(ray_connect, "_import_ray", lambda joins=False: ray)
-    with kept_session(listening):
-        pass
-    with pytest.raises(InputError, match="HOST:PORT"), session(cpus=1, address="elsewhere"):
-        pass
+        assert (len(ray.options), ray.shutdowns) == (1, 0)
     assert ray.shutdowns == 1

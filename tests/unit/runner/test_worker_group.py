@@ -47,6 +47,8 @@ class Ray:
 
         class RayActorError(RayError): ...
 
+        class ActorUnavailableError(RayActorError): ...
+
     def wait(self, references: list[Any], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
         done = [reference for reference in references if reference.ready()]
         if not done:
@@ -188,13 +190,20 @@ def test_a_rank_that_fails_ends_the_ranks_of_other_nodes() -> None:
     assert outcome.rank == 3
 
 
-def test_an_agent_that_ray_calls_dead_is_lost() -> None:
-    group = a_group(Agent(report_of(killed(0)), "aborted"), Agent(Ray.exceptions.RayError("died\n")))
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (Ray.exceptions.RayError("died\nits stacks"), "died"),
+        (Ray.exceptions.ActorUnavailableError("RpcError: 14"), "the connection to its agent broke"),
+    ],
+)
+def test_an_agent_that_ray_cannot_reach_is_lost(error: Exception, how: str) -> None:
+    group = a_group(Agent(report_of(killed(0)), "aborted"), Agent(error))
     outcome = find_failure(run(group), JOB)
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.action) == ("infrastructure", "retry")
-    assert outcome.evidence == "node 10.0.0.2 was lost in the trial: died"
-    assert group.nodes[1].lost == "died"
+    assert outcome.evidence == f"node 10.0.0.2 was lost in the trial: {how}"
+    assert group.nodes[1].lost == how
 
 
 @pytest.mark.parametrize(("limit", "words"), [("ABORTED_S", "did not end"), ("SILENT_S", "not answered")])
