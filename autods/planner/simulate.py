@@ -95,7 +95,7 @@ def engine_spec(
     reason = (
         site.problem
         or refusal_reason(rung, facts, site.world_size)
-        or _why_not_here(rung, site, settings)
+        or _why_not_here(rung, site)
         or why_not_forecast(facts)
     )
     if reason is not None:
@@ -164,11 +164,9 @@ def _accumulation(site: Site) -> int:
     return accumulation_for(site.global_batch, site.micro_batch, site.world_size)
 
 
-def _why_not_here(rung: Rung, site: Site, settings: PlanSettings) -> str | None:
+def _why_not_here(rung: Rung, site: Site) -> str | None:
     if rung.needs_nvme_path and site.nvme_path is None:
         return "no NVMe was named (--nvme 2TiB)"
-    if settings.device == "cpu" and site.precision == "fp16":
-        return "CPU ranks have no fp16"
     return None
 
 

@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 from ..config.base_config import precision_name
-from ..config.catalogue import Machine
 from ..config.deepspeed import compose, get_key, merge, nest_key, required_ops, start_settings
 from ..config.strategies import Rung
 from ..errors import InputError
@@ -188,19 +187,13 @@ def _why_not(
     for key, value in trial.knobs.settings.items():
         base = merge(base, nest_key(key, value))
     precision = precision_name(base)
-    if (why := _no_precision(precision, settings, question.machine)) is not None:
-        return why
+    if precision == "fp16" and "fp16" in problems:
+        return f"{problems['fp16']}: take bf16, or another device"
+    if question.machine is not None and precision == "bf16" and not question.machine.bf16:
+        return f"{question.machine.title} has no bf16"
     for op in required_ops(config_of(question, trial, facts)):
         if op in problems:
             return f"its op {op} cannot be built: {problems[op]}"
-    return None
-
-
-def _no_precision(precision: str, settings: Settings, machine: Machine | None) -> str | None:
-    if settings.device == "cpu" and precision == "fp16":
-        return "CPU ranks have no fp16: run it on GPUs, or take bf16"
-    if machine is not None and precision == "bf16" and not machine.bf16:
-        return f"{machine.title} has no bf16"
     return None
 
 

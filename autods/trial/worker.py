@@ -167,10 +167,16 @@ _SCRIPT_HANDLERS = {**_HANDLERS, "train": _train_script, "survey": _survey_scrip
 
 
 def _find_op_problems(job: RankJob) -> dict[str, str]:
-    """Return why ops of the job cannot be built on this machine; ops that can be built are left out."""
+    """Return why ops of the job cannot be built on this machine; ops that can be built are left out.
+
+    'fp16' is listed as well where DeepSpeed's accelerator cannot train in it.
+    """
+    from deepspeed.accelerator import get_accelerator
+
     from .ops import find_problem
 
-    return {op: problem for op in job.ops if (problem := find_problem(op))}
+    problems = {op: problem for op in job.ops if (problem := find_problem(op))}
+    return problems if get_accelerator().is_fp16_supported() else {**problems, "fp16": "this device has no fp16"}
 
 
 def _measurements(observer: Observer) -> dict[str, Any]:

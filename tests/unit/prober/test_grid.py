@@ -104,7 +104,7 @@ def test_as_written_leaves_buckets_to_the_base_config(tmp_path: Path) -> None:
     [
         (("rung=zero1",), {"gpus": 1}, "one rank: no sharding to gain"),
         (("rung=zero3-nvme",), {}, "no --nvme-path was given"),
-        (("precision=fp16",), {}, "CPU ranks have no fp16"),
+        (("precision=fp16",), {"problems": {"fp16": "this device has no fp16"}}, "this device has no fp16: take bf16"),
         (("rung=zero2-offload",), {"problems": {"cpu_adam": "no compiler"}}, "cpu_adam cannot be built: no compiler"),
         (("micro_batch=3",), {"global_batch": 8}, "no multiple of 3 × 2 ranks"),
     ],
@@ -117,9 +117,12 @@ def test_what_cannot_be_run_is_refused_with_the_reason_and_the_others_run(
     assert said in str(cell.refused)
 
 
-def test_fp16_in_the_base_config_is_refused_on_cpu_ranks_too(tmp_path: Path) -> None:
-    (cell,) = cells(tmp_path, base_config={"fp16": {"enabled": True}})
-    assert "no fp16" in str(cell.refused)
+def test_fp16_in_the_base_config_is_refused_where_the_device_has_none(tmp_path: Path) -> None:
+    base = {"fp16": {"enabled": True}}
+    (refused,) = cells(tmp_path, base_config=base, problems={"fp16": "this device has no fp16"})
+    assert "no fp16" in str(refused.refused)
+    (cell,) = cells(tmp_path, base_config=base)
+    assert cell.refused is None
 
 
 def test_checkpointing_that_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
