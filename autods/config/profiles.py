@@ -80,12 +80,20 @@ class TimeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """headroom: the share of the device that growing and tuning leave free."""
+
+    headroom: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How hard a fit tries, see `configs/*.toml`."""
+    """How hard a fit tries, as `configs/*.toml` describes it. ladder: the names of the rungs that are tried."""
 
     name: str
+    title: str = ""
     ladder: tuple[str, ...]
-    headroom: float
+    memory: MemoryLimits
     walk: Steps
     timed: Steps
     grow: GrowLimits
@@ -104,65 +112,29 @@ def read_profile(name: str) -> Profile:
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no config {name!r}", hint=f"give one of {known}, or the path of a .toml file")
     hint = "compare with configs/default.toml"
-    file = read_checked(_File, read_toml(path), _check, name="config", where=str(path), hint=hint)
-    return Profile(
-        name=file.name,
-        ladder=file.ladder,
-        headroom=file.memory.headroom,
-        walk=file.walk,
-        timed=file.timed,
-        grow=file.grow,
-        race=file.race,
-        tune=file.tune,
-        certify=file.certify,
-        limits=file.limits,
-        budget=file.budget,
-    )
+    return read_checked(Profile, read_toml(path), _check, name="config", where=str(path), hint=hint)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
-    headroom: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A profile as its TOML file has it."""
-
-    name: str
-    title: str = ""
-    ladder: tuple[str, ...]
-    memory: _Memory
-    walk: Steps
-    timed: Steps
-    grow: GrowLimits
-    race: RaceLimits
-    tune: TuneLimits
-    certify: CertifyLimits
-    limits: TimeLimits
-    budget: Budget = field(default_factory=Budget)
-
-
-def _check(file: _File) -> None:
+def _check(profile: Profile) -> None:
     """Raises ValueError for numbers that make no sense."""
-    limits, parity = file.limits, file.certify.parity or file.certify.steps
-    senses = {
-        "memory.headroom must be at least 0 and below 1": 0 <= file.memory.headroom < 1,
+    limits, grow, race, certify = profile.limits, profile.grow, profile.race, profile.certify
+    all_steps = (profile.walk, profile.timed, race.steps, race.finals, certify.steps, certify.parity or certify.steps)
+    rules = {
+        "memory.headroom must be at least 0 and below 1": 0 <= profile.memory.headroom < 1,
         "warmup must be at least 0, timed at least 1, most_timed no less than timed": all(
-            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed
-            for steps in (file.walk, file.timed, file.race.steps, file.race.finals, file.certify.steps, parity)
+            steps.warmup >= 0 and 1 <= steps.timed <= steps.most_timed for steps in all_steps
         ),
         "grow.most_trials must be at least 0, grow.most_micro_batch at least 1": (
-            file.grow.most_trials >= 0 and file.grow.most_micro_batch >= 1
+            grow.most_trials >= 0 and grow.most_micro_batch >= 1
         ),
         "race.noise must be at least 0 and below 1, finalists at least 1, turns and most_trials at least 0": (
-            0 <= file.race.noise < 1 and file.race.finalists >= 1 and min(file.race.turns, file.race.most_trials) >= 0
+            0 <= race.noise < 1 and race.finalists >= 1 and min(race.turns, race.most_trials) >= 0
         ),
-        "tune.trials must be at least 0": file.tune.trials >= 0,
-        "certify.most_trials must be at least 0": file.certify.most_trials >= 0,
-        "budget must be at least 0": min(file.budget.trials, file.budget.seconds) >= 0,
+        "tune.trials must be at least 0": profile.tune.trials >= 0,
+        "certify.most_trials must be at least 0": certify.most_trials >= 0,
+        "budget must be at least 0": min(profile.budget.trials, profile.budget.seconds) >= 0,
         "limits must be above 0 s": min(limits.stall_s, limits.init_s, limits.wall_s, limits.build_s) > 0,
     }
-    for sense, holds in senses.items():
+    for rule, holds in rules.items():
         if not holds:
-            raise ValueError(sense)
+            raise ValueError(rule)

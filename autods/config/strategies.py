@@ -17,7 +17,11 @@ State = Literal["parameters", "gradients", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """How a start value follows from the device or the model; exactly one of the two shares is set."""
+    """How the first value of a key follows from the device or from the model.
+
+    Exactly one of the shares is set. device_share: of the device's bytes, in elements of `bytes_each` bytes.
+    largest_parameter: a multiple of the largest parameter's elements. most: an upper bound in elements.
+    """
 
     device_share: float | None = None
     bytes_each: int = 1
@@ -25,7 +29,7 @@ class Sizing:
     most: int | None = None
 
     def value(self, *, device_bytes: int, facts: ModelFacts) -> int:
-        """Elements, even (ZeRO aligns its partitions to two elements), at least 2."""
+        """Return a number of elements: even, because ZeRO aligns its partitions to two elements, and at least 2."""
         if self.largest_parameter is not None:
             size = facts.largest_parameter * self.largest_parameter
         else:
@@ -37,9 +41,9 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """One key that may be tuned: either choices, or a range given as multiples of the start value.
+    """The search space of a key: either choices, or a range given as multiples of the start value.
 
-    usual: what DeepSpeed takes when nobody says anything, worth a trial whatever the start is.
+    usual: DeepSpeed's own default, which is worth a trial whatever the start value is.
     """
 
     choices: tuple[Scalar, ...] = ()
@@ -50,31 +54,20 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """One strategy of the ladder, see `strategies/*.toml`."""
+class Needs:
+    """Conditions under which a rung is tried. world_size: with fewer ranks it gains nothing."""
 
-    name: str
-    order: int
-    title: str
-    stage: int
-    shards: tuple[State, ...]
-    places: Mapping[State, Tier]
-    least_world_size: int
-    needs_nvme_path: bool
-    ds_config: Mapping[str, Any]
-    start: Mapping[str, Sizing] = field(default_factory=dict)
-    tune: Mapping[str, Dimension] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Needs:
     world_size: int
     nvme_path: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A rung as its TOML file has it."""
+class Rung:
+    """One strategy of the ladder, as `strategies/*.toml` describes it.
+
+    order: position in the ladder; 10 is the fastest. shards, places: the states that are split over the ranks, and the
+    tier that holds each state between steps. start, tune: a dotted DeepSpeed key → its first value, its search space.
+    """
 
     name: str
     order: int
@@ -82,40 +75,27 @@ class _File:
     stage: Literal[0, 1, 2, 3]
     shards: tuple[State, ...]
     places: Mapping[State, Tier]
-    needs: _Needs
+    needs: Needs
     ds_config: Mapping[str, Any]
     start: Mapping[str, Sizing] = field(default_factory=dict)
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
 
 def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
-    """A rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
-    file = read_checked(_File, data, _check, name="rung", where=where, hint="compare with strategies/zero3.toml")
-    return Rung(
-        name=file.name,
-        order=file.order,
-        title=file.title,
-        stage=file.stage,
-        shards=file.shards,
-        places=file.places,
-        least_world_size=file.needs.world_size,
-        needs_nvme_path=file.needs.nvme_path,
-        ds_config=file.ds_config,
-        start=file.start,
-        tune=file.tune,
-    )
+    """Read a rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
+    return read_checked(Rung, data, _check, name="rung", where=where, hint="compare with strategies/zero3.toml")
 
 
-def _check(file: _File) -> None:
-    """Raises ValueError for what the types alone allow."""
+def _check(rung: Rung) -> None:
+    """Raises ValueError for values that the types alone allow."""
     for state in get_args(State):
-        if state not in file.places:
+        if state not in rung.places:
             raise ValueError(f"places lacks {state!r}")
-    for key, sizing in file.start.items():
+    for key, sizing in rung.start.items():
         if (sizing.device_share is None) == (sizing.largest_parameter is None):
             raise ValueError(f"start.{key} needs either device_share or largest_parameter")
-    for key, dimension in file.tune.items():
-        if not dimension.choices and key not in file.start:
+    for key, dimension in rung.tune.items():
+        if not dimension.choices and key not in rung.start:
             raise ValueError(f"tune.{key} is a range, so it needs a start value in [start]")
         if not dimension.choices and not 0 < dimension.low < dimension.high:
             raise ValueError(f"tune.{key} needs choices, or 0 < low < high")
@@ -124,21 +104,21 @@ def _check(file: _File) -> None:
 
 def _check_usual(key: str, dimension: Dimension) -> None:
     usual = dimension.usual
+    if usual is None:
+        return
     if dimension.choices:
-        right = usual is None or any(
-            usual is one or (type(usual) is type(one) and usual == one) for one in dimension.choices
-        )
+        valid = any(type(usual) is type(choice) and usual == choice for choice in dimension.choices)
         wanted = "one of the choices"
     else:
-        right = usual is None or (isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2)
+        valid = isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2
         wanted = "a number of elements, at least 2"
-    if not right:
+    if not valid:
         raise ValueError(f"tune.{key}.usual is {usual!r}, not {wanted}")
 
 
 def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
-    """Every rung by name, fastest first: those that ship, then those of the user's folders (which win)."""
-    found: dict[str, Rung] = {}
+    """Return every rung by name, fastest first. A rung of the user's folders replaces a shipped one of that name."""
+    rungs: dict[str, Rung] = {}
     for folder in (data_folder("strategies"), *folders):
         if not folder.is_dir():
             raise InputError(
@@ -146,12 +126,12 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
             )
         for path in sorted(folder.glob("*.toml")):
             rung = parse_rung(read_toml(path), where=str(path))
-            found[rung.name] = rung
-    return dict(sorted(found.items(), key=lambda item: item[1].order))
+            rungs[rung.name] = rung
+    return dict(sorted(rungs.items(), key=lambda item: item[1].order))
 
 
 def select_rungs(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:
-    """The named rungs, fastest first. Raises InputError for a name that no rung has."""
+    """Return the named rungs, fastest first. Raises InputError for a name that no rung has."""
     wanted = tuple(names)
     for name in wanted:
         if name not in rungs:

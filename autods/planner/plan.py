@@ -138,7 +138,7 @@ def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
     rungs = tuple(forecast for forecast in known if forecast is not None)
     reason = why_not_forecast(run.facts)
     to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
-    lacks_nvme = tuple(rung.name for rung in run.settings.ladder if rung.needs_nvme_path and site.nvme_path is None)
+    lacks_nvme = tuple(rung.name for rung in run.settings.ladder if rung.needs.nvme_path and site.nvme_path is None)
     return SiteForecast(site=site, rungs=rungs, to_try=to_try, lacks_nvme=lacks_nvme)
 
 

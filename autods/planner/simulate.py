@@ -165,7 +165,7 @@ def _accumulation(site: Site) -> int:
 
 
 def _why_not_here(rung: Rung, site: Site) -> str | None:
-    if rung.needs_nvme_path and site.nvme_path is None:
+    if rung.needs.nvme_path and site.nvme_path is None:
         return "no NVMe was named (--nvme 2TiB)"
     return None
 

@@ -179,7 +179,7 @@ def _why_not(
     settings = question.settings
     if (reason := refusal_reason(rung, facts, settings.gpus)) is not None:
         return reason
-    if rung.needs_nvme_path and settings.nvme_path is None:
+    if rung.needs.nvme_path and settings.nvme_path is None:
         return "no --nvme-path was given"
     if trial.knobs.checkpointing and not facts.checkpointing:
         return "the model has no gradient_checkpointing_enable()"

@@ -249,7 +249,7 @@ class JobFactory:
     def survey(self) -> RankJob:
         """Find out what the workload is, and which ops of the ladder cannot be built; on one rank."""
         settings = self.settings
-        rungs = [rung for rung in settings.ladder if not rung.needs_nvme_path or settings.nvme_path]
+        rungs = [rung for rung in settings.ladder if not rung.needs.nvme_path or settings.nvme_path]
         ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))
         if settings.source.kind == "script":
             ops = tuple(BUILDERS)  # its config is not known yet

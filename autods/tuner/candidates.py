@@ -46,12 +46,12 @@ def refusal_reason(rung: Rung, facts: ModelFacts, world_size: int) -> str | None
         if refusal.has(facts) and rung.stage in refusal.stages:
             return refusal.reason.format(stage=rung.stage)
     replicas = facts.replicas(world_size)
-    if rung.least_world_size > replicas:
+    if rung.needs.world_size > replicas:
         if facts.pipeline_stages:
             return f"{replicas} replica{'s' if replicas > 1 else ''} of the pipeline: no sharding to gain"
         if world_size == 1:
             return "one rank: no sharding to gain"
-        return f"{world_size} ranks: it needs {rung.least_world_size} or more"
+        return f"{world_size} ranks: it needs {rung.needs.world_size} or more"
     return None
 
 
@@ -143,7 +143,7 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
 
 
 def _why_not(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
-    if rung.needs_nvme_path and settings.nvme_path is None:
+    if rung.needs.nvme_path and settings.nvme_path is None:
         return "no --nvme-path was given"
     for op in ops:
         if op in op_problems:

@@ -63,7 +63,7 @@ def certify_winner(
         parity_steps=limits.parity or limits.steps,
         tolerance=max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions)),
         limit_bytes=settings.device_bytes,
-        headroom=settings.profile.headroom,
+        headroom=settings.profile.memory.headroom,
         world_size=context.world_size,
         global_batch=settings.global_batch,
         most_trials=limits.most_trials,

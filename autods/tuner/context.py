@@ -75,4 +75,4 @@ class FitContext:
 
 def usable_bytes_of(settings: Settings) -> float:
     """Device memory less the headroom of the profile."""
-    return settings.device_bytes * (1 - settings.profile.headroom)
+    return settings.device_bytes * (1 - settings.profile.memory.headroom)

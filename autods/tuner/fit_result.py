@@ -167,7 +167,7 @@ def _common(
             "stop": settings.profile.race.stop,
             "ladder": [rung.name for rung in settings.ladder],
             "lacks_nvme": [
-                rung.name for rung in settings.ladder if rung.needs_nvme_path and settings.nvme_path is None
+                rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None
             ],
             "script": describe_launch(settings.source) if settings.source.kind == "script" else None,
         },

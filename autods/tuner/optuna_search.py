@@ -442,7 +442,7 @@ def tune_winner(raced: RaceResult, context: FitContext) -> TuneResult:
         limits=profile.tune,
         steps=profile.timed,
         limit_bytes=settings.device_bytes,
-        headroom=profile.headroom,
+        headroom=profile.memory.headroom,
         seed=settings.seed,
         study_path=context.study,
         current={key: value for key in rung.tune if (value := get_key(config, key)) is not None},

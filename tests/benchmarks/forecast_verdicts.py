@@ -301,7 +301,7 @@ def rungs_of(setup: Setup, *, nvme: bool) -> tuple[str, ...]:
     return tuple(
         name
         for name, rung in sorted(read_rungs().items(), key=lambda item: item[1].order)
-        if rung.least_world_size <= setup.world_size and (nvme or not rung.needs_nvme_path)
+        if rung.needs.world_size <= setup.world_size and (nvme or not rung.needs.nvme_path)
     )
 
 

@@ -174,7 +174,7 @@ def settings_of(workload: Workload, out: Path, *, seed: int = 0, trials: int | N
 
 def usable(settings: Settings) -> float:
     """Of a device, with the headroom left."""
-    return settings.device_bytes * (1 - settings.profile.headroom)
+    return settings.device_bytes * (1 - settings.profile.memory.headroom)
 
 
 def digest_of(settings: Settings) -> str:

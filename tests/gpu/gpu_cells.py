@@ -175,7 +175,7 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
 def rungs_for(asked: str | None, nvme: Path | None) -> tuple[str, ...]:
     """The names that were asked for, or the whole ladder; the NVMe rung only with a folder for it."""
     ladder = sorted(read_rungs().values(), key=lambda rung: rung.order)
-    wanted = asked.split(",") if asked else [rung.name for rung in ladder if nvme or not rung.needs_nvme_path]
+    wanted = asked.split(",") if asked else [rung.name for rung in ladder if nvme or not rung.needs.nvme_path]
     unknown = [name for name in wanted if name not in read_rungs()]
     if unknown:
         raise ValueError(f"there is no rung {unknown[0]!r}; there are {', '.join(rung.name for rung in ladder)}")

@@ -161,7 +161,7 @@ def config_of(
     for part in ("offload_param", "offload_optimizer"):
         if not pinned and part in found.ds_config["zero_optimization"]:
             sized[f"zero_optimization.{part}.pin_memory"] = False
-    if found.needs_nvme_path:
+    if found.needs.nvme_path:
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
         found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
