@@ -108,10 +108,10 @@ class LibraryConfig(EngineConfig):
         return config
 
     def _merge(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        wanted, found = enabled_half_precision(self.job.ds_config), enabled_half_precision(config)
-        if not stops_at_engine(self.job) and wanted != found:
+        wanted, enabled = enabled_half_precision(self.job.ds_config), enabled_half_precision(config)
+        if not stops_at_engine(self.job) and wanted != enabled:
             raise script_error(
-                f"it trains in {found or 'fp32'}, and the trial needs {wanted or 'fp32'}",
+                f"it trains in {enabled or 'fp32'}, and the trial needs {wanted or 'fp32'}",
                 hint=f"set {wanted or 'fp32'} in its own arguments after --, or drop --precision",
             )
         return dict(config)
@@ -119,9 +119,9 @@ class LibraryConfig(EngineConfig):
     def _scripts_own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config that the script gave, in the precision that the library chose."""
         given = self.given or {}
-        own = {key: value for key, value in given.items() if key not in _PRECISIONS}
+        others = {key: value for key, value in given.items() if key not in _PRECISIONS}
         enabled = [name for name in _PRECISIONS if get_key(config, f"{name}.enabled") is True]
-        return own | {name: merge(get_key(given, name) or {}, {"enabled": True}) for name in enabled}
+        return others | {name: merge(get_key(given, name) or {}, {"enabled": True}) for name in enabled}
 
 
 def read_config(given: Any) -> dict[str, Any] | None:
