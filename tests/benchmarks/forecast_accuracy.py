@@ -181,7 +181,7 @@ def again(path: Path) -> Iterator[Case]:
 
 def engine_case(golden: Any, subject: Subject, ask: Any, micro_batch: int, simulated: Any, *, check: bool) -> Case:
     def truth() -> int:
-        said = golden.really_allocated(
+        said = golden.allocate_on_cpu(
             subject.name, ask.ds_config, checkpointing=ask.checkpointing, plain=False, micro_batch=micro_batch
         )
         return max(said.values())
@@ -334,7 +334,7 @@ def peak_of(tracker: Any) -> int:
 
 @contextlib.contextmanager
 def counted_by_mem_tracker(golden: Any) -> Iterator[None]:
-    """`golden.really_allocated` with torch's meter in place of its own."""
+    """`golden.allocate_on_cpu` with torch's meter in place of its own."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     @contextlib.contextmanager
@@ -350,11 +350,11 @@ def counted_by_mem_tracker(golden: Any) -> Iterator[None]:
         with tracker:
             yield phase, peaks
 
-    own, golden._counted = golden._counted, counted
+    own, golden.count_bytes = golden.count_bytes, counted
     try:
         yield
     finally:
-        golden._counted = own
+        golden.count_bytes = own
 
 
 # ---- the table

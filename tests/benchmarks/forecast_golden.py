@@ -218,7 +218,7 @@ def _serve(cases: Sequence[Case], out: IO[str]) -> None:
     freeze()
     for case in [case for members in _grouped(cases).values() for case in members]:
         try:
-            found: dict[str, Any] = golden.really_allocated(
+            found: dict[str, Any] = golden.allocate_on_cpu(
                 case.model, case.ask().ds_config, checkpointing=case.checkpointing == "on", plain=case.plain,
                 optimizer=case.optimizer,
             )  # fmt: skip

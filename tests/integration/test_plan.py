@@ -55,16 +55,14 @@ def test_every_rung_of_the_ladder_is_forecast(planned: dict[str, Any]) -> None:
     assert rungs["ddp"]["pinned"]["peak_bytes"] == 0
 
 
-def test_what_a_config_assumes_is_told(planned: dict[str, Any]) -> None:
+def test_assumptions_of_a_config_are_reported(planned: dict[str, Any]) -> None:
     assert planned["workload"]["seq_len"] == 128
     assert planned["workload"]["checkpointing"] is True
     assert any("sequences of 128 tokens" in said for said in planned["assumed"])
     assert any("task causal-lm" in said for said in planned["assumed"])
 
 
-def test_the_largest_micro_batch_was_measured_and_the_next_one_was_not_enough(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_largest_micro_batch_fits_and_the_next_does_not(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", str(llama), "--gpus", "2", "--gpu-memory", "4GiB", "--ladder", "zero2", "--json", "--quiet"]
     assert main(argv) == 0
     (row,) = json.loads(capsys.readouterr().out)["rungs"]
@@ -75,7 +73,7 @@ def test_the_largest_micro_batch_was_measured_and_the_next_one_was_not_enough(
     assert beyond["device"]["peak_bytes"] > 4 * 2**30
 
 
-def test_checkpointing_off_needs_more(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_checkpointing_a_rung_needs_more(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", str(llama), *CARDS, "--ladder", "zero2", "--micro-batch", "32", "--json", "--quiet"]
     activations = []
     for checkpointing in ("on", "off"):
@@ -92,7 +90,9 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("fault", FAULTY)
-def test_a_faulty_workload_is_told_in_two_lines(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_faulty_workload_is_reported_in_two_lines(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     body, line, says = FAULTY[fault]
     path = tmp_path / "model.py"
     path.write_text(
@@ -110,7 +110,7 @@ def test_a_faulty_workload_is_told_in_two_lines(fault: str, tmp_path: Path, caps
     ("config", "task", "says"),
     [({"model_type": "lamma"}, (), "no architecture 'lamma'"), (LLAMA, ("--task", "seq2seq"), "give --task causal-lm")],
 )
-def test_a_config_that_transformers_cannot_build_is_told_with_its_place(
+def test_a_config_that_cannot_be_built_is_reported_with_its_path(
     config: dict[str, Any], task: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"

@@ -64,7 +64,7 @@ def test_facts_come_without_weights(llama: Simulator) -> None:
     assert facts.tokens_per_sample == 32
 
 
-def test_each_rank_of_zero1_updates_its_share_and_each_of_ddp_everything(llama: Simulator) -> None:
+def test_a_rank_updates_all_under_ddp_and_its_share_under_zero1(llama: Simulator) -> None:
     parameters = llama.facts().parameters
     (ddp,), (zero1,) = (llama.simulate(ask(rung), (1,)) for rung in ("ddp", "zero1"))
     assert ddp.optimizer_elements == parameters
@@ -86,7 +86,7 @@ def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
     assert not Path("/nvme").exists()
 
 
-def test_a_second_micro_batch_on_a_living_engine_equals_a_fresh_one(llama: Simulator) -> None:
+def test_a_second_micro_batch_equals_that_of_a_new_engine(llama: Simulator) -> None:
     for rung in ("zero2", "zero3"):
         _, again = llama.simulate(ask(rung), (1, 4))
         (fresh,) = llama.simulate(ask(rung), (4,))
@@ -123,9 +123,7 @@ def test_thousands_of_ranks_are_simulated_as_few(llama: Simulator, monkeypatch: 
     assert many.live_bytes["forward"]["device"] < few.live_bytes["forward"]["device"]
 
 
-def test_the_loops_over_all_ranks_that_are_left_out_allocate_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_world_shortcuts_allocate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(golden.workload_file("llama", tmp_path, plain=False))
     found = []
     for every in (False, True):
@@ -137,7 +135,7 @@ def test_the_loops_over_all_ranks_that_are_left_out_allocate_the_same(
         assert short.live_bytes == whole.live_bytes
 
 
-def test_zero_init_spares_the_host(llama: Simulator) -> None:
+def test_zero_init_needs_less_host_memory(llama: Simulator) -> None:
     (plain,), (under,) = (llama.simulate(ask("zero3", zero_init=one), (1,)) for one in (False, True))
     assert under.live_bytes["init"]["host"] < plain.live_bytes["init"]["host"] / 4
 
@@ -149,7 +147,7 @@ def test_every_precision_is_simulated(llama: Simulator, precision: str) -> None:
     assert (said.live_bytes["forward"]["device"] > bf16.live_bytes["forward"]["device"]) == (precision == "fp32")
 
 
-def test_what_the_model_raises_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(SimulationFailed, match=r"model\.py:10: ValueError: my mistake") as failed:
         simulated(tmp_path, 'raise ValueError("my mistake")')
     assert failed.value.kind == "user_code"
@@ -162,7 +160,7 @@ def test_what_the_model_raises_is_named_with_its_line(tmp_path: Path) -> None:
         ("h = h[h[:, 0] > 0]", "a mask as index"),
     ],
 )
-def test_what_depends_on_values_is_assumed_and_said(tmp_path: Path, line: str, said: str) -> None:
+def test_values_that_the_model_reads_are_assumed_and_noted(tmp_path: Path, line: str, said: str) -> None:
     assumed = simulated(tmp_path, line).assumed
     assert len(assumed) == 1
     assert f"{tmp_path}/model.py:10" in assumed[0]
@@ -184,7 +182,7 @@ def test_a_model_that_moves_itself_to_the_gpu_is_simulated(tmp_path: Path) -> No
     assert moved.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
 
 
-def test_a_driver_on_this_machine_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver_of_this_machine_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tmp_path / "asked"
     (tmp_path / "pynvml.py").write_text(
         "from pathlib import Path\n"
@@ -196,14 +194,14 @@ def test_a_driver_on_this_machine_is_not_asked(tmp_path: Path, monkeypatch: pyte
     assert not asked.exists()
 
 
-def test_an_operator_with_a_kernel_on_cuda_is_not_taken_apart_without_it(tmp_path: Path) -> None:
+def test_operators_with_a_cuda_kernel_are_not_decomposed(tmp_path: Path) -> None:
     whole = simulated(tmp_path, "h = nn.functional.silu(h)")
     parts = simulated(tmp_path, "h = h * torch.sigmoid(h)")
     allocations = [sum(event >= 0 for event in said.traces["device"].events) for said in (whole, parts)]
     assert allocations[0] < allocations[1]
 
 
-def test_a_process_that_dies_is_a_failure_and_the_next_engine_works(tmp_path: Path) -> None:
+def test_the_next_engine_works_after_one_died(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD + MODEL.format(line="import os; os._exit(3) if len(x) == 3 else None", moved=""))
     with Simulator(make_source(path)) as simulator:
@@ -266,12 +264,12 @@ def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: Simulator) -> 
     assert step[True] - step[False] > 2 * parameters  # one temporary for all of them, not for one at a time
 
 
-def test_muons_compiled_update_is_simulated_as_written_and_said(llama: Simulator) -> None:
+def test_muons_compiled_update_runs_as_written_with_a_note(llama: Simulator) -> None:
     (said,) = llama.simulate(with_optimizer("muon"), (1,))
     assert any("Muon" in sentence for sentence in said.assumed)
 
 
-def test_an_optimizer_that_zero_has_not_tested_is_refused_with_the_key_that_allows_it(llama: Simulator) -> None:
+def test_an_untested_optimizer_names_the_key_that_allows_it(llama: Simulator) -> None:
     refused = with_optimizer("sgd")
     config = {key: value for key, value in refused.ds_config.items() if key != "zero_allow_untested_optimizer"}
     with pytest.raises(SimulationFailed, match=r'optimizer SGD.*\n.*"zero_allow_untested_optimizer": true') as failed:
@@ -279,7 +277,7 @@ def test_an_optimizer_that_zero_has_not_tested_is_refused_with_the_key_that_allo
     assert failed.value.kind == "engine"
 
 
-def test_a_compiled_function_whose_memory_nobody_knows_is_refused(llama: Simulator) -> None:
+def test_a_compiled_op_of_unknown_memory_is_refused(llama: Simulator) -> None:
     config = golden.config_of("zero3", accumulation=1)
     config["zero_optimization"]["zero_quantized_weights"] = True
     with pytest.raises(SimulationFailed, match=r"compiled function quantizer\..* is not simulated") as failed:
@@ -297,7 +295,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
         yield simulator
 
 
-def test_the_users_own_optimizer_holds_what_it_makes(llama: Simulator, own: Simulator) -> None:
+def test_the_states_of_the_users_optimizer_are_counted(llama: Simulator, own: Simulator) -> None:
     """Adafactor keeps a row and a column of each matrix; ZeRO's flat partitions have none, and it keeps them whole."""
     for rung, spared in (("ddp", 2), ("zero1", 1)):
         (adamw,) = llama.simulate(ask(rung), (1,))
@@ -306,7 +304,7 @@ def test_the_users_own_optimizer_holds_what_it_makes(llama: Simulator, own: Simu
         assert round(less / (4 * adamw.optimizer_elements), 1) == spared
 
 
-def test_a_mask_with_padding_takes_its_memory_and_one_without_is_said(own: Simulator) -> None:
+def test_masks_take_memory_with_padding_and_a_note_without(own: Simulator) -> None:
     padded, *plain = own.simulate(with_optimizer("own-adafactor"), (4, 3, 5))
     forward = [said.live_bytes["forward"]["device"] for said in plain]
     assert padded.live_bytes["forward"]["device"] > sum(forward) / 2

@@ -15,7 +15,7 @@ TUNED = [rung for rung in read_rungs().values() if rung.tune]
 
 
 @pytest.mark.parametrize("rung", TUNED, ids=lambda rung: rung.name)
-def test_what_is_usual_is_deepspeeds_own_default(rung: Rung) -> None:
+def test_usual_settings_are_deepspeeds_defaults(rung: Rung) -> None:
     taken = defaults(rung)
     usual = {key: dimension.usual for key, dimension in rung.tune.items()}
     assert usual == {key: get_key(taken, key) for key in rung.tune}

@@ -36,13 +36,13 @@ def first_trial(folder: Path, name: str, out: str, **asked: object) -> Fit:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_starts_from_the_loss_of_guessing_and_trains(ray: object, tmp_path: Path, name: str) -> None:
+def test_the_first_loss_is_that_of_guessing_and_falls(ray: object, tmp_path: Path, name: str) -> None:
     fit = first_trial(tmp_path, name, "split", zero_init=True)
     assert fit.losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
     assert fit.losses[-1] < fit.losses[0]
 
 
-def test_transformers_knows_of_stage_3_while_the_model_is_built_and_no_longer() -> None:
+def test_transformers_knows_stage_3_only_during_the_build() -> None:
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
     seen = []

@@ -1,7 +1,7 @@
-"""Small models of five architectures, and what DeepSpeed's engine really allocates for them on CPU tensors.
+"""Small models of five architectures, and the bytes that DeepSpeed's engine really allocates for them on the CPU.
 
-The real engine runs as rank 0 of W on real tensors with a fake process group, in a process forked for each case; the
-bytes are counted here, by a few lines that share nothing with the simulator's ledger.
+The engine runs as rank 0 of WORLD ranks on real tensors with a fake process group, in a process forked for each case.
+The bytes are counted here, by a few lines that share nothing with the simulator's ledger.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SIZES = {
         "word_embed_proj_dim": 128, "max_position_embeddings": 64,
     },
 }  # fmt: skip
-# Dropout on a GPU is another kernel than on a CPU; the attention too. Neither is what these cases are about.
+# Dropout and attention have other kernels on a GPU than on a CPU; these cases compare the engine, not kernels.
 _PLAIN = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "llama": {}, "t5": {"dropout_rate": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "opt": {"dropout": 0.0},
@@ -54,7 +54,7 @@ _CLASSES = {
 _SEQUENCE = 32
 
 
-# Named in the config: DeepSpeed builds them.
+# Optimizers that a config names, and DeepSpeed builds.
 _BY_CONFIG: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adamw-foreach": {"type": "AdamW", "params": {"torch_adam": True, "foreach": True}},
@@ -67,7 +67,7 @@ _BY_CONFIG: dict[str, dict[str, Any]] = {
     "adafactor": {"type": "Adafactor", "params": {}},
     "rmsprop": {"type": "RMSprop", "params": {}},
 }
-# The workload's own, as it would write them in build_optimizer.
+# Optimizers that a workload's build_optimizer makes.
 _OWN = {
     "own-sgd": "torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)",
     "own-adamw": "torch.optim.AdamW(parameters, lr=1e-3)",
@@ -82,28 +82,29 @@ OPTIMIZERS = (*_BY_CONFIG, *_OWN)
 
 
 def own_optimizer(name: str, parameters: Any) -> Any:
-    """What a workload's build_optimizer returns."""
+    """The optimizer that a workload's build_optimizer returns."""
     import importlib
 
-    written = _OWN[name]
-    module = written.partition(".")[0]
-    return eval(written, {module: importlib.import_module(module), "parameters": parameters})
+    expression = _OWN[name]
+    module = expression.partition(".")[0]
+    return eval(expression, {module: importlib.import_module(module), "parameters": parameters})
 
 
 def model(architecture: str, *, plain: bool) -> Any:
-    """Random weights. plain: without dropout and with eager attention, so that CPU and CUDA run the same operators."""
+    """A model with random weights. `plain` ones, without dropout and with eager attention, run the same operators on
+    CPU and CUDA."""
     import transformers
 
     config, kind = (getattr(transformers, name) for name in _CLASSES[architecture])
-    said = _SIZES[architecture] | {"use_cache": False} | (_PLAIN[architecture] if plain else {})
-    built = config(**said)
+    options = _SIZES[architecture] | {"use_cache": False} | (_PLAIN[architecture] if plain else {})
+    configured = config(**options)
     if plain:
-        built._attn_implementation = "eager"
-    return kind(built)
+        configured._attn_implementation = "eager"
+    return kind(configured)
 
 
 def batch(micro_batch: int, *, padded: bool | None = None) -> dict[str, Any]:
-    """Token ids and labels. padded: with an attention mask, of ones or with zeros in it; None: without one."""
+    """Token ids and labels; with `padded` True or False also an attention mask with or without zeros."""
     import torch
 
     tokens = torch.zeros(micro_batch, _SEQUENCE, dtype=torch.long)
@@ -118,7 +119,7 @@ def batch(micro_batch: int, *, padded: bool | None = None) -> dict[str, Any]:
 def workload_file(
     architecture: str, folder: Path, *, plain: bool, optimizer: str = "adamw", padded: bool | None = None
 ) -> Path:
-    """A model.py of that architecture."""
+    """Write a model.py of that architecture into the folder."""
     path = folder / f"{architecture}{'_plain' if plain else ''}.py"
     own = f"def build_optimizer(parameters):\n    return golden_cases.own_optimizer({optimizer!r}, parameters)\n"
     path.write_text(
@@ -141,9 +142,10 @@ def config_of(
 ) -> dict[str, Any]:
     """The rung's config with buckets that suit these sizes, and an AdamW that needs no compiled op.
 
-    pinned: as the rung says. Without a GPU pinning is a no-op, on one it makes a copy. optimizer: one of OPTIMIZERS.
+    With `pinned` memory is pinned as the rung says: on a GPU that makes a copy, without one it does nothing.
+    `optimizer` is one of OPTIMIZERS.
     """
-    found = read_rungs()[rung]
+    strategy = read_rungs()[rung]
     small: dict[str, Any] = {
         "reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000, "sub_group_size": 300_000,
         "stage3_param_persistence_threshold": 500, "stage3_max_live_parameters": 200_000,
@@ -159,17 +161,17 @@ def config_of(
             base["optimizer"] = {"type": named["type"], "params": {"lr": 1e-3, **named["params"]}}
     sized: dict[str, Scalar] = {"optimizer.params.torch_adam": True} if optimizer == "adamw" else {}
     for part in ("offload_param", "offload_optimizer"):
-        if not pinned and part in found.ds_config["zero_optimization"]:
+        if not pinned and part in strategy.ds_config["zero_optimization"]:
             sized[f"zero_optimization.{part}.pin_memory"] = False
-    if found.needs.nvme_path:
+    if strategy.needs.nvme_path:
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
     return compose(
-        found, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
+        strategy, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
         own_optimizer=optimizer in _OWN, nvme_path=Path("/nvme"),
     )  # fmt: skip
 
 
-def really_allocated(
+def allocate_on_cpu(
     architecture: str,
     config: Mapping[str, Any],
     *,
@@ -179,8 +181,10 @@ def really_allocated(
     optimizer: str = "adamw",
     padded: bool | None = None,
 ) -> dict[str, int]:
-    """Phase → peak bytes of real CPU tensors, init and two steps. In a forked process: call it from one with DeepSpeed
-    imported for the CPU."""  # fmt: skip
+    """Peak bytes of real CPU tensors by phase, of init and two steps. Raises Refused.
+
+    It runs in a forked process: call it where DeepSpeed is imported for the CPU.
+    """
     from autods.workload import Workload
 
     workload = Workload(
@@ -195,23 +199,23 @@ def really_allocated(
         try:
             if plain and "offload_optimizer" not in config["zero_optimization"]:
                 _choose_as_on_cuda()
-            said = _run(workload, config, checkpointing, micro_batch, plain)
+            result = _run(workload, config, checkpointing, micro_batch, plain)
         except BaseException as error:
-            said = {"error": traceback.format_exc(), "what": f"{type(error).__name__}: {error}"}
+            result = {"error": traceback.format_exc(), "what": f"{type(error).__name__}: {error}"}
         with os.fdopen(theirs, "w") as out:
-            json.dump(said, out)
+            json.dump(result, out)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as lines:
-        said = json.load(lines)
+        result = json.load(lines)
     os.waitpid(pid, 0)
-    if "error" in said:
-        raise Refused(said["what"], said["error"])
-    return said
+    if "error" in result:
+        raise Refused(result["what"], result["error"])
+    return result
 
 
 def _choose_as_on_cuda() -> None:
-    """torch's optimizers take their foreach form where there are kernels for it: the default on a GPU only."""
+    """Let torch's optimizers take their foreach form, which is the default on a GPU only."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -220,7 +224,7 @@ def _choose_as_on_cuda() -> None:
 
 
 def _compute_as_on_cuda() -> None:
-    """DeepSpeed has FusedLion and FusedLamb for GPUs only; their Python is the same everywhere. Muon works in fp16."""
+    """Let DeepSpeed use FusedLion and FusedLamb, which it has for GPUs only, and Muon in fp16."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu import NotImplementedBuilder
@@ -230,7 +234,7 @@ def _compute_as_on_cuda() -> None:
 
 
 class Refused(RuntimeError):
-    """The real engine raised: its exception in a line, and the traceback."""
+    """The real engine raised an error: its exception in a line, and the traceback."""
 
 
 def _run(
@@ -240,53 +244,53 @@ def _run(
 
     import torch
 
-    from autods.forecast.simulator import deepspeed_patches, dispatch
-    from autods.forecast.simulator.engine import in_scratch
+    from autods.forecast.simulator import deepspeed_patches
+    from autods.forecast.simulator.dispatch import join_world
+    from autods.forecast.simulator.engine import swap_into
     from autods.forecast.simulator.ledger import Ledger
     from autods.trial.batch import place
     from autods.trial.training import build, initialize, optimizer_step
 
-    with tempfile.TemporaryDirectory() as scratch, _counted() as (phase, peaks):
+    with tempfile.TemporaryDirectory() as scratch, count_bytes() as (begin, peaks):
         os.chdir(scratch)
-        config = in_scratch(config, scratch)
+        config = swap_into(scratch, config)
         torch.compiler.set_stance("force_eager")  # Muon's update
-        deepspeed_patches.install_kernels(Ledger(one_memory=True))  # swap files and Adam: nothing of them allocates
+        deepspeed_patches.install(Ledger(one_memory=True))  # swap files and compiled ops allocate nothing
         if plain:
             _compute_as_on_cuda()
-        dispatch.agree_with_everybody()
-        dispatch.join(WORLD, WORLD)
-        phase("init")
-        built = build(workload, checkpointing=checkpointing)
-        made = workload.build_batch(micro_batch)
-        engine = initialize(workload, built, config)
-        made = place(made, engine)
+        join_world(WORLD, WORLD)
+        begin("init")
+        module = build(workload, checkpointing=checkpointing)
+        samples = workload.build_batch(micro_batch)
+        engine = initialize(workload, module, config)
+        samples = place(samples, engine)
         for index in range(2):
             accumulation = int(config["gradient_accumulation_steps"])
-            optimizer_step(workload, engine, made, accumulation, index, lambda name, step: phase(name))
-        phase("end")
+            optimizer_step(workload, engine, samples, accumulation, index, lambda phase, step: begin(phase))
+        begin("end")
     return {name: peaks[name] for name in ("init", "forward", "backward", "step")}
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[tuple[Callable[[str], None], dict[str, int]]]:
-    """Every storage that an operator returns, until it dies."""
+def count_bytes() -> Iterator[tuple[Callable[[str], None], dict[str, int]]]:
+    """Count the storages that operators return, until each dies: a function that begins a phase, and peaks by phase."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
     live: dict[int, int] = {}
     peaks: dict[str, int] = {}
-    now = {"bytes": 0, "top": 0}
+    count = {"bytes": 0, "peak": 0}
     current = ["start"]
 
-    def gone(key: int) -> None:
-        now["bytes"] -= live.pop(key)
+    def forget(key: int) -> None:
+        count["bytes"] -= live.pop(key)
 
-    def phase(name: str) -> None:
-        peaks[current[0]] = max(peaks.get(current[0], 0), now["top"])
-        current[0], now["top"] = name, now["bytes"]
+    def begin(phase: str) -> None:
+        peaks[current[0]] = max(peaks.get(current[0], 0), count["peak"])
+        current[0], count["peak"] = phase, count["bytes"]
 
-    class Counted(TorchDispatchMode):
+    class Counter(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             for tensor in tree_iter(out):
@@ -294,11 +298,11 @@ def _counted() -> Iterator[tuple[Callable[[str], None], dict[str, int]]]:
                     storage = tensor.untyped_storage()
                     key, size = storage._cdata, storage.nbytes()
                     if key not in live:
-                        weakref.finalize(storage, gone, key)
-                    now["bytes"] += size - live.get(key, 0)
+                        weakref.finalize(storage, forget, key)
+                    count["bytes"] += size - live.get(key, 0)
                     live[key] = size
-                    now["top"] = max(now["top"], now["bytes"])
+                    count["peak"] = max(count["peak"], count["bytes"])
             return out
 
-    with Counted():
-        yield phase, peaks
+    with Counter():
+        yield begin, peaks

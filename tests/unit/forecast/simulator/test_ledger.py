@@ -81,7 +81,7 @@ def test_a_resized_storage_is_freed_and_allocated_again(ledger: Ledger) -> None:
     assert list(ledger.trace(DEVICE)[0]) == [100, -1, 30]
 
 
-def test_each_phase_keeps_its_own_peak_and_a_second_step_raises_it(ledger: Ledger) -> None:
+def test_a_second_step_can_raise_the_peak_of_a_phase(ledger: Ledger) -> None:
     kept = Tensor(1, 100)
     ledger.enter(kept)
     ledger.begin("forward")
@@ -120,7 +120,7 @@ def test_a_restarted_trace_opens_with_what_lives(ledger: Ledger) -> None:
     assert list(ledger.trace(DEVICE)[0]) == [100, -1]
 
 
-def test_on_cpu_ranks_everything_is_the_memory_of_the_process() -> None:
+def test_on_cpu_ranks_every_tier_counts_as_the_device() -> None:
     ledger = Ledger(one_memory=True)
     on_host, pinned = Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
     ledger.enter(on_host)
