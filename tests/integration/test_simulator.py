@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autods.forecast.simulator import SimulationFailed, Simulator
+from autods.forecast.simulator import SimulatedEngine, SimulationFailed, Simulator
 from autods.forecast.values import PHASES, EngineSpec, Simulation
 from autods.workload import make_source
 from tests.support import golden_cases as golden
@@ -32,14 +34,14 @@ def build_batch(n):
 """
 
 
-def ask(rung: str, **said: object) -> EngineSpec:
-    """One engine of a small model on 8 ranks of 16 GiB."""
-    world = int(str(said.get("world_size", golden.WORLD)))
-    asked = EngineSpec(
+def spec_of(rung: str, **changes: object) -> EngineSpec:
+    """An engine of a small model on 8 ranks of 16 GiB, with these fields changed."""
+    world = int(str(changes.get("world_size", golden.WORLD)))
+    spec = EngineSpec(
         rung=rung, ds_config=golden.config_of(rung, accumulation=1, world=world), world_size=world, ranks_per_node=8,
         device_bytes=16 << 30, checkpointing=False,
     )  # fmt: skip
-    return replace(asked, **said)  # type: ignore[arg-type]
+    return replace(spec, **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +51,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
         yield simulator
 
 
-def simulated(folder: Path, line: str = "pass", moved: str = "", head: str = HEAD) -> Simulation:
-    """Two steps of a model with that line in its forward, under ZeRO-1."""
+def simulate_line(folder: Path, line: str = "pass", moved: str = "", head: str = HEAD) -> Simulation:
+    """Simulate two steps under ZeRO-1 of a model with that line in its forward."""
     path = folder / "model.py"
     path.write_text(head + MODEL.format(line=line, moved=moved))
     with Simulator(make_source(path)) as simulator:
-        return simulator.simulate(ask("zero1"), (2,))[0]
+        return simulator.simulate(spec_of("zero1"), (2,))[0]
 
 
 def test_facts_come_without_weights(llama: Simulator) -> None:
@@ -66,13 +68,13 @@ def test_facts_come_without_weights(llama: Simulator) -> None:
 
 def test_a_rank_updates_all_under_ddp_and_its_share_under_zero1(llama: Simulator) -> None:
     parameters = llama.facts().parameters
-    (ddp,), (zero1,) = (llama.simulate(ask(rung), (1,)) for rung in ("ddp", "zero1"))
+    (ddp,), (zero1,) = (llama.simulate(spec_of(rung), (1,)) for rung in ("ddp", "zero1"))
     assert ddp.optimizer_elements == parameters
     assert zero1.optimizer_elements == -(-parameters // golden.WORLD)
 
 
 def test_offloaded_states_lie_on_the_host_and_pinned(llama: Simulator) -> None:
-    (on_device,), (offloaded,) = (llama.simulate(ask(rung), (1,)) for rung in ("zero2", "zero2-offload"))
+    (on_device,), (offloaded,) = (llama.simulate(spec_of(rung), (1,)) for rung in ("zero2", "zero2-offload"))
     assert on_device.live_bytes["step"]["pinned"] == 0
     assert offloaded.live_bytes["step"]["pinned"] >= 4 * offloaded.optimizer_elements
     assert offloaded.live_bytes["step"]["host"] >= 8 * offloaded.optimizer_elements
@@ -80,7 +82,7 @@ def test_offloaded_states_lie_on_the_host_and_pinned(llama: Simulator) -> None:
 
 
 def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
-    (swapped,) = llama.simulate(ask("zero3-nvme", world_size=1), (1,))
+    (swapped,) = llama.simulate(spec_of("zero3-nvme", world_size=1), (1,))
     in_groups_of_some_size = 600_000  # elements; what is smaller than 1 MiB stays in memory
     assert swapped.nvme_bytes >= 12 * in_groups_of_some_size
     assert not Path("/nvme").exists()
@@ -88,83 +90,85 @@ def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
 
 def test_a_second_micro_batch_equals_that_of_a_new_engine(llama: Simulator) -> None:
     for rung in ("zero2", "zero3"):
-        _, again = llama.simulate(ask(rung), (1, 4))
-        (fresh,) = llama.simulate(ask(rung), (4,))
+        _, again = llama.simulate(spec_of(rung), (1, 4))
+        (fresh,) = llama.simulate(spec_of(rung), (4,))
         for phase in PHASES:
             assert again.live_bytes[phase]["device"] == pytest.approx(fresh.live_bytes[phase]["device"], rel=0.005)
 
 
 def test_the_traces_replay_to_the_peaks(llama: Simulator) -> None:
-    with llama.engine(ask("zero3-offload")) as engine:
+    with llama.engine(spec_of("zero3-offload")) as engine:
         for micro_batch in (1, 2):
-            said = engine.measure(micro_batch)
+            result = engine.measure(micro_batch)
             for tier in ("device", "pinned"):
                 now = peak = 0
                 sizes: list[int] = []
-                for event in said.traces[tier].events:
+                for event in result.traces[tier].events:
                     if event >= 0:
                         sizes.append(event)
                     now += event if event >= 0 else -sizes[-event - 1]
                     peak = max(peak, now)
                 if micro_batch == 1:
-                    assert peak == max(tiers[tier] for tiers in said.live_bytes.values())
-                assert now <= peak <= max(tiers[tier] for tiers in said.live_bytes.values())
+                    assert peak == max(tiers[tier] for tiers in result.live_bytes.values())
+                assert now <= peak <= max(tiers[tier] for tiers in result.live_bytes.values())
 
 
 def test_the_breakdown_adds_up_to_the_peak(llama: Simulator) -> None:
-    (said,) = llama.simulate(ask("zero2"), (4,))
-    assert sum(said.breakdown.values()) == max(tiers["device"] for tiers in said.live_bytes.values())
-    assert said.breakdown["activations"] > 0
+    (result,) = llama.simulate(spec_of("zero2"), (4,))
+    assert sum(result.breakdown.values()) == max(tiers["device"] for tiers in result.live_bytes.values())
+    assert result.breakdown["activations"] > 0
 
 
 def test_thousands_of_ranks_are_simulated_as_few(llama: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    (few,), (many,) = (llama.simulate(ask("zero3", world_size=world), (1,)) for world in (8, 8192))
+    (few,), (many,) = (llama.simulate(spec_of("zero3", world_size=world), (1,)) for world in (8, 8192))
     assert many.optimizer_elements < few.optimizer_elements / 500
     assert many.live_bytes["forward"]["device"] < few.live_bytes["forward"]["device"]
 
 
 def test_large_world_shortcuts_allocate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(golden.workload_file("llama", tmp_path, plain=False))
-    found = []
+    results = []
     for every in (False, True):
         if every:
             monkeypatch.setenv("AUTODS_EVERY_RANK", "1")
         with Simulator(source) as simulator:
-            found.append([simulator.simulate(ask(rung, world_size=24), (1,))[0] for rung in ("zero3", "zero3-offload")])
-    for short, whole in zip(*found, strict=True):
+            results.append(
+                [simulator.simulate(spec_of(rung, world_size=24), (1,))[0] for rung in ("zero3", "zero3-offload")]
+            )
+    for short, whole in zip(*results, strict=True):
         assert short.live_bytes == whole.live_bytes
 
 
 def test_zero_init_needs_less_host_memory(llama: Simulator) -> None:
-    (plain,), (under,) = (llama.simulate(ask("zero3", zero_init=one), (1,)) for one in (False, True))
+    (plain,), (under,) = (llama.simulate(spec_of("zero3", zero_init=zero_init), (1,)) for zero_init in (False, True))
     assert under.live_bytes["init"]["host"] < plain.live_bytes["init"]["host"] / 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_precision_is_simulated(llama: Simulator, precision: str) -> None:
     config = golden.config_of("zero2", accumulation=1, precision=precision)
-    (said,), (bf16,) = (llama.simulate(one, (1,)) for one in (ask("zero2", ds_config=config), ask("zero2")))
-    assert (said.live_bytes["forward"]["device"] > bf16.live_bytes["forward"]["device"]) == (precision == "fp32")
+    (result,), (bf16,) = (llama.simulate(spec, (1,)) for spec in (spec_of("zero2", ds_config=config), spec_of("zero2")))
+    assert (result.live_bytes["forward"]["device"] > bf16.live_bytes["forward"]["device"]) == (precision == "fp32")
 
 
 def test_an_error_of_the_model_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(SimulationFailed, match=r"model\.py:10: ValueError: my mistake") as failed:
-        simulated(tmp_path, 'raise ValueError("my mistake")')
+        simulate_line(tmp_path, 'raise ValueError("my mistake")')
     assert failed.value.kind == "user_code"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "note"),
     [
         ("h = h * 2 if h.sum().item() > 0 else h", "the value of a tensor is read"),
         ("h = h[h[:, 0] > 0]", "a mask as index"),
     ],
 )
-def test_values_that_the_model_reads_are_assumed_and_noted(tmp_path: Path, line: str, said: str) -> None:
-    assumed = simulated(tmp_path, line).assumed
+def test_values_that_the_model_reads_are_assumed_and_noted(tmp_path: Path, line: str, note: str) -> None:
+    assumed = simulate_line(tmp_path, line).assumed
     assert len(assumed) == 1
     assert f"{tmp_path}/model.py:10" in assumed[0]
-    assert said in assumed[0]
+    assert note in assumed[0]
 
 
 def test_an_operator_without_a_fake_implementation_is_named(tmp_path: Path) -> None:
@@ -172,32 +176,32 @@ def test_an_operator_without_a_fake_implementation_is_named(tmp_path: Path) -> N
         '@torch.library.custom_op("autods_test::twice", mutates_args=())\n'
         "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
     )
-    (assumed,) = simulated(tmp_path, "h = h + torch.ops.autods_test.twice(h.detach())", head=head).assumed
+    (assumed,) = simulate_line(tmp_path, "h = h + torch.ops.autods_test.twice(h.detach())", head=head).assumed
     assert "autods_test.twice" in assumed
     assert "not counted" in assumed
 
 
 def test_a_model_that_moves_itself_to_the_gpu_is_simulated(tmp_path: Path) -> None:
-    moved, plain = simulated(tmp_path, moved=".cuda()"), simulated(tmp_path)
+    moved, plain = simulate_line(tmp_path, moved=".cuda()"), simulate_line(tmp_path)
     assert moved.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
 
 
 def test_no_driver_of_this_machine_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = tmp_path / "asked"
+    initialised = tmp_path / "initialised"
     (tmp_path / "pynvml.py").write_text(
         "from pathlib import Path\n"
         "class NVMLError(Exception):\n    pass\n"
-        f"def nvmlInit():\n    Path({str(asked)!r}).touch()\n"
+        f"def nvmlInit():\n    Path({str(initialised)!r}).touch()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert simulated(tmp_path).live_bytes["step"]["device"] > 0
-    assert not asked.exists()
+    assert simulate_line(tmp_path).live_bytes["step"]["device"] > 0
+    assert not initialised.exists()
 
 
 def test_operators_with_a_cuda_kernel_are_not_decomposed(tmp_path: Path) -> None:
-    whole = simulated(tmp_path, "h = nn.functional.silu(h)")
-    parts = simulated(tmp_path, "h = h * torch.sigmoid(h)")
-    allocations = [sum(event >= 0 for event in said.traces["device"].events) for said in (whole, parts)]
+    whole = simulate_line(tmp_path, "h = nn.functional.silu(h)")
+    parts = simulate_line(tmp_path, "h = h * torch.sigmoid(h)")
+    allocations = [sum(event >= 0 for event in result.traces["device"].events) for result in (whole, parts)]
     assert allocations[0] < allocations[1]
 
 
@@ -206,50 +210,63 @@ def test_the_next_engine_works_after_one_died(tmp_path: Path) -> None:
     path.write_text(HEAD + MODEL.format(line="import os; os._exit(3) if len(x) == 3 else None", moved=""))
     with Simulator(make_source(path)) as simulator:
         with pytest.raises(SimulationFailed, match="died") as failed:
-            simulator.simulate(ask("zero1"), (3,))
+            simulator.simulate(spec_of("zero1"), (3,))
         assert failed.value.kind == "crashed"
-        assert simulator.simulate(ask("zero1"), (2,))[0].optimizer_elements == 1040
+        assert simulator.simulate(spec_of("zero1"), (2,))[0].optimizer_elements == 1040
 
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD + MODEL.format(line="import time; time.sleep(1000)", moved=""))
-    with Simulator(make_source(path)) as simulator, simulator.engine(ask("zero1")) as engine:
-        engine._connection.sendall(b'{"measure": 2}\n')
-        (worker,) = simulator._workers.values()
-        group = worker._process.pid
+    with Simulator(make_source(path)) as simulator, simulator.engine(spec_of("zero1")) as engine:
+        threading.Thread(target=measure_until_killed, args=(engine,), daemon=True).start()
+        group = worker_pid()
         wait_for(lambda: len(alive_in(group)) > 1, 60)  # the prepared process and an engine
     wait_for(lambda: alive_in(group) == [], 20)  # the kernel may still be burying them
 
 
+def measure_until_killed(engine: SimulatedEngine) -> None:
+    """Measure on an engine that is killed meanwhile."""
+    with contextlib.suppress(SimulationFailed, OSError, ValueError):
+        engine.measure(2)
+
+
+def worker_pid() -> int:
+    """The prepared process that this process has started; it leads a process group."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [pid for child in children for pid in child.read_text().split()]
+    (worker,) = (pid for pid in pids if b"simulator.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return int(worker)
+
+
 def alive_in(group: int) -> list[int]:
-    """Processes of that group; one that only waits for init to bury it is none."""
-    found = []
+    """Processes of that group, without those that are dead and not yet reaped."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, its, *_ = stat.read_text().rpartition(")")[2].split()
-            found += [int(stat.parent.name)] if int(its) == group and state not in "ZX" else []
-    return found
+            state, _, process_group, *_ = stat.read_text().rpartition(")")[2].split()
+            pids += [int(stat.parent.name)] if int(process_group) == group and state not in "ZX" else []
+    return pids
 
 
 def with_optimizer(name: str, rung: str = "zero1", **params: object) -> EngineSpec:
-    """One engine with that optimizer of `golden_cases`."""
+    """An engine with that optimizer of `golden_cases`."""
     config = golden.config_of(rung, accumulation=1, optimizer=name)
     if params:
         config["optimizer"]["params"] |= params
-    return ask(rung, ds_config=config)
+    return spec_of(rung, ds_config=config)
 
 
 def test_the_optimizer_of_the_config_decides_the_states(llama: Simulator) -> None:
-    found = {}
+    held = {}
     for name in ("adamw", "sgd", "adagrad", "lion", "lamb"):
-        (said,) = llama.simulate(with_optimizer(name), (1,))
-        found[name] = said.live_bytes["forward"]["device"]
-        state = 4 * said.optimizer_elements
-    spared = {name: round((found["adamw"] - held) / state, 1) for name, held in found.items()}
-    # In tensors like this rank's share. Adagrad makes its state with the optimizer, before ZeRO has cut the parameters:
-    # DeepSpeed makes another one, and keeps the first, which is 2 bytes a parameter of all eight shares.
-    assert spared == {"adamw": 0, "sgd": 1, "adagrad": 1 - 4, "lion": 1, "lamb": 0}
+        (result,) = llama.simulate(with_optimizer(name), (1,))
+        held[name] = result.live_bytes["forward"]["device"]
+        state = 4 * result.optimizer_elements
+    saved = {name: round((held["adamw"] - size) / state, 1) for name, size in held.items()}
+    # In tensors like this rank's share. Adagrad makes its state with the optimizer, before ZeRO partitions the
+    # parameters: DeepSpeed makes another one and keeps the first, which is 2 bytes a parameter of all eight shares.
+    assert saved == {"adamw": 0, "sgd": 1, "adagrad": 1 - 4, "lion": 1, "lamb": 0}
 
 
 def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: Simulator) -> None:
@@ -258,22 +275,22 @@ def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: Simulator) -> 
     for foreach in (None, True, False):
         config = golden.config_of("ddp", accumulation=1, precision="fp32")
         config["optimizer"]["params"]["foreach"] = foreach
-        (said,) = llama.simulate(ask("ddp", ds_config=config), (1,))
-        step[foreach] = said.live_bytes["step"]["device"]
+        (result,) = llama.simulate(spec_of("ddp", ds_config=config), (1,))
+        step[foreach] = result.live_bytes["step"]["device"]
     assert step[None] == step[True]
     assert step[True] - step[False] > 2 * parameters  # one temporary for all of them, not for one at a time
 
 
 def test_muons_compiled_update_runs_as_written_with_a_note(llama: Simulator) -> None:
-    (said,) = llama.simulate(with_optimizer("muon"), (1,))
-    assert any("Muon" in sentence for sentence in said.assumed)
+    (result,) = llama.simulate(with_optimizer("muon"), (1,))
+    assert any("Muon" in sentence for sentence in result.assumed)
 
 
 def test_an_untested_optimizer_names_the_key_that_allows_it(llama: Simulator) -> None:
-    refused = with_optimizer("sgd")
-    config = {key: value for key, value in refused.ds_config.items() if key != "zero_allow_untested_optimizer"}
+    untested = with_optimizer("sgd")
+    config = {key: value for key, value in untested.ds_config.items() if key != "zero_allow_untested_optimizer"}
     with pytest.raises(SimulationFailed, match=r'optimizer SGD.*\n.*"zero_allow_untested_optimizer": true') as failed:
-        llama.simulate(replace(refused, ds_config=config), (1,))
+        llama.simulate(replace(untested, ds_config=config), (1,))
     assert failed.value.kind == "engine"
 
 
@@ -281,32 +298,34 @@ def test_a_compiled_op_of_unknown_memory_is_refused(llama: Simulator) -> None:
     config = golden.config_of("zero3", accumulation=1)
     config["zero_optimization"]["zero_quantized_weights"] = True
     with pytest.raises(SimulationFailed, match=r"compiled function quantizer\..* is not simulated") as failed:
-        llama.simulate(ask("zero3", ds_config=config), (1,))
+        llama.simulate(spec_of("zero3", ds_config=config), (1,))
     assert failed.value.kind == "unsupported"
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+def with_adafactor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
     """Llama with torch's Adafactor and an attention mask, which holds padding where the micro batch is even."""
-    path = golden.workload_file("llama", tmp_path_factory.mktemp("own"), plain=False, optimizer="own-adafactor")
+    path = golden.workload_file(
+        "llama", tmp_path_factory.mktemp("with_adafactor"), plain=False, optimizer="own-adafactor"
+    )
     text = path.read_text().replace("padded=None", "padded=micro_batch % 2 == 0")
     path.write_text(text)
     with Simulator(make_source(path)) as simulator:
         yield simulator
 
 
-def test_the_states_of_the_users_optimizer_are_counted(llama: Simulator, own: Simulator) -> None:
+def test_the_states_of_the_users_optimizer_are_counted(llama: Simulator, with_adafactor: Simulator) -> None:
     """Adafactor keeps a row and a column of each matrix; ZeRO's flat partitions have none, and it keeps them whole."""
-    for rung, spared in (("ddp", 2), ("zero1", 1)):
-        (adamw,) = llama.simulate(ask(rung), (1,))
-        (adafactor,) = own.simulate(with_optimizer("own-adafactor", rung), (1,))
+    for rung, saved in (("ddp", 2), ("zero1", 1)):
+        (adamw,) = llama.simulate(spec_of(rung), (1,))
+        (adafactor,) = with_adafactor.simulate(with_optimizer("own-adafactor", rung), (1,))
         less = adamw.live_bytes["forward"]["device"] - adafactor.live_bytes["forward"]["device"]
-        assert round(less / (4 * adamw.optimizer_elements), 1) == spared
+        assert round(less / (4 * adamw.optimizer_elements), 1) == saved
 
 
-def test_masks_take_memory_with_padding_and_a_note_without(own: Simulator) -> None:
-    padded, *plain = own.simulate(with_optimizer("own-adafactor"), (4, 3, 5))
-    forward = [said.live_bytes["forward"]["device"] for said in plain]
+def test_masks_take_memory_with_padding_and_a_note_without(with_adafactor: Simulator) -> None:
+    padded, *plain = with_adafactor.simulate(with_optimizer("own-adafactor"), (4, 3, 5))
+    forward = [result.live_bytes["forward"]["device"] for result in plain]
     assert padded.live_bytes["forward"]["device"] > sum(forward) / 2
     assert padded.assumed == ()
-    assert all("attention_mask holds no padding" in said.assumed[0] for said in plain)
+    assert all("attention_mask holds no padding" in result.assumed[0] for result in plain)
