@@ -1,4 +1,4 @@
-"""What is held besides tensors: rows of configs/forecast/constants.toml, each with an interval and a source."""
+"""Memory besides tensors: rows of configs/forecast/constants.toml, each with an interval and a source."""
 
 from __future__ import annotations
 
@@ -12,74 +12,85 @@ from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Device, Tier
 from ..units import parse_bytes
-from .values import EngineSpec, Interval, total
+from .values import EngineSpec, Interval, sum_intervals
 
-Held = Literal["inside", "outside"]
+Place = Literal["inside", "outside"]  # of what torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
+_DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """One row. Either `bytes` or `share` of `share_of`, as (low, typical, high); both a rank."""
+    """One row: `bytes`, or a `share` of `share_of`, as (low, typical, high) a rank.
+
+    The row counts for engines of this device with at least these ranks and stage, where `needs` is true in
+    zero_optimization. `each` says what the bytes are counted for.
+    """
 
     name: str
     tier: Tier
     device: Device
-    held: Held
+    held: Place
     source: str
     least_world_size: int = 1
     least_stage: int = 0
     needs: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
-    each: Literal["rank", "expert_group"] = "rank"  # what the bytes are of
+    each: Literal["rank", "expert_group"] = "rank"
     share: tuple[float, ...] = ()
 
-    def counts(self, ask: EngineSpec) -> bool:
-        """Whether the row holds for this engine."""
-        zero = ask.ds_config.get("zero_optimization") or {}
-        default = overlaps_communication(ask) if self.needs == "overlap_comm" else False
+    def applies_to(self, spec: EngineSpec) -> bool:
+        """Return whether the row counts for this engine."""
+        zero = spec.ds_config.get("zero_optimization") or {}
+        default = overlaps_communication(spec) if self.needs == "overlap_comm" else False
         needed = self.needs is None or bool(zero.get(self.needs, default))
-        large = ask.world_size >= self.least_world_size and zero.get("stage", 0) >= self.least_stage
-        return self.device == ask.device and large and needed
+        large = spec.world_size >= self.least_world_size and zero.get("stage", 0) >= self.least_stage
+        return self.device == spec.device and large and needed
 
-    def interval(self, of: Mapping[str, int]) -> Interval:
-        """Bytes; `of`: what shares are taken of, bytes, and the number of groups. Raises ValueError for no bytes."""
+    def interval(self, amounts: Mapping[str, int]) -> Interval:
+        """Return bytes a rank. `amounts` has the bytes that shares are taken of, and the number of expert groups.
+
+        Raises ValueError for text that is no number of bytes.
+        """
         if self.bytes:
-            times = 1 if self.each == "rank" else of.get("expert_groups", 0)
-            low, peak, high = (0 if text == "0" else times * parse_bytes(text) for text in self.bytes)
+            count = 1 if self.each == "rank" else amounts.get("expert_groups", 0)
+            low, peak, high = (0 if text == "0" else count * parse_bytes(text) for text in self.bytes)
         else:
-            low, peak, high = (int(share * of.get(self.share_of, 0)) for share in self.share)
+            low, peak, high = (int(share * amounts.get(self.share_of, 0)) for share in self.share)
         return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """The rows, and how sure a forecast is before any trial: relative standard error, and the least half-width."""
+    """The rows, and the certainty of a forecast before any trial, by device.
 
-    rows: tuple[Overhead, ...]
+    `spread` is its relative standard error, and `least` the smallest half-width of its interval.
+    """
+
     spread: Mapping[str, float]
     least: Mapping[str, float]
+    constant: tuple[Overhead, ...] = ()
 
-    def of(self, ask: EngineSpec, tier: Tier, held: Held, of: Mapping[str, int]) -> Interval:
-        """The sum of what counts, bytes a rank."""
-        rows = (row for row in self.rows if row.tier == tier and row.held == held and row.counts(ask))
-        return total(row.interval(of) for row in rows)
+    def sum(self, spec: EngineSpec, tier: Tier, held: Place, amounts: Mapping[str, int]) -> Interval:
+        """Return the sum of the rows that count for this engine, in bytes a rank."""
+        rows = (row for row in self.constant if row.tier == tier and row.held == held and row.applies_to(spec))
+        return sum_intervals(row.interval(amounts) for row in rows)
 
 
-def overlaps_communication(ask: EngineSpec) -> bool:
-    """Whether communication overlaps the backward pass: DeepSpeed's default is only to at stage 3."""
-    zero = ask.ds_config.get("zero_optimization") or {}
-    said = zero.get("overlap_comm")
-    return bool(said) if said is not None else zero.get("stage") == 3
+def overlaps_communication(spec: EngineSpec) -> bool:
+    """Return whether communication overlaps the backward pass, which is DeepSpeed's default at stage 3 only."""
+    zero = spec.ds_config.get("zero_optimization") or {}
+    setting = zero.get("overlap_comm")
+    return bool(setting) if setting is not None else zero.get("stage") == 3
 
 
 @cache
 def read_overheads(path: Path | None = None) -> Overheads:
-    """The shipped rows, or a file of one's own. Raises InputError that says which row is wrong."""
+    """Read the shipped rows or another file. Raises InputError that says which row is wrong."""
     path = path or data_folder("configs") / "forecast" / "constants.toml"
-    file = read_checked(
-        _File,
+    return read_checked(
+        Overheads,
         read_toml(path),
         _check,
         name="constants",
@@ -87,30 +98,17 @@ def read_overheads(path: Path | None = None) -> Overheads:
         hint="compare with the shipped file",
         refusal="does not hold the forecast's constants",
     )
-    return Overheads(rows=file.constant, spread=file.spread, least=file.least)
 
 
-_KINDS = ("cuda", "cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    spread: Mapping[str, float]
-    least: Mapping[str, float]
-    constant: tuple[Overhead, ...] = ()
-
-
-def _check(file: _File) -> None:
-    """Raises ValueError."""
-    for row in file.constant:
+def _check(overheads: Overheads) -> None:
+    for row in overheads.constant:
         _check_row(row)
-    for name, table in (("spread", file.spread), ("least", file.least)):
-        if any(not 0 < table.get(kind, 0) < 1 for kind in _KINDS):
-            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_KINDS)}")
+    for name, table in (("spread", overheads.spread), ("least", overheads.least)):
+        if any(not 0 < table.get(device, 0) < 1 for device in _DEVICES):
+            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_DEVICES)}")
 
 
 def _check_row(row: Overhead) -> None:
-    """Raises ValueError."""
     values = row.bytes or row.share
     if bool(row.bytes) == bool(row.share) or len(values) != 3:
         raise ValueError(f"{row.name!r} needs three bytes or three shares: low, typical, high")

@@ -1,4 +1,4 @@
-"""A simulator that answers from a script: for tests of everything that asks one."""
+"""A simulator that answers by a function, for tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..types import Device, ModelFacts, Tier
 from .simulator.client import SimulationFailed
 from .values import Engine, EngineSpec, ForecastPhase, Simulation, Simulator, Trace
 
-# Engine and micro batch → what it allocates; raises SimulationFailed.
+# From an engine and a micro batch to its simulation; it may raise SimulationFailed.
 Script = Callable[[EngineSpec, int], Simulation]
 
 
 def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> Simulation:
-    """`allocates(1, init=4 * GIB, backward=6 * GIB)`: one tensor in each phase, of these bytes a rank."""
+    """Return a simulation with one tensor in each phase: `simulate_peaks(1, init=4 * GIB, backward=6 * GIB)`."""
     phases: Mapping[str, ForecastPhase] = {
         "init": "init", "forward": "forward", "backward": "backward", "step": "step",
     }  # fmt: skip
@@ -34,7 +34,7 @@ def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int
 
 @dataclass(slots=True)
 class ScriptedSimulator(Simulator):
-    """Shipped beside the real one, see `protocol.Simulator`. engines, measured: what it was asked for, in order."""
+    """A simulator that records the engines it started, and what it measured as (rung, micro batch)."""
 
     known: ModelFacts
     script: Script
@@ -42,30 +42,30 @@ class ScriptedSimulator(Simulator):
     measured: list[tuple[str, int]] = field(default_factory=list)
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
-        """What it was made with."""
+        """Return the facts that it was made with."""
         return self.known
 
     @contextmanager
-    def engine(self, ask: EngineSpec) -> Iterator[Engine]:
-        """An engine that answers by the script."""
-        self.engines.append(ask)
-        yield _ScriptedEngine(self, ask)
+    def engine(self, spec: EngineSpec) -> Iterator[Engine]:
+        """Yield an engine that answers by the script."""
+        self.engines.append(spec)
+        yield _ScriptedEngine(self, spec)
 
 
 @dataclass(frozen=True, slots=True)
 class _ScriptedEngine:
     simulator: ScriptedSimulator
-    ask: EngineSpec
+    spec: EngineSpec
 
     def measure(self, micro_batch: int) -> Simulation:
-        self.simulator.measured.append((self.ask.rung, micro_batch))
-        return self.simulator.script(self.ask, micro_batch)
+        self.simulator.measured.append((self.spec.rung, micro_batch))
+        return self.simulator.script(self.spec, micro_batch)
 
 
 def fail_with(kind: str, what: str, *, where: str | None = None, hint: str | None = None) -> Script:
-    """A script that fails so."""
+    """Return a script that always fails."""
 
-    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+    def script(spec: EngineSpec, micro_batch: int) -> Simulation:
         raise SimulationFailed(kind=kind, what=what, where=where, hint=hint)
 
     return script

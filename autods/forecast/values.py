@@ -1,4 +1,4 @@
-"""The values of a forecast: intervals, what is simulated, what a rung needs, and progress events."""
+"""The values of a forecast: intervals, simulated engines, what a rung needs, and progress events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """What a forecast is multiplied by; low ≤ middle ≤ high."""
+    """Factors of an interval's bounds; low ≤ middle ≤ high."""
 
     low: float = 1.0
     middle: float = 1.0
@@ -23,14 +23,14 @@ class Ratios:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """low_bytes ≤ peak_bytes ≤ high_bytes."""
+    """A forecast of bytes and its bounds: low_bytes ≤ peak_bytes ≤ high_bytes."""
 
     low_bytes: int = 0
     peak_bytes: int = 0
     high_bytes: int = 0
 
     def __add__(self, other: Interval) -> Interval:
-        """Both at once, bound to bound. Independent parts would be surer than that: it errs to the wide side."""
+        """Add bound to bound. The sum of independent parts is surer than that, so the result is rather too wide."""
         return Interval(
             low_bytes=self.low_bytes + other.low_bytes,
             peak_bytes=self.peak_bytes + other.peak_bytes,
@@ -38,7 +38,7 @@ class Interval:
         )
 
     def times(self, ratios: Ratios | int) -> Interval:
-        """Each bound by its ratio, or all by a count."""
+        """Multiply each bound by its ratio, or all by a count."""
         if isinstance(ratios, int):
             ratios = Ratios(low=ratios, middle=ratios, high=ratios)
         return Interval(
@@ -48,7 +48,7 @@ class Interval:
         )
 
     def __str__(self) -> str:
-        """'28.3 GiB (27.1 to 30.0)'."""
+        """Return text such as '28.3 GiB (27.1 to 30.0)'."""
         peak, low, high = (format_bytes(size) for size in (self.peak_bytes, self.low_bytes, self.high_bytes))
         if low == peak == high:
             return peak
@@ -59,12 +59,12 @@ class Interval:
 
 
 def exact_interval(size: int) -> Interval:
-    """No doubt about it."""
+    """Return an interval without width."""
     return Interval(low_bytes=size, peak_bytes=size, high_bytes=size)
 
 
-def total(parts: Iterable[Interval]) -> Interval:
-    """The sum."""
+def sum_intervals(parts: Iterable[Interval]) -> Interval:
+    """Return the sum, bound to bound."""
     return sum(parts, Interval())
 
 
@@ -76,10 +76,10 @@ PHASES: tuple[ForecastPhase, ...] = ("init", "forward", "backward", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """One engine to simulate: the rung with its whole DeepSpeed config, as one rank of `world_size` runs it.
+    """An engine to simulate: a rung with its whole DeepSpeed config, as one rank of `world_size` runs it.
 
-    device_bytes: the card's memory; DeepSpeed asks for what is free and branches on it. zero_init: build the model
-    under `deepspeed.zero.Init` (stage 3 only).
+    DeepSpeed asks for the free memory of the card, of which `device_bytes` is the total, and branches on it.
+    `zero_init` builds the model under `deepspeed.zero.Init` (stage 3 only).
     """
 
     rung: str
@@ -96,11 +96,13 @@ class EngineSpec:
 class Trace:
     """The allocations of one tier in order.
 
-    events: a value ≥ 0 allocates that many bytes (as asked for, not rounded); blocks are numbered from 0 in this order.
-    A value < 0 frees block −value − 1. marks: (number of events before it, phase), ascending; a phase lasts until the
-    next mark, and phases come again in the second step. unrounded: blocks that torch's allocator has no part in, such
-    as the buffers that DeepSpeed's async_io page-locks itself. emptied: numbers of events before each empty_cache().
-    copied: (number of events before it, bytes that a collective allocates inside and frees at its end), of CPU ranks.
+    events: a value ≥ 0 allocates that many bytes, before any rounding. Blocks are numbered from 0 in this order, and a
+    value < 0 frees block −value − 1.
+    marks: (number of events before it, phase), ascending. A phase lasts until the next mark; the second step repeats
+    the phases.
+    unrounded: blocks that do not come from torch's allocator, such as buffers that DeepSpeed's async_io page-locks.
+    emptied: numbers of events before each empty_cache().
+    copied: (number of events before it, bytes) of memory that a collective of a CPU rank allocates and frees again.
     """
 
     events: Sequence[int]
@@ -112,15 +114,16 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One micro batch on a simulated engine, init and two optimizer steps.
+    """One micro batch on a simulated engine: init and two optimizer steps of one rank.
 
-    live_bytes: phase → tier → peak of the live tensors' bytes on the fullest rank (host, pinned: that rank's alone).
-    traces: of the device and of pinned memory, for the allocators' replay. nvme_bytes: of this rank's swap files.
-    breakdown: bytes on the device at the moment of the peak, by what they are: parameters, gradients, optimizer,
-    activations, buckets, other. summed_peak_bytes: phase → peak of all tiers together, which is what one process holds
-    when all tensors lie in its memory. optimizer_elements: elements that this rank's optimizer updates. expert_groups:
-    process groups of this rank that layers of experts made, each with a communicator of its own.
-    assumed: what the simulation had to assume or could not count, in sentences for the user.
+    live_bytes: the peak of the live tensors' bytes, by phase and tier.
+    traces: those of the device and of pinned memory, which the models of the allocators replay.
+    nvme_bytes: the size of the rank's swap files.
+    optimizer_elements: elements that the rank's optimizer updates.
+    expert_groups: process groups of the rank that layers of experts made; each has its own communicator.
+    summed_peak_bytes: the peak of all tiers together, by phase; a process holds it when all tensors lie in its memory.
+    breakdown: bytes on the device at its peak, as parameters, gradients, optimizer, activations, buckets and other.
+    assumed: sentences for the user about what was assumed or could not be counted.
     """
 
     micro_batch: int
@@ -137,7 +140,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierForecast:
-    """Peak bytes on one tier with an interval: device and pinned a rank, host and nvme a node."""
+    """Peak bytes on one tier with their interval: device and pinned a rank, host and NVMe a node."""
 
     peak_bytes: int
     low_bytes: int
@@ -146,16 +149,17 @@ class TierForecast:
 
     @property
     def fill(self) -> float:
-        """How full the tier is by the forecast itself, not an end of its interval; 0 where no limit is known."""
+        """The peak as a share of the limit; 0 where no limit is known."""
         return self.peak_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungForecast:
-    """What is said of one rung.
+    """What one rung needs at one micro batch, and its verdict.
 
-    live_peak_bytes: tensors alone, on the device. by_phase: what the card must hold in each phase. largest_micro_batch:
-    the largest whose forecast (not its low end) fits; None when it was not looked for or none fits.
+    live_peak_bytes: tensors alone, on the device.
+    by_phase: the bytes that the card must hold in each phase.
+    largest_micro_batch: the largest whose peak fits; None when it was not searched for or none fits.
     """
 
     rung: str
@@ -172,12 +176,12 @@ class RungForecast:
 
     @property
     def fill(self) -> float:
-        """Of the fullest tier."""
+        """The peak of the fullest tier as a share of its limit."""
         return max((held.fill for held in self.memory.values()), default=0.0)
 
     @property
     def decides(self) -> ForecastPhase | None:
-        """The phase whose peak decides."""
+        """The phase with the largest peak on the device."""
         if not self.by_phase:
             return None
         return max(self.by_phase, key=lambda phase: self.by_phase[phase])
@@ -185,7 +189,7 @@ class RungForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationStarted:
-    """A micro batch of a rung is being simulated."""
+    """The simulation of a rung's micro batch begins."""
 
     rung: str
     micro_batch: int
@@ -193,7 +197,7 @@ class SimulationStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungFinished:
-    """A rung is done on a machine; `done` of `total` rungs are."""
+    """The forecast of a rung on a machine is there; `done` of `total` are."""
 
     machine: str
     forecast: RungForecast
@@ -206,20 +210,20 @@ ForecastListener = Callable[[ForecastEvent], None]
 
 
 class Engine(Protocol):
-    """A simulated engine that is initialised and stays so."""
+    """A simulated engine, which is initialised once."""
 
     def measure(self, micro_batch: int) -> Simulation: ...
 
 
 class Simulator(Protocol):
-    """Calls raise SimulationFailed, with what went wrong in the user's terms. It may be called from two threads."""
+    """Simulates engines of one workload. Thread-safe; calls raise SimulationFailed with a message for the user."""
 
     def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts: ...
 
     def engine(self, ask: EngineSpec) -> AbstractContextManager[Engine]: ...
 
     def simulate(self, ask: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
-        """Each micro batch in turn on one engine."""
+        """Simulate each micro batch in turn on one engine."""
         with self.engine(ask) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 

@@ -44,11 +44,11 @@ def ask(stage: int = 2, **zero: object) -> EngineSpec:
 
 def test_a_row_of_bytes_and_a_row_of_a_share_add_up(tmp_path: Path) -> None:
     rows = ROW + 'bytes = ["1MiB", "2MiB", "4MiB"]\n' + ROW + 'share_of = "activations"\nshare = [0.0, 0.5, 1.0]\n'
-    constants = read_overheads(written(tmp_path, HEAD + rows))
-    assert constants.of(ask(), "device", "inside", {"activations": 100}) == Interval(
+    overheads = read_overheads(written(tmp_path, HEAD + rows))
+    assert overheads.sum(ask(), "device", "inside", {"activations": 100}) == Interval(
         low_bytes=2**20, peak_bytes=2**21 + 50, high_bytes=2**22 + 100
     )
-    assert constants.of(ask(), "host", "inside", {"activations": 100}) == Interval()
+    assert overheads.sum(ask(), "host", "inside", {"activations": 100}) == Interval()
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def test_overlap_of_communication_is_deepspeeds_default_at_stage_3_only(
     tmp_path: Path, engine: EngineSpec, counts: bool
 ) -> None:
     row = ROW + 'needs = "overlap_comm"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
-    constants = read_overheads(written(tmp_path, HEAD + row))
-    assert bool(constants.of(engine, "device", "inside", {}).peak_bytes) == counts
+    overheads = read_overheads(written(tmp_path, HEAD + row))
+    assert bool(overheads.sum(engine, "device", "inside", {}).peak_bytes) == counts
 
 
 def test_a_row_can_begin_at_a_stage_and_a_world_size(tmp_path: Path) -> None:
     row = ROW + 'least_stage = 3\nleast_world_size = 2\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
-    constants = read_overheads(written(tmp_path, HEAD + row))
-    assert constants.of(ask(2), "device", "inside", {}) == Interval()
-    assert constants.of(ask(3), "device", "inside", {}).peak_bytes == 2**20
-    assert constants.of(replace(ask(3), world_size=1), "device", "inside", {}) == Interval()
+    overheads = read_overheads(written(tmp_path, HEAD + row))
+    assert overheads.sum(ask(2), "device", "inside", {}) == Interval()
+    assert overheads.sum(ask(3), "device", "inside", {}).peak_bytes == 2**20
+    assert overheads.sum(replace(ask(3), world_size=1), "device", "inside", {}) == Interval()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from autods.forecast.verdict import judge_memory
 from autods.types import Tier
 from tests.support.growth import GIB, MIB, grown
 
-NOTHING_BESIDE = Overheads(rows=(), spread={"cuda": 0.02, "cpu": 0.02}, least={"cuda": 0.01, "cpu": 0.01})
+NOTHING_BESIDE = Overheads(spread={"cuda": 0.02, "cpu": 0.02}, least={"cuda": 0.01, "cpu": 0.01})
 
 
 def ask(**changes: Any) -> EngineSpec:
@@ -188,6 +188,6 @@ def test_cpu_ranks_hold_their_tensors_in_the_nodes_memory() -> None:
 
 
 def test_the_shipped_constants_are_read_and_each_has_a_source() -> None:
-    rows = read_overheads().rows
+    rows = read_overheads().constant
     assert {row.device for row in rows} == {"cuda", "cpu"}
     assert all(row.source for row in rows)
