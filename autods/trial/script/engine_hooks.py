@@ -102,7 +102,7 @@ def _watch(owner: Any, name: str, session: Session, watched: Callable[..., Any])
 
     @functools.wraps(original)
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        if session.exam_runs:
+        if session.hooks_paused:
             return original(*args, **kwargs)
         session.check_goes_on()
         try:
@@ -164,11 +164,11 @@ def _train(session: Session, original: Any, mode: bool = True) -> Any:
 def _train_batch(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
     """A pipeline runs the whole optimizer step in one call, and calls its own methods inside it."""
     session.begin_forward((), {}, training=True)
-    session.exam_runs = True
+    session.hooks_paused = True
     try:
         loss = original(*args, **kwargs)
     finally:
-        session.exam_runs = False
+        session.hooks_paused = False
     session.note_loss(find_loss(loss))
     session.end_step(boundary=True)
     return loss

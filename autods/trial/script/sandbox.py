@@ -164,7 +164,7 @@ def _skip_saves(session: Session) -> None:
 def _without_checkpoint(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        if session.exam_runs:
+        if session.hooks_paused:
             return original(*args, **kwargs)
         session.check_goes_on(trains=False)
         session.begin_other("save")
@@ -180,7 +180,7 @@ def _without_large_file(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-        if session.exam_runs or not _is_file(target):
+        if session.hooks_paused or not _is_file(target):
             return original(*args, **kwargs)
         session.check_goes_on(trains=False)
         session.begin_other("save")

@@ -92,7 +92,7 @@ class Session:
         self.steps = 0  # optimizer steps so far
         self.engine: Any = None
         self.facts: Result | None = None
-        self.exam_runs = False  # the engine is called by the exam, not by the script
+        self.hooks_paused = False  # the exam, or a pipeline itself, calls the engine
         self.in_engine_step = False  # the engine steps its optimizer itself
         self._losses: list[float] = []  # of steps with whole batches
         self._loss: Any = None  # of the last micro batch, a tensor
@@ -289,11 +289,11 @@ class Session:
 
     def _off_the_clock(self, work: Callable[[], _Result]) -> _Result:
         """Run the trial's own work with the engine; its time counts for no step."""
-        self.exam_runs = True
+        self.hooks_paused = True
         try:
             return work()
         finally:
-            self.exam_runs = False
+            self.hooks_paused = False
             self.clock.resume(time.perf_counter())
 
     def _ranks(self) -> Ranks:
