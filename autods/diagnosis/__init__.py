@@ -1,4 +1,4 @@
-"""From evidence to a verdict. The only room that reads messages."""
+"""Diagnose failed runs and trials. No other package decides anything from the text of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose line it is: the rank by prefix, words or file name, and by what the log says of process ids, hosts and GPUs."""
+"""Find the rank that a message belongs to: by prefix, text or file name, by process id, or by GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANK_IN_FILE = re.compile(
     r"|std(?:err|out)[._-](\d+)|log\.(\d+)$",
     re.IGNORECASE,
 )
-_OF_NCCL = re.compile(r"^\S+:\d+:\d+ \[(\d+)\] ")  # the device, which is the rank on the first host
+_NCCL_DEVICE = re.compile(r"^\S+:\d+:\d+ \[(\d+)\] ")  # on the first host the device is the rank
 _LOCAL = re.compile(
     r"\bGPU (\d+)(?: has a total|;)|\((?:GPU|NPU|XPU|HPU|DCU) (\d+);|Allocation on device (\d+) would",
 )
@@ -42,14 +42,14 @@ _MOST_PIDS = 20_000
 
 @dataclass(slots=True)
 class Ranks:
-    """Collects who is who. hosts: 1, 2 (more than one), or None where nothing tells."""
+    """The ranks of process ids and GPUs, collected from messages. hosts: 1, 2 (more than one) or None (unknown)."""
 
     pids: dict[int, int] = field(default_factory=dict)
     hosts: int | None = None
-    gpus: set[int] = field(default_factory=set)  # that messages without a rank name
+    gpus: set[int] = field(default_factory=set)  # named by messages that name no rank
 
     def read(self, message: Message) -> None:
-        """What one message tells of process ids, hosts and GPUs."""
+        """Collect process ids and the number of hosts from one message."""
         text = message.text
         if self.hosts != 2:
             if _MANY_HOSTS.search(text):
@@ -58,9 +58,9 @@ class Ranks:
                 self.hosts = 1
         if "pid" in text or "PID" in text or "NCCL INFO" in text or "pid=" in message.prefix.stream:
             for line in (text, *text.splitlines()[1:60]):
-                self._pid(line.partition("\n")[0], message)
+                self._read_pid(line.partition("\n")[0], message)
 
-    def _pid(self, line: str, message: Message) -> None:
+    def _read_pid(self, line: str, message: Message) -> None:
         if len(self.pids) >= _MOST_PIDS:
             return
         if named := _WORKER_NAMED.search(f"{message.prefix.stream} {line}"):
@@ -72,56 +72,56 @@ class Ranks:
         rank = _OWN_RANK.search(line)
         if rank is not None and "worker (pid" not in line:
             self.pids.setdefault(owner, int(rank[1]))
-        elif pid is not None and _speaks_of_itself(line):
+        elif pid is not None and _is_own_pid(line):
             of_file = message.prefix.rank if message.prefix.rank is not None else rank_of_file(message.file)
             if of_file is not None:
                 self.pids.setdefault(owner, of_file)
 
     def of(self, message: Message) -> int | None:
-        """The rank of the process that the message names or comes from, by its process id."""
+        """The rank of the process id that the message names or comes from."""
         for pid in (_pid_in(message.prefix.stream), message.pid, *_pids_in(message.text)):
             if pid is not None and pid in self.pids:
                 return self.pids[pid]
         return None
 
     def of_device(self, local: int | None) -> int | None:
-        """The rank of a GPU's index: with one process a GPU on one host they are the same."""
+        """The rank of a GPU's index. With one process per GPU on one host both are the same."""
         if local is None or self.hosts == 2:
             return None
         return local if self.hosts == 1 or len(self.gpus) > 1 else None
 
 
 def rank_of(message: Message, weight: Weight, files: int) -> int | None:
-    """The rank that the prefix, the text or the file's name tells."""
+    """The rank in the message's prefix, text or file name."""
     rank = message.prefix.rank
-    if rank is None and weight != "secondary" and (found := _RANK_BEFORE.search(message.text)):
-        rank = _number(found)
-    if rank is None and weight in ("cause", "likely") and (found := _RANK_IN_TEXT.search(message.text[:600])):
-        rank = _number(found)
+    if rank is None and weight != "secondary" and (match := _RANK_BEFORE.search(message.text)):
+        rank = _number(match)
+    if rank is None and weight in ("cause", "likely") and (match := _RANK_IN_TEXT.search(message.text[:600])):
+        rank = _number(match)
     if rank is None and files > 1:
         rank = rank_of_file(message.file)
     return rank
 
 
 def local_of(message: Message) -> int | None:
-    """The index of the GPU, or of the process on its host, that the message names."""
-    found = _LOCAL.search(message.text)
-    return _number(found) if found else None
+    """The index of the GPU that the message names."""
+    match = _LOCAL.search(message.text)
+    return _number(match) if match else None
 
 
 def nccl_device_of(message: Message) -> int | None:
-    """The device in NCCL's own prefix: the rank, where nothing better names it and there is one host."""
-    found = _OF_NCCL.search(message.text)
-    return int(found[1]) if found else None
+    """The device in NCCL's prefix; on one host it is the rank."""
+    match = _NCCL_DEVICE.search(message.text)
+    return int(match[1]) if match else None
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank that a log's name tells: 'rank_3.log', 'attempt_0/3/stderr.log'."""
-    found = _RANK_IN_FILE.search(name)
-    return _number(found) if found else None
+    """The rank in a log's name, such as 'rank_3.log' or 'attempt_0/3/stderr.log'."""
+    match = _RANK_IN_FILE.search(name)
+    return _number(match) if match else None
 
 
-def _speaks_of_itself(line: str) -> bool:
+def _is_own_pid(line: str) -> bool:
     return (
         re.fullmatch(
             r"\W*(?:(?:my|own|process|this|running|started|trainer|main)\W+){0,4}pid\W{1,3}\d+\W*",
@@ -133,13 +133,13 @@ def _speaks_of_itself(line: str) -> bool:
 
 
 def _pid_in(stream: str) -> int | None:
-    found = re.search(r"\bpid=(\d+)", stream)
-    return int(found[1]) if found else None
+    match = re.search(r"\bpid=(\d+)", stream)
+    return int(match[1]) if match else None
 
 
 def _pids_in(text: str) -> list[int]:
-    return [_number(found) for found in _PID.finditer(text[:4000])]
+    return [_number(match) for match in _PID.finditer(text[:4000])]
 
 
-def _number(found: re.Match[str]) -> int:
-    return int(next(group for group in found.groups() if group is not None))
+def _number(match: re.Match[str]) -> int:
+    return int(next(group for group in match.groups() if group is not None))

@@ -1,4 +1,4 @@
-"""Signatures of failures: rows of data in the TOML files beside this one, the most specific first."""
+"""Signatures of failures: rows of data in `signatures/*.toml`, the most specific first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..schema import read_as
 from ..types import Action, Tier
 from .values import Kind
 
-# How much a row says. decisive: somebody outside the process says what ended it. cause: it names the cause. likely: it
-# is the cause when nothing else names one. secondary: another process holds the cause. weak: better than an exit code.
-# hint: it corroborates. pressure: memory was short, the run went on. benign: it only sounds bad.
-# done: the run ended well.
+# The strength of a row as evidence. decisive: a kernel or scheduler reports what it ended. cause: the message names the
+# cause. likely: it is the cause when no other message names one. secondary: the cause is in another process.
+# weak: better than an exit code. hint: it supports another finding. pressure: memory was short and the run continued.
+# benign: it only looks like a failure. done: the run ended well.
 Weight = Literal["decisive", "cause", "likely", "secondary", "weak", "hint", "pressure", "benign", "done"]
-ERROR_LINE = "an error line"  # stands for the type where a line that is no exception says that something failed
-# The order in which the files are asked: what wears the words of another class comes before that class.
+ERROR_LINE = "an error line"  # the "type" of a line that reports a failure without an exception
+# Rows are tried in this order: a failure whose text looks like another class comes before that class.
 FILES = (
     "benign", "not_memory", "ambiguous", "pinned", "shm", "disk", "device", "host", "pressure", "infrastructure",
     "config",
@@ -30,14 +30,15 @@ FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One row. It matches a message when every condition that it has holds.
+    """One row. It matches a message when all of its conditions hold.
 
-    says: one of these, in lower case, is in the text. types: the exception has one of these names. pattern, also,
-    stack, unless: regular expressions on the text, on the line that `pattern` found, on the traceback's frames, and on
-    text that must not be there.
-    passing: a line that only mentions it counts too. budget: for a process under a memory budget it means that this
-    is used up. killed: it says that a process was killed, which an OOM killer did only if the node's memory says so
-    (where that is known). example: a message that this row and no earlier one matches.
+    says: the text has one of these (lower case). types: the exception has one of these names; "*" is any exception.
+    pattern: a regular expression for the text; also: another one for the line that `pattern` matched.
+    stack: a regular expression for the traceback's frames. unless: one that must not match the text.
+    passing: a line below level ERROR that only mentions it counts too.
+    budget: in a process with a memory budget it means that the budget is used up.
+    killed: a process was killed; it counts as an OOM kill only if the node's memory shows one, where that is known.
+    example: a message that this row matches and no earlier one.
     """
 
     name: str
@@ -61,26 +62,26 @@ class Signature:
     file: str = ""
 
     def matches(self, text: str, type: str, stack: str) -> bool:
-        """Whether every condition but `says` holds. Cheapest first."""
+        """Whether all conditions except `says` hold."""
         if self.types and type not in self.types and not ("*" in self.types and type not in ("", ERROR_LINE)):
             return False
-        if self.pattern and not self._says_in_a_line(text):
+        if self.pattern and not self._matches_a_line(text):
             return False
         if self.stack and not _compiled(self.stack).search(stack):
             return False
         return not (self.unless and _compiled(self.unless).search(text))
 
-    def _says_in_a_line(self, text: str) -> bool:
-        found = _compiled(self.pattern).search(text)
-        if found is None or not self.also:
-            return found is not None
-        start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+    def _matches_a_line(self, text: str) -> bool:
+        match = _compiled(self.pattern).search(text)
+        if match is None or not self.also:
+            return match is not None
+        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
         return _compiled(self.also).search(text, start, len(text) if end < 0 else end) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A TOML file: what its rows share, and the rows."""
+    """A TOML file: its rows, and the values that they share."""
 
     kind: Kind
     action: Action
@@ -110,7 +111,7 @@ def _expand(pattern: str) -> str:
 
 @cache
 def rows() -> tuple[Signature, ...]:
-    """Every row, in the order in which they are asked."""
+    """All rows in the order in which they are tried."""
     return tuple(row for name in FILES for row in _read(name))
 
 
@@ -120,17 +121,17 @@ def _read(name: str) -> list[Signature]:
         "kind": file.kind, "action": file.action, "advice": file.advice, "tier": file.tier,
         "weight": file.weight, "passing": file.passing, "file": name,
     }  # fmt: skip
-    found = []
+    signatures = []
     for row in file.row:
-        own = {key: _expand(value) if key in _REGEXES else value for key, value in row.items()}
-        if own.get("kind", file.kind) != file.kind and "tier" not in own:
-            own["tier"] = None
-        found.append(read_as(Signature, {**shared, **own}))
-    return found
+        values = {key: _expand(value) if key in _REGEXES else value for key, value in row.items()}
+        if values.get("kind", file.kind) != file.kind and "tier" not in values:
+            values["tier"] = None
+        signatures.append(read_as(Signature, {**shared, **values}))
+    return signatures
 
 
 def first_match(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
-    """The first row that matches. passing: the line only mentions it, so only rows that allow that are asked."""
+    """The first row that matches. passing: the line only mentions a failure, so only rows with `passing` are tried."""
     lowered = text.lower()
     for row in rows():
         if row.says and not any(words in lowered for words in row.says):

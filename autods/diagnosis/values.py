@@ -1,4 +1,4 @@
-"""A diagnosis, and the sizes that an allocator names in its error."""
+"""A diagnosis, and the sizes in an allocator's error message."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Kind = Literal["out_of_memory", "none"] | FailureKind
 class Diagnosis:
     """Why a run died, or that it did not.
 
-    kind: `none` when nothing failed, `unknown` when something did and the evidence does not say why.
-    tier: where memory ran out or was short. rank: the global rank that failed first by itself, if that can be known.
-    phase: what it was doing: load, init, data, forward, backward, step, checkpoint, evaluation.
-    confidence: 0 to 1. evidence: the lines that prove it, the most telling first; `places` has file:line of each.
-    signature: the row of `signatures/` that decided. notes: what else is worth knowing (fragmentation, a co-tenant).
+    kind: `none` when nothing failed, `unknown` when the evidence does not show the cause.
+    tier: where memory ran out or was short. rank: the global rank that failed first by itself, if it is known.
+    phase: load, init, data, forward, backward, step, checkpoint or evaluation. confidence: 0 to 1.
+    evidence: lines that prove it, the most telling first. places: file:line of the first of them.
+    signature: the row of `signatures/` that decided. notes: further facts, such as fragmentation or another process.
     """
 
     kind: Kind
@@ -36,7 +36,7 @@ class Diagnosis:
     signature: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `autods diagnose --json` prints it."""
+        """Plain values, as `autods diagnose --json` prints them."""
         return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
@@ -56,7 +56,7 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """Bytes, each None where the text does not say."""
+    """Sizes in an out-of-memory message; None where the message does not have them."""
 
     wanted_bytes: int | None = None
     free_bytes: int | None = None
@@ -65,31 +65,33 @@ class Shortage:
 
     @property
     def fragmented(self) -> bool:
-        """The allocator held more than what it could not give: in pieces."""
+        """Whether the allocator held enough free memory, but in pieces."""
         return bool(self.wanted_bytes and self.idle_bytes and self.idle_bytes >= self.wanted_bytes)
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences for a person."""
-        said = []
+        """Sentences on fragmentation and on other processes."""
+        sentences = []
         if self.fragmented:
             assert self.idle_bytes is not None
-            said.append(f"fragmentation: {format_bytes(self.idle_bytes)} reserved but unallocated: set {EXPANDABLE}")
+            sentences.append(
+                f"fragmentation: {format_bytes(self.idle_bytes)} reserved but unallocated: set {EXPANDABLE}"
+            )
         if self.others_bytes and self.others_bytes > 2**30:
-            said.append(
+            sentences.append(
                 f"other processes hold {format_bytes(self.others_bytes)} of this card: end them first (nvidia-smi)"
             )
-        return tuple(said)
+        return tuple(sentences)
 
 
 def shortage_in(text: str) -> Shortage:
-    """The numbers of one message."""
+    """The sizes in one message."""
     idle = _bytes(_IDLE, text)
     allocated, reserved = _bytes(_ALLOCATED, text), _bytes(_RESERVED, text)
     if idle is None and allocated is not None and reserved is not None:
         idle = max(0, reserved - allocated)
-    # Without "this process has" a lone "Process 4121 has" may be this one, seen from inside a container.
-    told_apart = "this process has" in text.lower()
-    others = [size for found in _OTHERS.finditer(text) if told_apart and (size := _size(found[1])) is not None]
+    # Without "this process has", a lone "Process 4121 has" may be this process, seen from inside a container.
+    tells_apart = "this process has" in text.lower()
+    others = [size for match in _OTHERS.finditer(text) if tells_apart and (size := _size(match[1])) is not None]
     return Shortage(
         wanted_bytes=_bytes(_WANTED, text), free_bytes=_bytes(_FREE, text), idle_bytes=idle,
         others_bytes=sum(others) if others else None,
@@ -97,8 +99,8 @@ def shortage_in(text: str) -> Shortage:
 
 
 def _bytes(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    return _size(next(group for group in found.groups() if group)) if found else None
+    match = pattern.search(text)
+    return _size(next(group for group in match.groups() if group)) if match else None
 
 
 def _size(text: str) -> int | None:
