@@ -1,4 +1,4 @@
-"""Group log lines to messages: tracebacks, exceptions, native crashes."""
+"""Group the lines of a log into messages: tracebacks, exceptions, native crashes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 
 from .reader import PROGRESS, Line, Prefix
 
-# raised: the end of a traceback. stated: a line that says so itself. mentioned: in passing, below level ERROR.
-# quoted: data, arguments, generated text.
+# raised: the end of a traceback. stated: a line that reports a failure itself. mentioned: a line below level ERROR.
+# quoted: data, arguments or generated text.
 Manner = Literal["raised", "stated", "mentioned", "quoted"]
 TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
@@ -38,7 +38,7 @@ SAYS_SO = re.compile(
     r"(?:[\w./-]+: (?=error:)|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
-# Data that a program prints: the name of a field near the line's beginning, or inside an object.
+# Data that a program prints: a field's name near the line's beginning, or inside an object.
 _QUOTED = re.compile(
     r"^[^:=(]{0,24}?(?<![\w-])(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
     r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
@@ -47,7 +47,7 @@ _QUOTED = re.compile(
     r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w[\w-]*(?:[ =]|$)",
     re.IGNORECASE,
 )
-# What torch adds to every CUDA error: advice that names things that did not happen.
+# Advice that torch adds to every CUDA error; it names things that did not happen.
 BOILERPLATE = re.compile(
     r"\s*(?:Compile with `TORCH_USE|For debugging consider|CUDA kernel errors might|HIP kernel errors might|Device-side assert"
     r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
@@ -60,7 +60,7 @@ ANNOUNCES = re.compile(
     re.I,
 )
 OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
-# What the kernel, a scheduler or a shell says is never the rest of an exception's text.
+# Lines of the kernel, a scheduler or a shell, which never continue an exception's text.
 SYSTEM = re.compile(
     r"(?:kernel|systemd\S*|dmesg|journalctl\S*|qmaster\S*|kubelet|containerd|dockerd|earlyoom\S*)\b ?[:\[(|]|\[ *\d+\.\d+\] |[$+] \w|"
     r"(?:Warning|Normal) {2,}|Memory cgroup out|Out of memory: Kill|oom-kill|NVRM|=>> PBS|TERM_[A-Z]+|Exited with exit code|"
@@ -75,18 +75,18 @@ STARTS_ANEW = re.compile(
 
 def exception_type(text: str) -> str:
     """'OutOfMemoryError' for "torch.OutOfMemoryError: CUDA …"; empty when the text does not begin with an exception."""
-    found = EXCEPTION.match(text)
-    return found["type"].replace("::", ".").rpartition(".")[2] if found else ""
+    match = EXCEPTION.match(text)
+    return match["type"].replace("::", ".").rpartition(".")[2] if match else ""
 
 
 def is_code(text: str) -> bool:
-    """Source that a traceback quotes, or a frame of it."""
+    """Whether the line is source code or a frame in a traceback."""
     text = text.strip()
     return bool(_CODE.match(text)) or text[:1] in BOX or bool(NATIVE_FRAME.match(text)) or text.startswith('File "')
 
 
 def manner_of(line: Line) -> Manner:
-    """Whether a plain line says itself that something failed, or only has the words in it."""
+    """How a plain line relates to a failure that it names: it reports it, mentions it or quotes it."""
     if _QUOTED.search(line.text) and line.prefix.level != "error" and not SAYS_SO.match(line.text):
         return "quoted"
     match line.prefix.level:
@@ -98,15 +98,15 @@ def manner_of(line: Line) -> Manner:
             return "stated"
 
 
-_FRAMES = 120
-_BODY_LINES = 25
-_OPEN_LINES = 600  # a traceback that has not ended after so many lines is not one
+_MOST_FRAMES = 120
+_MOST_BODY_LINES = 25
+_MOST_OPEN_LINES = 600  # a traceback that has not ended after so many lines is none
 CUT = "a traceback without its end"
 
 
 @dataclass(slots=True)
 class Message:
-    """What a process said at one place. text: the exception and its message, or the line."""
+    """One message of a process. text: the exception with its message, or the line."""
 
     file: str
     number: int
@@ -118,8 +118,8 @@ class Message:
     frames: tuple[str, ...] = ()  # outermost first: 'File "…", line 3, in forward', and the code under it
     progress: int = 0
     order: int = 0
-    ignored: bool = False  # Python itself says that nobody sees this exception
-    pid: int | None = None  # of the Ray worker whose exception this is
+    ignored: bool = False  # Python reports that it ignored this exception
+    pid: int | None = None  # of the Ray worker that raised it
 
     @property
     def stack(self) -> str:
@@ -129,7 +129,7 @@ class Message:
 
 @dataclass(slots=True)
 class _Open:
-    """What one stream is in the middle of."""
+    """The unfinished message of one stream."""
 
     frames: list[str] = field(default_factory=list)
     lines: int = 0
@@ -137,23 +137,23 @@ class _Open:
     body: list[str] = field(default_factory=list)
     ignored: bool = False
     indent: int = 0  # of the first frame
-    rank: int | None = None  # that the line before named
-    cut: Line | None = None  # where it began: all that is left when its end is missing
+    rank: int | None = None  # named by the line before
+    cut: Line | None = None  # its first line, reported when the end is missing
 
 
 class Assembler:
-    """Takes lines, gives messages. Streams are kept apart, so that interleaved ranks do not mix."""
+    """Assembles messages from lines. Each stream has its own state, so that interleaved ranks do not mix."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], _Open] = {}
         self._order = 0
         self._spawned: dict[tuple[str, str], int] = {}
         self._ignore: set[tuple[str, str]] = set()
-        self._raised_in: dict[tuple[str, str], int] = {}  # process id, by Ray's words
+        self._raised_in: dict[tuple[str, str], int] = {}  # stream → process id, as Ray reports it
 
     @property
     def waiting(self) -> bool:
-        """Some stream is in the middle of something."""
+        """Whether some stream has an unfinished message."""
         return bool(self._open)
 
     def feed(self, line: Line) -> Iterator[Message]:
@@ -165,15 +165,15 @@ class Assembler:
             self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None), cut=line)
             self._ignore.discard(key)
             return
-        if found := SPAWNED.search(text):
-            self._spawned[key] = int(found[1])
+        if match := SPAWNED.search(text):
+            self._spawned[key] = int(match[1])
         if IGNORED.search(text):
             self._ignore.add(key)
         if CHAINED.search(text):
             yield from self._close(key)
             return
         opened = self._open.get(key)
-        if opened is not None and opened.message is not None and (inner := self._wrapped(opened, text)):
+        if opened is not None and opened.message is not None and (inner := self._announced(opened, text)):
             opened.message.type = inner["type"].replace("::", ".").rpartition(".")[2]
             opened.body.append(text.rstrip())
             return
@@ -183,7 +183,7 @@ class Assembler:
             FRAME.match(text) or BOXED_FRAME.match(text)
         ):  # the beginning of the traceback was not pasted
             self._open[key] = _Open(frames=[text.strip()], indent=_indent(text), cut=line)
-        elif opened is not None and self._goes_on(opened, line):
+        elif opened is not None and self._continues(opened, line):
             if NATIVE_FRAME.match(text):
                 assert opened.message is not None
                 opened.message.frames += (text.strip(),)
@@ -191,10 +191,10 @@ class Assembler:
                 opened.body.append(text.rstrip())
         else:
             yield from self._close(key)
-            yield from self._fresh(key, line)
+            yield from self._start(key, line)
 
     def finish(self) -> Iterator[Message]:
-        """What is still open at the end."""
+        """The messages that are still open at the end."""
         for key in list(self._open):
             opened = self._open[key]
             if opened.message is None and opened.frames and opened.cut is not None:
@@ -205,34 +205,34 @@ class Assembler:
     def _in_frames(self, key: tuple[str, str], opened: _Open, line: Line) -> Iterator[Message]:
         text = line.text.rstrip()
         opened.lines += 1
-        if opened.lines > _OPEN_LINES:
+        if opened.lines > _MOST_OPEN_LINES:
             del self._open[key]
-        elif opened.frames and _indent(text) < opened.indent and (found := EXCEPTION.match(text.strip())):
-            opened.message = self._message(line, "raised", found, tuple(opened.frames))
+        elif opened.frames and _indent(text) < opened.indent and (match := EXCEPTION.match(text.strip())):
+            opened.message = self._message(line, "raised", match, tuple(opened.frames))
             opened.body = [text.strip()]
         elif not text.strip() or text[0] in " \t" + BOX:
             if not opened.frames:
                 opened.indent = _indent(text)
-            if len(opened.frames) > _FRAMES:
-                del opened.frames[_FRAMES // 3]
+            if len(opened.frames) > _MOST_FRAMES:
+                del opened.frames[_MOST_FRAMES // 3]
             if text.strip():
                 opened.frames.append(text.strip())
-        elif opened.frames and (found := EXCEPTION.match(text) or ENDS_TRACEBACK.match(text)):
-            opened.message = self._message(line, "raised", found, tuple(opened.frames))
+        elif opened.frames and (match := EXCEPTION.match(text) or ENDS_TRACEBACK.match(text)):
+            opened.message = self._message(line, "raised", match, tuple(opened.frames))
             opened.message.ignored = opened.ignored
             opened.body = [text]
-        elif found := EXCEPTION.match(text):
-            opened.message = self._message(line, "raised", found, ())
+        elif match := EXCEPTION.match(text):
+            opened.message = self._message(line, "raised", match, ())
             opened.body = [text]
         else:
-            yield from self._plain(key, line)  # another process wrote in between
+            yield from self._single_line(key, line)  # another process wrote in between
 
-    def _goes_on(self, opened: _Open, line: Line) -> bool:
-        """Whether the line belongs to the message that is open: an exception's text may have several lines."""
+    def _continues(self, opened: _Open, line: Line) -> bool:
+        """Whether the line continues the open message: an exception's text may have several lines."""
         text = line.text
-        if len(opened.body) >= _BODY_LINES:
+        if len(opened.body) >= _MOST_BODY_LINES:
             return False
-        if (line.prefix.level or line.prefix.time) and not self._stamped(opened, line):
+        if (line.prefix.level or line.prefix.time) and not self._continues_with_stamp(opened, line):
             return False
         if not text.strip():
             return len(opened.body) < 3 and bool(opened.frames)
@@ -240,12 +240,12 @@ class Assembler:
             return True
         return not (EXCEPTION.match(text) or SYSTEM.match(text) or STARTS_ANEW.match(text) or PROGRESS.search(text))
 
-    def _wrapped(self, opened: _Open, text: str) -> re.Match[str] | None:
-        """The exception that another one announces: "…BackendCompilerFailed: backend='inductor' raised:"."""
+    def _announced(self, opened: _Open, text: str) -> re.Match[str] | None:
+        """The exception that another one announces, as in "BackendCompilerFailed: backend='inductor' raised:"."""
         return EXCEPTION.match(text) if opened.body and ANNOUNCES.search(opened.body[-1]) else None
 
-    def _stamped(self, opened: _Open, line: Line) -> bool:
-        """Every line has its time or level here, so that says nothing; and the exception's text is not at its end."""
+    def _continues_with_stamp(self, opened: _Open, line: Line) -> bool:
+        """Whether every line here has a time or level, and the exception's text ends with a colon."""
         head = opened.message
         alike = head is not None and (bool(head.prefix.time), head.prefix.level) == (
             bool(line.prefix.time),
@@ -253,11 +253,11 @@ class Assembler:
         )
         return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
 
-    def _fresh(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
-        found = EXCEPTION.match(line.text)
-        if found and not found["type"].endswith("Warning") and not is_code(line.text):
+    def _start(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
+        match = EXCEPTION.match(line.text)
+        if match and not match["type"].endswith("Warning") and not is_code(line.text):
             opened = _Open()
-            opened.message = self._message(line, "stated", found, ())
+            opened.message = self._message(line, "stated", match, ())
             opened.body = [line.text.rstrip()]
             self._open[key] = opened
         elif NATIVE.match(line.text):
@@ -266,9 +266,9 @@ class Assembler:
             opened.body = [line.text.rstrip()]
             self._open[key] = opened
         else:
-            yield from self._plain(key, line)
+            yield from self._single_line(key, line)
 
-    def _plain(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
+    def _single_line(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         text = line.text.strip()
         if text and not is_code(text):
             yield self._message(line, manner_of(line), None, ())
@@ -279,16 +279,16 @@ class Assembler:
             return
         message = opened.message
         message.text = "\n".join(opened.body)
-        if message.type.startswith("RayTaskError") and (found := RAY_PID.search(message.text)):
-            self._raised_in[key] = int(found[1])
+        if message.type.startswith("RayTaskError") and (match := RAY_PID.search(message.text)):
+            self._raised_in[key] = int(match[1])
         message.pid = self._raised_in.get(key)
         if opened.rank is not None and message.prefix.rank is None:
             message.prefix = replace(message.prefix, rank=opened.rank)
         yield message
 
-    def _message(self, line: Line, manner: Manner, found: re.Match[str] | None, frames: tuple[str, ...]) -> Message:
+    def _message(self, line: Line, manner: Manner, match: re.Match[str] | None, frames: tuple[str, ...]) -> Message:
         self._order += 1
-        full = found["type"] if found else ""
+        full = match["type"] if match else ""
         module, _, name = full.replace("::", ".").rpartition(".")
         return Message(
             file=line.file,

@@ -1,4 +1,4 @@
-"""Read logs: blocks to lines, with the prefixes, times and records that loggers put around them."""
+"""Read logs: from blocks of bytes to lines, without the prefixes, times and records that loggers put around them."""
 
 from __future__ import annotations
 
@@ -23,42 +23,41 @@ _FORMS = tuple(
         r"^\[?(?P<mo>\d\d)[/-](?P<d>\d\d) " + _CLOCK,
     )
 )
-_OF_DAY = re.compile(r"(?:^|[\s\[])" + _CLOCK)
+_CLOCK_ONLY = re.compile(r"(?:^|[\s\[])" + _CLOCK)
 _UNIX = re.compile(r"^(1[5-9]\d{8})(?:\.(\d+))?$|^(1[5-9]\d{11})$")
-SPAN = 160  # characters at a line's start that may hold its time
-# How much of a date is told. Times of different kinds cannot be compared.
-Clock = tuple[str, float]
+_TIME_SPAN = 160  # characters at a line's start that may hold its time
+Clock = tuple[str, float]  # the kind of time and seconds; times of different kinds cannot be compared
 
 
 def clock_of(text: str) -> Clock | None:
-    """When, by the first time in the text's first characters: ("date" | "day" | "clock", seconds)."""
-    text = text[:SPAN]
-    if found := _UNIX.match(text.strip()):
-        seconds = float(found[3]) / 1000 if found[3] else float(f"{found[1]}.{found[2] or 0}")
+    """The first time near the start of the text: "date" (with a year), "day" (without) or "clock", and seconds."""
+    text = text[:_TIME_SPAN]
+    if match := _UNIX.match(text.strip()):
+        seconds = float(match[3]) / 1000 if match[3] else float(f"{match[1]}.{match[2] or 0}")
         return "date", seconds
     for form in _FORMS:
-        if found := form.search(text):
-            return _dated(found.groupdict())
-    if found := _OF_DAY.search(text):
-        return "clock", _of_day(found.groupdict())
+        if match := form.search(text):
+            return _date_and_time(match.groupdict())
+    if match := _CLOCK_ONLY.search(text):
+        return "clock", _seconds_of_day(match.groupdict())
     return None
 
 
-def _dated(said: dict[str, str | None]) -> Clock | None:
-    mon = said.get("mon")
-    month = _MONTHS.index(mon.lower()) + 1 if mon and mon.lower() in _MONTHS else int(said.get("mo") or 0)
-    year = said.get("y")
+def _date_and_time(groups: dict[str, str | None]) -> Clock | None:
+    mon = groups.get("mon")
+    month = _MONTHS.index(mon.lower()) + 1 if mon and mon.lower() in _MONTHS else int(groups.get("mo") or 0)
+    year = groups.get("y")
     full = int(year) + (2000 if len(year) == 2 else 0) if year else 2000
     try:
-        day = datetime(full, month, int(said["d"] or 0))
+        day = datetime(full, month, int(groups["d"] or 0))
     except ValueError:
         return None
-    return ("date" if year else "day"), (day - datetime(1970, 1, 1)).total_seconds() + _of_day(said)
+    return ("date" if year else "day"), (day - datetime(1970, 1, 1)).total_seconds() + _seconds_of_day(groups)
 
 
-def _of_day(said: dict[str, str | None]) -> float:
-    whole = int(said["h"] or 0) * 3600 + int(said["mi"] or 0) * 60 + int(said["s"] or 0)
-    return whole + float(f"0.{said['f']}" if said.get("f") else 0)
+def _seconds_of_day(groups: dict[str, str | None]) -> float:
+    whole = int(groups["h"] or 0) * 3600 + int(groups["mi"] or 0) * 60 + int(groups["s"] or 0)
+    return whole + float(f"0.{groups['f']}" if groups.get("f") else 0)
 
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -66,7 +65,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """stream: lines with the same one were written by the same process, as far as can be told."""
+    """The parts of a line's prefix. Lines with the same stream come from one process, as far as the log shows."""
 
     stream: str = ""
     rank: int | None = None
@@ -81,7 +80,7 @@ _LEVELS: dict[str, Level] = {
     "severe": "error", "exception": "error",
 }  # fmt: skip
 _LEVEL = r"(?P<level>DEBUG|TRACE|INFO|NOTICE|WARN(?:ING)?|ERR(?:OR)?|CRITICAL|FATAL|SEVERE)"
-# Each is tried at the line's start, again and again, until none matches: prefixes come in any order.
+# All are tried at the line's start until none matches, because prefixes come in any order.
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -97,7 +96,7 @@ _PREFIXES = tuple(
         r"(?P<stream>\[pod/[^\]\s]+\]) ?",
         r"(?P<stream>[a-z][\w.-]*[-_]\d+)\s+\| ",
         r"(?P<stream>(?:[a-z][\w-]*\d(?:\.[a-z\d.-]+)?|(?:\d{1,3}\.){3}\d{1,3})): (?!\d+: )",
-        # Times, in every dress.
+        # Times.
         r"\[?(?P<time>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)(?:Z|[+-]\d\d:?\d\d)?\]?:? ?(?:[-|] )?",
         r"\[?(?P<time>\d\d/\d\d/(?:\d{4}|\d\d) \d\d:\d\d:\d\d(?:[.,]\d+)?)\]?(?: [AP]M)?:? ?(?:[-|] )?",
         r"(?P<time>(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d+ \d\d:\d\d:\d\d) ",
@@ -120,25 +119,25 @@ _PREFIXES = tuple(
         r"\| (?=\S)",
     )
 )
-_MOST = 7
+_MOST_PREFIXES = 7
 
 
 def split_prefix(text: str) -> tuple[Prefix, str]:
-    """The prefix and the rest of a line; the rest keeps its indentation."""
+    """Split a line into its prefix and the rest, which keeps its indentation."""
     prefix, rest = Prefix(), text
     if text.startswith("   "):  # a frame of a traceback, code, a continuation
         return prefix, rest
-    for _ in range(_MOST):
-        found = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
-        if found is None or not found[0]:
+    for _ in range(_MOST_PREFIXES):
+        match = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
+        if match is None or not match[0]:
             break
-        prefix = _with(prefix, found.groupdict())
-        rest = rest[found.end() :]
+        prefix = _extend(prefix, match.groupdict())
+        rest = rest[match.end() :]
     return prefix, rest
 
 
-def joined(outer: Prefix, inner: Prefix) -> Prefix:
-    """What a line's own prefix says, and then what its record says."""
+def join_prefixes(outer: Prefix, inner: Prefix) -> Prefix:
+    """The prefix of a line and that of the record inside it as one."""
     return Prefix(
         stream=f"{outer.stream} {inner.stream}".strip() if inner.stream else outer.stream,
         rank=inner.rank if inner.rank is not None else outer.rank,
@@ -152,14 +151,14 @@ def level_of(word: str) -> Level | None:
     return _LEVELS.get(word.lower())
 
 
-def _with(prefix: Prefix, said: dict[str, str | None]) -> Prefix:
-    if (rank := said.get("rank")) is not None:
+def _extend(prefix: Prefix, groups: dict[str, str | None]) -> Prefix:
+    if (rank := groups.get("rank")) is not None:
         prefix = replace(prefix, rank=int(rank), stream=f"{prefix.stream} rank {rank}")
-    if (stream := said.get("stream")) is not None:
+    if (stream := groups.get("stream")) is not None:
         prefix = replace(prefix, stream=f"{prefix.stream} {stream}")
-    if (level := said.get("level")) is not None and prefix.level is None:
+    if (level := groups.get("level")) is not None and prefix.level is None:
         prefix = replace(prefix, level=_LEVELS[level.lower()])
-    if (time := said.get("time")) is not None and not prefix.time:
+    if (time := groups.get("time")) is not None and not prefix.time:
         prefix = replace(prefix, time=time.replace(",", ".").replace("T", " "))
     return prefix
 
@@ -169,8 +168,8 @@ _RANK = ("rank", "global_rank", "world_rank", "process_rank", "RANK", "worker_ra
 _LEVEL_FIELDS = ("level", "levelname", "severity", "lvl", "log_level", "levelName")
 _TIME = ("time", "ts", "timestamp", "@timestamp", "asctime", "datetime", "created")
 _STREAM = ("pod", "pod_name", "container", "hostname", "host", "node", "worker", "process", "pid", "stream")
-_LONGEST = 1 << 16
-_DEEPEST = 4
+_LONGEST_RECORD = 1 << 16
+_DEEPEST_RECORD = 4
 _FAILED = re.compile(r"Traceback \(most recent call last\)|^\s*(?:[\w.]+(?:Error|Exception)): ", re.MULTILINE)
 _LOGFMT = re.compile(r'(?:[\w.@-]+=(?:"(?:[^"\\]|\\.)*"|\S*) *){2,}$')
 _PAIR = re.compile(r'([\w.@-]+)=("(?:[^"\\]|\\.)*"|\S*)')
@@ -181,41 +180,43 @@ def record_of(text: str) -> tuple[Prefix, list[str]] | None:
     fields = _fields(text)
     if fields is None:
         return None
-    said = _first(fields, _TEXT)
+    text_field = _first(fields, _TEXT)
     if fields.get("OOMKilled") is True:  # docker's state of a container
-        said = f"OOMKilled, exit code: {fields.get('ExitCode', 137)}"
-        return Prefix(), [said]
-    if isinstance(ended := fields.get("reason"), str) and "exitCode" in fields:  # a container's last state
-        said = f"reason: {ended}, exit code: {fields['exitCode']}"
-    trace = [value for value in fields.values() if isinstance(value, str) and value != said and _FAILED.search(value)]
-    dressed = any(name in fields for name in (*_LEVEL_FIELDS, *_TIME, *_RANK, *_STREAM, "exitCode"))
-    if not dressed or (not isinstance(said, str) and not trace):
+        text_field = f"OOMKilled, exit code: {fields.get('ExitCode', 137)}"
+        return Prefix(), [text_field]
+    if isinstance(reason := fields.get("reason"), str) and "exitCode" in fields:  # a container's last state
+        text_field = f"reason: {reason}, exit code: {fields['exitCode']}"
+    trace = [
+        value for value in fields.values() if isinstance(value, str) and value != text_field and _FAILED.search(value)
+    ]
+    is_log_record = any(name in fields for name in (*_LEVEL_FIELDS, *_TIME, *_RANK, *_STREAM, "exitCode"))
+    if not is_log_record or (not isinstance(text_field, str) and not trace):
         return None
-    lines = [line for part in (said, *trace) if isinstance(part, str) for line in part.splitlines()]
+    lines = [line for part in (text_field, *trace) if isinstance(part, str) for line in part.splitlines()]
     prefix, first = split_prefix(lines[0]) if lines else (Prefix(), "")
     return _merged(prefix, fields), [first, *lines[1:]]
 
 
 def _fields(text: str) -> Mapping[str, Any] | None:
     text = text.strip()
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST_RECORD:
         return None
     if text.startswith('{"') and text.endswith("}"):
         try:
-            found = json.loads(text)
+            data = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        return _flat(found) if isinstance(found, dict) else None
+        return _flat(data) if isinstance(data, dict) else None
     if "msg=" in text and _LOGFMT.match(text):
         return {name: value.strip('"').replace('\\"', '"').replace("\\n", "\n") for name, value in _PAIR.findall(text)}
     return None
 
 
-def _flat(found: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """What is nested (`record`, `extra`, torchrun's `message`) is read as if it stood outside; the outer names win."""
-    flat = {name: value for name, value in found.items() if not isinstance(value, dict)}
-    for value in found.values():
-        if isinstance(value, dict) and depth < _DEEPEST:
+def _flat(data: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Merge nested objects (`record`, `extra`, torchrun's `message`) into one; outer names win."""
+    flat = {name: value for name, value in data.items() if not isinstance(value, dict)}
+    for value in data.values():
+        if isinstance(value, dict) and depth < _DEEPEST_RECORD:
             flat = {**_flat(value, depth + 1), **flat}
     return flat
 
@@ -240,11 +241,11 @@ def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 BLOCK_BYTES = 1 << 20
-LINE_CHARS = 4000  # what is kept of a line: its beginning and its end
+LINE_CHARS = 4000  # kept of a longer line: its beginning and its end
 _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
-_MANY_PARTS = 40  # of one line: progress bars without a line end
-_BACK_LINES = 200  # so far back a line's time is looked for
-_WATCH_LINES = 3000  # lines after something that looks fatal, among which progress is counted
+_MANY_PARTS = 40  # in one line: progress bars without line ends
+_BACK_LINES = 200  # searched backwards for a line's time
+_WATCH_LINES = 3000  # after a failure, in which training progress is counted
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])")
 PROGRESS = re.compile(
     r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(\d+)/\d+ ?\[\d"
@@ -252,7 +253,7 @@ PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _BAR = re.compile(r"\d+%\|[^|]{0,200}\| ?\S+ \[[^\]]{3,200}\]")  # tqdm's
-# A file made of several: `tail -n 50 *.log`, or a header before each.
+# The header of one file in a log that joins several, as `tail -n 50 *.log` writes it.
 _HEADER = re.compile(
     rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
     rb"([^\s=]*?(?:(?:rank|worker|node|proc|task|trainer|gpu)[-_ ]?\d+[^\s=]*"
@@ -265,7 +266,7 @@ _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line without its prefix. progress: how much training progress its file had shown since it looked fatal."""
+    """One line without its prefix. progress: training steps that its file has shown since the first failure."""
 
     file: str
     number: int
@@ -275,14 +276,14 @@ class Line:
 
 
 class Reader:
-    """The lines of one file that are worth reading. `waiting` says whether a traceback is open and needs all lines."""
+    """Yields the lines of one file that may tell something. While `waiting()` is true, a traceback needs all lines."""
 
     def __init__(self, file: str, waiting: Callable[[], bool] = lambda: False) -> None:
         self.file, self.waiting = file, waiting
         self.number = 0
         self.bytes = 0
         self.progress = 0
-        self.parts: dict[str, int] = {}  # progress of each file that this one is made of
+        self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
         self._name = file
         self._raws: list[bytes] = []
         self._first = 0
@@ -292,7 +293,7 @@ class Reader:
         self._filter = LineFilter()
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
-        """Lines, in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
+        """The lines in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
         rest = b""
         for block in blocks:
             self.bytes += len(block)
@@ -305,19 +306,19 @@ class Reader:
             yield from self._block(rest + b"\n")
 
     def watch(self) -> None:
-        """Something looks fatal: count the progress that follows, for a run that trains on has not died."""
+        """Count the progress that follows: a run that trains on has survived the failure."""
         self._watch_until = self.number + _WATCH_LINES
 
     def ended(self) -> dict[str, int]:
-        """Training progress, per file that this one is made of."""
+        """File → training progress."""
         return {**self.parts, self.file: self.progress}
 
     def when(self, number: int) -> Clock | None:
-        """The time of a line just read: its own, or the last one before it."""
+        """The time of a line that was just read: its own, or that of the last line before it with a time."""
         here = number - self._first
         for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
-            if found := clock_of(raw[: 2 * SPAN].decode(errors="replace")):
-                return found
+            if clock := clock_of(raw[: 2 * _TIME_SPAN].decode(errors="replace")):
+                return clock
         return None
 
     def _block(self, block: bytes) -> Iterator[Line]:
@@ -329,56 +330,56 @@ class Reader:
             if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
                 self._begin(header[1].decode(errors="replace"))
             elif self.waiting() or self._filter.keeps(raw, lowered):
-                yield from self._lines(raw)
+                yield from self._parse(raw)
             elif self.number < self._watch_until:
                 self._count(raw)
         self.number -= 1  # what follows the last line end is the next block's first line
 
     def _begin(self, name: str) -> None:
-        """What follows is another file's."""
+        """The next lines belong to another file."""
         self.parts[self.file] = self.progress
         self.file = f"{self._name}/{name}" if self._name else name
         self.progress, self._last_step = self.parts.get(self.file, 0), ""
 
     def _count(self, raw: bytes) -> None:
-        found = PROGRESS.search(raw.decode(errors="replace"))
-        if found is None:
+        match = PROGRESS.search(raw.decode(errors="replace"))
+        if match is None:
             return
-        step = found[1] or found[2] or ""
-        if not step or step != self._last_step:  # eight ranks that tell the same step are one step
+        step = match[1] or match[2] or ""
+        if not step or step != self._last_step:  # the same step on eight ranks counts once
             self.progress += 1
             self._last_step = step
 
-    def _lines(self, raw: bytes) -> Iterator[Line]:
+    def _parse(self, raw: bytes) -> Iterator[Line]:
         if self.number < self._watch_until:
             self._count(raw)
         parts = _split(_clean(raw))
         for text in parts:
-            if len(parts) > _MANY_PARTS and not self.waiting() and not self._filter.keeps(*_both(text)):
+            if len(parts) > _MANY_PARTS and not self.waiting() and not self._filter.keeps(*_raw_and_lowered(text)):
                 continue
             prefix, rest = split_prefix(text)
-            if (bar := _BAR.search(rest)) and (
-                said := rest[bar.end() :].strip()
-            ):  # written after a bar without a line end
-                inner, rest = split_prefix(said)
-                prefix = joined(prefix, inner)
+            bar = _BAR.search(rest)
+            if bar and (after_bar := rest[bar.end() :].strip()):  # written after a bar that has no line end
+                inner, rest = split_prefix(after_bar)
+                prefix = join_prefixes(prefix, inner)
             if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
-                for part in record[1]:
-                    yield Line(self.file, self.number, part, joined(prefix, record[0]), self.progress)
-                    prefix, record = _bare(prefix), (_bare(record[0]), record[1])
+                record_prefix, lines = record
+                for line in lines:
+                    yield Line(self.file, self.number, line, join_prefixes(prefix, record_prefix), self.progress)
+                    prefix, record_prefix = _bare(prefix), _bare(record_prefix)
                 continue
             if len(rest) > LINE_CHARS:
                 rest = f"{rest[: LINE_CHARS // 2]} … {rest[-LINE_CHARS // 2 :]}"
             yield Line(self.file, self.number, rest, prefix, self.progress)
 
 
-def _both(text: str) -> tuple[bytes, bytes]:
+def _raw_and_lowered(text: str) -> tuple[bytes, bytes]:
     raw = text.encode(errors="replace")
     return raw, raw.lower()
 
 
 def _bare(prefix: Prefix) -> Prefix:
-    """Without time and level: the lines of one record belong together."""
+    """Without time and level, because the lines of one record belong together."""
     return replace(prefix, time="", level=None)
 
 
@@ -388,7 +389,7 @@ def _clean(raw: bytes) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """At carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
+    """Split at carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
     parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
     if (
         "\\n" in text
