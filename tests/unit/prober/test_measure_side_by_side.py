@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +16,9 @@ from autods.journal import Journal
 from autods.prober.request import Question
 from autods.report.results import ProbeReport
 from autods.runner.placement import NoRoom
-from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
-from autods.runner.testing import failed, fit, out_of_memory, surface
-from autods.settings import Settings
+from autods.runner.testing import failed, surface
 from autods.types import Knobs, Outcome, Record, Trial
-from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed
+from tests.support.probes import LIMIT, MIB, Bench, ask, probed
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=20 * MIB)
 TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")
@@ -145,127 +141,3 @@ def test_timed_trials_are_not_run_side_by_side(tmp_path: Path) -> None:
         ask(tmp_path, parallel_trials=2)
     with pytest.raises(InputError, match="--parallel-trials 0"):
         ask(tmp_path, capacity=True, parallel_trials=0)
-
-
-def test_a_trial_knows_how_many_were_on_its_machines_meanwhile() -> None:
-    turns = Turns()
-    with turns.shared(frozenset({"a", "b"})) as wide:
-        with turns.shared(frozenset({"b"})) as narrow:
-            pass
-        with turns.shared(frozenset({"c"})) as elsewhere:
-            pass
-    assert (wide.neighbours, narrow.neighbours, elsewhere.neighbours) == (1, 1, 0)
-
-
-def test_trials_of_the_same_machine_end_in_any_order() -> None:
-    turns, hosts = Turns(), frozenset({"a"})
-    with contextlib.ExitStack() as first, contextlib.ExitStack() as third:
-        one = first.enter_context(turns.shared(hosts))
-        with turns.shared(hosts) as two:
-            pass
-        assert (one.neighbours, two.neighbours) == (1, 1)
-        three = third.enter_context(turns.shared(hosts))
-        first.close()
-        with turns.shared(hosts) as four:
-            pass
-    assert (one.neighbours, three.neighbours, four.neighbours) == (2, 2, 1)
-
-
-def test_what_a_machine_shares_may_be_the_others_fault_and_a_devices_memory_is_not() -> None:
-    assert not neighbours_may_be_why(fit(peak_bytes=1))
-    assert not neighbours_may_be_why(out_of_memory(tier="device"))
-    assert neighbours_may_be_why(out_of_memory(tier="host"))
-    assert neighbours_may_be_why(out_of_memory(tier="pinned"))
-    assert neighbours_may_be_why(failed(failure="infrastructure"))
-    assert not neighbours_may_be_why(failed(failure="config", action="fix_config"))
-
-
-class Runner:
-    """On one machine with all others; answers by a function."""
-
-    def __init__(self, answer: Callable[[Trial], Outcome], free_bytes: int) -> None:
-        self.answer = answer
-        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=free_bytes, stop=lambda: None)
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *raised: object) -> None: ...
-
-    def switch_to(self, settings: Settings) -> Any:
-        return FACTS, {}
-
-    def run(self, trial: Trial, *, id: int) -> Record:
-        return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=1.0)
-
-
-def pools(
-    folder: Path, first: Callable[[Trial], Outcome], other: Callable[[Trial], Outcome], free_bytes: int = 2**40
-) -> RunnerPool:
-    def make(settings: Settings, listen: Any, *, number: int, **said: Any) -> Any:
-        return Runner(other if number else first, free_bytes)
-
-    return RunnerPool(ask(folder).settings, lambda event: None, make=make)
-
-
-def test_host_memory_that_ran_out_beside_another_is_asked_again_alone(tmp_path: Path) -> None:
-    begun, full, over = threading.Event(), threading.Event(), threading.Event()
-    asked: list[bool] = []
-
-    def short(trial: Trial) -> Outcome:
-        asked.append(over.is_set())
-        full.set()
-        return fit(peak_bytes=1) if len(asked) > 1 else out_of_memory(tier="host")
-
-    def long(trial: Trial) -> Outcome:
-        begun.set()
-        assert full.wait(WAITS_S)
-        over.set()
-        return fit(peak_bytes=1)
-
-    with pools(tmp_path, long, short) as pool, pool.another({}) as beside:
-        thread = threading.Thread(target=pool.run, args=(TRIAL,), kwargs={"id": 1})
-        with pool.turns.shared(frozenset({"10.0.0.1"})):  # so that the two surely overlap
-            thread.start()
-            assert begun.wait(WAITS_S)  # else the other could be alone before it
-            record_of = threading.Thread(target=lambda: records.append(beside.run(TRIAL, id=2)))
-            records: list[Record] = []
-            record_of.start()
-            assert full.wait(WAITS_S)
-        thread.join(WAITS_S)
-        record_of.join(WAITS_S)
-    assert asked == [False, True]  # alone: the other had ended
-    assert [(record.outcome.kind, record.beside) for record in records] == [("fit", 0)]
-
-
-def test_once_stopped_what_a_trial_says_does_not_count(tmp_path: Path) -> None:
-    def stopped(trial: Trial) -> Outcome:
-        pool.stop()
-        return failed(failure="infrastructure")
-
-    pool = pools(tmp_path, stopped, stopped)
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(TRIAL, id=1)
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(TRIAL, id=2)
-
-
-def test_cpu_ranks_find_no_room_beside_others_where_their_budgets_together_do_not(tmp_path: Path) -> None:
-    settings = ask(tmp_path).settings  # 2 × 416 MiB
-    here, there = frozenset({"a"}), frozenset({"b"})
-    check_memory(settings, [here, here], 4 * LIMIT)
-    check_memory(settings, [here, there], LIMIT)
-    with pytest.raises(NoRoom, match=r"2 trials on one machine may take 1\.6 GiB of its memory"):
-        check_memory(settings, [here, here], 4 * LIMIT - 1)
-
-
-@pytest.mark.parametrize("last_first", [True, False])
-def test_of_two_that_come_at_once_the_one_is_let_in_that_finds_memory_for_it(tmp_path: Path, last_first: bool) -> None:
-    free = 2 * 2 * LIMIT  # for two trials of two ranks each
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(pools(tmp_path, SURFACE, SURFACE, free))
-        one, other = pool.another({}), pool.another({})
-        comes, late = (other, one) if last_first else (one, other)
-        stack.enter_context(comes)
-        with pytest.raises(NoRoom, match="3 trials on one machine"), late:
-            pass

@@ -1,21 +1,27 @@
-"""One zygote for each environment of the ranks: which stay alive, and in which order trials need the fewest."""
+"""Runners that share machines: one zygote for each environment, and trials that run at the same time or alone."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autods.runner import pool as pools
-from autods.runner.pool import RunnerPool
-from autods.runner.testing import ScriptedRunner, fit
+from autods.runner import pool as pool_module
+from autods.runner.placement import NoRoom
+from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory, surface
 from autods.settings import Settings
-from autods.types import Knobs, ModelFacts, Record, Trial
-from tests.support.probes import FACTS, ask
+from autods.types import Knobs, ModelFacts, Outcome, Record, Trial
+from tests.support.probes import FACTS, LIMIT, MIB, ask
+
+SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=20 * MIB)
+TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")
+WAITS_S = 20.0
 
 
 class Made:
@@ -61,8 +67,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def session(*, cpus: int, address: str | None) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(pools, "session", session)
-    monkeypatch.setattr(pools, "is_connected", lambda: False)
+    monkeypatch.setattr(pool_module, "session", session)
+    monkeypatch.setattr(pool_module, "is_connected", lambda: False)
 
 
 def trials(values: int, ranks: int = 2) -> list[Trial]:
@@ -123,3 +129,127 @@ def test_another_number_of_ranks_needs_no_new_zygote(tmp_path: Path) -> None:
             pool.survey({"env.A": "0", "gpus": ranks})
     assert made.started == ["0"]
     assert made.ranks == [1, 1, 2, 2, 4, 4]
+
+
+def test_a_trial_counts_its_neighbours() -> None:
+    turns = Turns()
+    with turns.shared(frozenset({"a", "b"})) as wide:
+        with turns.shared(frozenset({"b"})) as narrow:
+            pass
+        with turns.shared(frozenset({"c"})) as apart:
+            pass
+    assert (wide.neighbours, narrow.neighbours, apart.neighbours) == (1, 1, 0)
+
+
+def test_neighbours_may_end_in_any_order() -> None:
+    turns, hosts = Turns(), frozenset({"a"})
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as third:
+        one = first.enter_context(turns.shared(hosts))
+        with turns.shared(hosts) as two:
+            pass
+        assert (one.neighbours, two.neighbours) == (1, 1)
+        three = third.enter_context(turns.shared(hosts))
+        first.close()
+        with turns.shared(hosts) as four:
+            pass
+    assert (one.neighbours, three.neighbours, four.neighbours) == (2, 2, 1)
+
+
+def test_neighbours_explain_no_shortage_of_a_device() -> None:
+    assert not neighbours_may_be_why(fit(peak_bytes=1))
+    assert not neighbours_may_be_why(out_of_memory(tier="device"))
+    assert neighbours_may_be_why(out_of_memory(tier="host"))
+    assert neighbours_may_be_why(out_of_memory(tier="pinned"))
+    assert neighbours_may_be_why(failed(failure="infrastructure"))
+    assert not neighbours_may_be_why(failed(failure="config", action="fix_config"))
+
+
+class AnsweringRunner:
+    """A runner on one machine with all others; a function answers its trials."""
+
+    def __init__(self, answer: Callable[[Trial], Outcome], free_bytes: int) -> None:
+        self.answer = answer
+        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=free_bytes, stop=lambda: None)
+
+    def __enter__(self) -> AnsweringRunner:
+        return self
+
+    def __exit__(self, *raised: object) -> None: ...
+
+    def switch_to(self, settings: Settings) -> Any:
+        return FACTS, {}
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=1.0)
+
+
+def answering_pool(
+    folder: Path, first: Callable[[Trial], Outcome], other: Callable[[Trial], Outcome], free_bytes: int = 2**40
+) -> RunnerPool:
+    def make(settings: Settings, listen: Any, *, number: int, **options: Any) -> Any:
+        return AnsweringRunner(other if number else first, free_bytes)
+
+    return RunnerPool(ask(folder).settings, lambda event: None, make=make)
+
+
+def test_a_trial_that_ran_out_beside_another_runs_again_alone(tmp_path: Path) -> None:
+    begun, full, over = threading.Event(), threading.Event(), threading.Event()
+    was_alone: list[bool] = []
+
+    def short(trial: Trial) -> Outcome:
+        was_alone.append(over.is_set())
+        full.set()
+        return fit(peak_bytes=1) if len(was_alone) > 1 else out_of_memory(tier="host")
+
+    def long(trial: Trial) -> Outcome:
+        begun.set()
+        assert full.wait(WAITS_S)
+        over.set()
+        return fit(peak_bytes=1)
+
+    with answering_pool(tmp_path, long, short) as pool, pool.another({}) as beside:
+        thread = threading.Thread(target=pool.run, args=(TRIAL,), kwargs={"id": 1})
+        with pool.turns.shared(frozenset({"10.0.0.1"})):  # so that the two surely overlap
+            thread.start()
+            assert begun.wait(WAITS_S)  # else the other could be alone before it
+            record_of = threading.Thread(target=lambda: records.append(beside.run(TRIAL, id=2)))
+            records: list[Record] = []
+            record_of.start()
+            assert full.wait(WAITS_S)
+        thread.join(WAITS_S)
+        record_of.join(WAITS_S)
+    assert was_alone == [False, True]  # alone: the other had ended
+    assert [(record.outcome.kind, record.beside) for record in records] == [("fit", 0)]
+
+
+def test_the_outcome_of_a_stopped_trial_does_not_count(tmp_path: Path) -> None:
+    def stopped(trial: Trial) -> Outcome:
+        pool.stop()
+        return failed(failure="infrastructure")
+
+    pool = answering_pool(tmp_path, stopped, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(TRIAL, id=1)
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(TRIAL, id=2)
+
+
+def test_budgets_of_cpu_ranks_have_to_fit_together(tmp_path: Path) -> None:
+    settings = ask(tmp_path).settings  # 2 × 416 MiB
+    here, there = frozenset({"a"}), frozenset({"b"})
+    check_memory(settings, [here, here], 4 * LIMIT)
+    check_memory(settings, [here, there], LIMIT)
+    with pytest.raises(NoRoom, match=r"2 trials on one machine may take 1\.6 GiB of its memory"):
+        check_memory(settings, [here, here], 4 * LIMIT - 1)
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_of_two_pools_the_first_to_enter_finds_memory(tmp_path: Path, last_first: bool) -> None:
+    free = 2 * 2 * LIMIT  # for two trials of two ranks each
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(answering_pool(tmp_path, SURFACE, SURFACE, free))
+        one, other = pool.another({}), pool.another({})
+        comes, late = (other, one) if last_first else (one, other)
+        stack.enter_context(comes)
+        with pytest.raises(NoRoom, match="3 trials on one machine"), late:
+            pass
