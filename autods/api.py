@@ -16,7 +16,7 @@ from .settings import PlanSettings, Settings, check_nodes, ladder_names, resolve
 from .types import WorkloadSource
 
 if TYPE_CHECKING:
-    from .prober.request import Question as ProbeSettings
+    from .prober.request import ProbeSettings
     from .system.host import Hardware
 
 P = ParamSpec("P")
@@ -69,14 +69,14 @@ def _run_plan(settings: PlanSettings, listen: Callable[[ForecastEvent], None]) -
 
 
 def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
-    from .prober.request import most_ranks, settle
+    from .prober.request import count_most_ranks, resolve_probe
 
-    ranks = most_ranks(request.gpus, request.vary) if request.address else None
+    ranks = count_most_ranks(request.gpus, request.vary) if request.address else None
     source = _make_trial_source(request)
     elsewhere = ("workload", "script_args", "kind", "task", "seq_len", "target_len", "zero_init", "on_event")
     values = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in elsewhere}
     values |= {"ladder": ladder_names(request), "strategies": strategy_folders(request)}
-    return settle(request.workload, source, hardware=_find_hardware(request, ranks), **values)
+    return resolve_probe(request.workload, source, hardware=_find_hardware(request, ranks), **values)
 
 
 def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..api import UseCase
     from ..events import Event
     from ..forecast.values import ForecastEvent
-    from ..prober.request import Question as ProbeSettings
+    from ..prober.request import ProbeSettings
     from ..report.results import Forecast, ProbeReport
     from ..requests import FitRequest, PlanRequest, ProbeRequest
     from ..settings import PlanSettings, Settings

@@ -13,7 +13,7 @@ from .options import AS_JSON, CSV, MODULE, QUIET, make_command
 
 if TYPE_CHECKING:
     from ..events import Listener
-    from ..prober.request import Question
+    from ..prober.request import ProbeSettings
     from ..report.results import ProbeReport
 
 EPILOG = """
@@ -82,14 +82,16 @@ def _show(report: ProbeReport, *, as_json: bool, as_csv: bool) -> None:
         print_probe(report, Console())
 
 
-def _show_progress(question: Question, quiet: bool) -> AbstractContextManager[Listener]:
-    from ..prober.grid import label_of
+def _show_progress(question: ProbeSettings, quiet: bool) -> AbstractContextManager[Listener]:
+    from ..prober.grid import format_trial_label
     from ..report.live import Progress
 
-    return nullcontext(lambda event: None) if quiet else Progress(label=lambda trial: label_of(question, trial))
+    return (
+        nullcontext(lambda event: None) if quiet else Progress(label=lambda trial: format_trial_label(question, trial))
+    )
 
 
-def _describe(question: Question) -> str:
+def _describe(question: ProbeSettings) -> str:
     """The question and the folder of the answer, shown before anything slow begins."""
     cells = sum(1 for _ in question.cells())
     repeats = f", each {question.repeats} times, in turns" if question.repeats > 1 else ", each once"

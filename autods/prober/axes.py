@@ -35,7 +35,7 @@ class Keys:
 
 
 @cache
-def known_keys() -> Keys:
+def read_known_keys() -> Keys:
     """The shipped file."""
     path = data_folder("configs") / "deepspeed" / "keys.toml"
     hint = "reinstall autods"
@@ -44,7 +44,7 @@ def known_keys() -> Keys:
 
 def check_key(key: str, axis: str) -> None:
     """Raises InputError when DeepSpeed has no such key, or something else decides it; `axis` is how it was asked."""
-    keys = known_keys()
+    keys = read_known_keys()
     if key in keys.instead:
         raise InputError(f"{axis}: a rung or another axis decides it", hint=f"give --vary {keys.instead[key]}")
     if key in keys.scalars:
@@ -53,23 +53,23 @@ def check_key(key: str, axis: str) -> None:
     if first in keys.sections and rest:
         return
     if first != ZERO or not rest:
-        raise unknown(axis, key)
+        raise unknown_axis(axis, key)
     part, _, inner = rest.partition(".")
     if part in keys.offload and inner in keys.offload[part]:
         return
     if part in keys.zero_optimization and not inner:
         return
-    raise unknown(axis, key)
+    raise unknown_axis(axis, key)
 
 
-def all_keys() -> tuple[str, ...]:
+def list_keys() -> tuple[str, ...]:
     """Every key that is known in full."""
-    keys = known_keys()
+    keys = read_known_keys()
     inside = [f"{part}.{key}" for part, names in keys.offload.items() for key in names]
     return (*(f"{ZERO}.{key}" for key in (*keys.zero_optimization, *inside)), *keys.scalars)
 
 
-def unheeded(key: str, rung: Rung) -> str | None:
+def why_ineffective(key: str, rung: Rung) -> str | None:
     """Why the key means nothing under a rung; None: it does mean something."""
     first, _, rest = key.partition(".")
     if first == "aio" and "nvme" not in rung.places.values():
@@ -77,19 +77,19 @@ def unheeded(key: str, rung: Rung) -> str | None:
     if first != ZERO:
         return None
     part = rest.partition(".")[0]
-    if part in known_keys().offload:
+    if part in read_known_keys().offload:
         state = part.removeprefix("offload_")
         return None if get_key(rung.ds_config, f"{ZERO}.{part}") else f"the {_STATES[state]} stay on the device"
-    stages = known_keys().zero_optimization[part]
+    stages = read_known_keys().zero_optimization[part]
     return None if rung.stage in stages else f"stage {rung.stage} does not obey it"
 
 
 _STATES = {"param": "parameters", "optimizer": "optimizer states"}
 
 
-def unknown(axis: str, name: str) -> InputError:
+def unknown_axis(axis: str, name: str) -> InputError:
     """There is no such axis: the nearest ones, and what is possible at all."""
-    possible = (*AXES, *all_keys())
+    possible = (*AXES, *list_keys())
     short = {key.rpartition(".")[2]: key for key in reversed(possible)}
     near = get_close_matches(name, possible, n=3)
     near = near or [short[one] for one in get_close_matches(name.rpartition(".")[2], short, n=3)]
@@ -131,23 +131,23 @@ class Axis:
     values: tuple[Value, ...]
 
 
-def axes_of(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[str, Rung]) -> tuple[Axis, ...]:
+def read_axes(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[str, Rung]) -> tuple[Axis, ...]:
     """The axes that were asked for: lines 'NAME=A,B', or names and values. Raises InputError for a wrong one."""
-    given = vary.items() if isinstance(vary, Mapping) else [split(line) for line in vary]
+    given = vary.items() if isinstance(vary, Mapping) else [split_axis(line) for line in vary]
     axes: dict[str, Axis] = {}
     for name, values in given:
-        axis = axis_of(name, values, rungs)
+        axis = read_axis(name, values, rungs)
         if axis.name in axes:
             raise InputError(f"--vary {axis.name} was given twice", hint="give all its values at once: NAME=A,B,C")
         axes[axis.name] = axis
     return tuple(axes.values())
 
 
-def axis_of(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
+def read_axis(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
     """One axis, its values by what they mean for that name."""
     said = f"--vary {name}"
     if isinstance(values, str):
-        values = [parsed(part) for part in values.split(",")]
+        values = [parse_value(part) for part in values.split(",")]
     found = list(values) if isinstance(values, Iterable) else [values]
     if not found:
         raise InputError(f"{said}: no value", hint="give at least one: NAME=A,B,C")
@@ -156,7 +156,7 @@ def axis_of(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
     return Axis(name=name, values=tuple(_distinct(read(value) for value in found)))
 
 
-def parsed(text: str) -> Value:
+def parse_value(text: str) -> Value:
     """A value as JSON has it: true, 2, 1.5, "text", null; 1e6 is a whole number, and anything else is text."""
     text = text.strip()
     if _EXPONENT.fullmatch(text) and (number := float(text)).is_integer():
@@ -168,7 +168,7 @@ def parsed(text: str) -> Value:
     return value if value is None or isinstance(value, bool | int | float | str) else text
 
 
-def split(line: str) -> tuple[str, str]:
+def split_axis(line: str) -> tuple[str, str]:
     """'NAME=A,B' → name and values."""
     name, equals, values = line.partition("=")
     if not equals or not name.strip() or not values.strip():
@@ -199,7 +199,7 @@ def _reader(name: str, said: str, rungs: Mapping[str, Rung]) -> Callable[[Any], 
     if first in ("args", *FUNCTIONS) and rest:
         return lambda value: _plain(value, said)
     if first in ("env", "args", *FUNCTIONS):
-        raise unknown(said, name)
+        raise unknown_axis(said, name)
     check_key(name, said)
     return lambda value: _plain(value, said)
 
@@ -266,7 +266,7 @@ def _check(experiment: Experiment) -> None:
         raise ValueError("vary needs an axis, and each axis a value")
 
 
-def with_experiment(
+def add_experiment(
     name: str | Path | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
 ) -> Sequence[str] | Mapping[str, Iterable[Any]]:
     """The experiment's axes, then those that were asked for; one of the same name takes its place."""
@@ -280,7 +280,7 @@ def with_experiment(
 def _by_name(lines: Sequence[str]) -> dict[str, Any]:
     """'NAME=A,B' by name; what is no such line is refused where axes are read."""
     named: dict[str, Any] = {}
-    for name, values in map(split, lines):
+    for name, values in map(split_axis, lines):
         if name in named:
             raise InputError(f"--vary {name} was given twice", hint="give all its values at once: NAME=A,B,C")
         named[name] = values

@@ -14,10 +14,10 @@ from ..schema import read_as
 from ..tuner.trials import accumulation_for, fits_well, run_with_retry
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Trial
 from ..units import format_bytes
-from .forecasts import CapacityForecast, CellForecaster, FactsUnder, Simulators, sizes_of
-from .grid import Cell, settings_of
-from .measure import Bench, result_of, side_by_side
-from .request import Question
+from .forecasts import CapacityForecast, CellForecaster, FactsUnder, Simulators, list_micro_batches
+from .grid import Cell, settings_under_conditions
+from .measure import Bench, search_in_parallel, summarize_cell
+from .request import ProbeSettings
 
 MOST_TRIALS = 12  # of one cell
 _NEARLY = 0.95  # of a size that does not fit: one trial there before the search halves
@@ -120,7 +120,7 @@ def capacity_result(cell: Cell, boundary: Boundary, forecast: CapacityForecast) 
         said=_explain(boundary, forecast),
     )
     ids = tuple(record.id for record in boundary.records.values())
-    result = result_of(cell, shown)
+    result = summarize_cell(cell, shown)
     if any(record.beside for record in shown) and fits is not None:
         result = replace(
             result, reason="another trial ran on the same machine, so no speed is told",
@@ -186,7 +186,7 @@ def _peak(record: Record) -> int:
 class CapacitySearch:
     """Finds the largest micro batch of cells. `run` runs a trial on a bench."""
 
-    question: Question
+    question: ProbeSettings
     facts: FactsUnder
     journal: Journal
     past: History
@@ -213,7 +213,7 @@ class CapacitySearch:
             if self._is_in_journal(cell, forecasts[number])
         }
         left = [cell for number, cell in to_search.items() if number not in known]
-        return known | side_by_side(left, search_cell, bench, most=self.question.parallel, listen=self.listen)
+        return known | search_in_parallel(left, search_cell, bench, most=self.question.parallel, listen=self.listen)
 
     def _forecast(self, trials: Mapping[int, Trial]) -> dict[int, CapacityForecast]:
         """Forecast what an earlier run of the probe has not forecast."""
@@ -250,10 +250,10 @@ class CapacitySearch:
     def _search_cell(self, cell: Cell, forecast: CapacityForecast, run: Run) -> CellResult:
         trial = _trial(cell)
         facts = self.facts(trial.conditions)
-        settings = settings_of(self.question, trial.conditions, facts)
+        settings = settings_under_conditions(self.question, trial.conditions, facts)
         boundary = Boundary(
             trial=trial,
-            sizes=sizes_of(self.question, trial, facts),
+            sizes=list_micro_batches(self.question, trial, facts),
             run=run,
             ranks=facts.replicas(settings.gpus),
             global_batch=settings.global_batch,

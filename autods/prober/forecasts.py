@@ -21,8 +21,8 @@ from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
 from ..types import Device, Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_conditions, apply_to_source
-from .grid import config_of, settings_of
-from .request import Question
+from .grid import compose_cell_config, settings_under_conditions
+from .request import ProbeSettings
 
 NOT_SIMULATED = "cannot be simulated"
 _PARALLEL_ENGINES = 2
@@ -78,7 +78,7 @@ FactsUnder = Callable[[Mapping[str, Scalar]], ModelFacts]
 class CellForecaster:
     """Forecasts the largest micro batch of cells. facts: the model's under some conditions."""
 
-    question: Question
+    question: ProbeSettings
     facts: FactsUnder
     listen: Listener
     simulators: Simulators
@@ -121,7 +121,7 @@ class CellForecaster:
     def _forecast_cell(self, forecaster: Forecaster, trial: Trial) -> CapacityForecast:
         if (reason := why_not_forecast(self.facts(trial.conditions))) is not None:
             return _not_simulated(reason)
-        sizes = sizes_of(self.question, trial, self.facts(trial.conditions))
+        sizes = list_micro_batches(self.question, trial, self.facts(trial.conditions))
         limits = self._limits()
         try:
             with forecaster.open(self._engine_spec(trial)) as engine:
@@ -146,7 +146,7 @@ class CellForecaster:
         return EngineSpec(
             rung=trial.rung,
             zero_init=settings.source.zero_init and stage == 3,
-            ds_config=without_monitors(config_of(self.question, trial, self.facts(trial.conditions))),
+            ds_config=without_monitors(compose_cell_config(self.question, trial, self.facts(trial.conditions))),
             world_size=ranks,
             ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or settings.ranks_per_node),
             device_bytes=settings.device_bytes,
@@ -168,7 +168,7 @@ def _not_simulated(reason: str) -> CapacityForecast:
     return CapacityForecast(largest=None, reason=f"{NOT_SIMULATED}: {reason}", simulated=False)
 
 
-def source_under_conditions(question: Question, conditions: Mapping[str, Scalar]) -> WorkloadSource:
+def source_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar]) -> WorkloadSource:
     """Return the workload under these conditions.
 
     A script gets the first rung's config in place of `{ds_config}`, until the config that it brings is known.
@@ -182,8 +182,8 @@ def source_under_conditions(question: Question, conditions: Mapping[str, Scalar]
     return replace(source, base_config=config)
 
 
-def sizes_of(question: Question, trial: Trial, facts: ModelFacts) -> Sequence[int]:
+def list_micro_batches(question: ProbeSettings, trial: Trial, facts: ModelFacts) -> Sequence[int]:
     """Return the micro batches that a cell may have, ascending."""
-    settings = settings_of(question, trial.conditions, facts)
+    settings = settings_under_conditions(question, trial.conditions, facts)
     most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
     return micro_batches(settings.global_batch, facts.replicas(settings.gpus), most)

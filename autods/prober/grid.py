@@ -19,8 +19,8 @@ from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import ENV, apply_conditions, apply_to_source, is_condition
-from .axes import PINS, Value, unheeded
-from .request import Question
+from .axes import PINS, Value, why_ineffective
+from .request import ProbeSettings
 
 # What the workload is under these conditions, and DeepSpeed op → why it cannot be built here.
 Survey = Callable[[Mapping[str, Scalar]], tuple[ModelFacts, Mapping[str, str]]]
@@ -47,7 +47,7 @@ class Cell:
         return str(self.values["rung"])
 
 
-def cells_of(question: Question, survey: Survey) -> tuple[Cell, ...]:
+def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
     """Every cell of the cross product, in order. Raises InputError when the workload cannot be built in any."""
     rungs = {rung.name: rung for rung in question.settings.ladder}
     first: dict[str, int] = {}
@@ -68,20 +68,20 @@ def cells_of(question: Question, survey: Survey) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def conditions_of(values: Mapping[str, Value]) -> dict[str, Scalar]:
+def select_conditions(values: Mapping[str, Value]) -> dict[str, Scalar]:
     """Those of the axes that are neither rung nor knob; a variable that shall not be set is left out."""
     return {name: value for name, value in values.items() if value is not None and is_condition(name)}
 
 
-def environments_of(question: Question) -> int:
+def count_environments(question: ProbeSettings) -> int:
     """How many different environments the cells ask for."""
     return prod(len(axis.values) for axis in question.axes if axis.name.startswith(ENV))
 
 
-def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Rung, survey: Survey) -> Cell:
-    conditions = conditions_of(values)
+def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], rung: Rung, survey: Survey) -> Cell:
+    conditions = select_conditions(values)
     facts, problems = survey(conditions)
-    question = replace(question, settings=settings_of(question, conditions, facts))
+    question = replace(question, settings=settings_under_conditions(question, conditions, facts))
     check_ranks(facts, question.settings.gpus)
     reasons = _unheeded(values, rung)
     settings = _settings(question, values, rung, facts, reasons)
@@ -100,14 +100,14 @@ def _cell(question: Question, number: int, values: Mapping[str, Value], rung: Ru
     return Cell(number=number, values=values, trial=None if refused else trial, refused=refused, unheeded=reasons)
 
 
-def settings_of(question: Question, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
+def settings_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
     """The settings under these conditions, with the config that a script brings."""
     return apply_script_config(apply_conditions(question.settings, conditions), facts)
 
 
-def config_of(question: Question, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
+def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
     """The whole DeepSpeed config of a cell's trial."""
-    settings = settings_of(question, trial.conditions, facts)
+    settings = settings_under_conditions(question, trial.conditions, facts)
     return compose(
         next(rung for rung in settings.ladder if rung.name == trial.rung),
         trial.knobs,
@@ -123,16 +123,16 @@ def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:
     said = {}
     for name in values:
         if name == "pin_memory":
-            pins = [unheeded(key, rung) for key in PINS]
+            pins = [why_ineffective(key, rung) for key in PINS]
             if all(pins):
                 said[name] = "nothing is offloaded"
-        elif "." in name and not is_condition(name) and (why := unheeded(name, rung)):
+        elif "." in name and not is_condition(name) and (why := why_ineffective(name, rung)):
             said[name] = why
     return said
 
 
 def _settings(
-    question: Question, values: Mapping[str, Value], rung: Rung, facts: ModelFacts, unheard: Mapping[str, str]
+    question: ProbeSettings, values: Mapping[str, Value], rung: Rung, facts: ModelFacts, unheard: Mapping[str, str]
 ) -> dict[str, Scalar]:
     """DeepSpeed keys of the cell: buckets as a fit would start with, then what is varied."""
     settings = _sized(question, rung, facts)
@@ -141,7 +141,7 @@ def _settings(
     for name, value in values.items():
         if value is None or name in unheard or name in _KNOBS or is_condition(name):
             continue
-        keys = [key for key in PINS if unheeded(key, rung) is None] if name == "pin_memory" else [name]
+        keys = [key for key in PINS if why_ineffective(key, rung) is None] if name == "pin_memory" else [name]
         settings |= dict.fromkeys(keys, value)
     return settings
 
@@ -149,7 +149,7 @@ def _settings(
 _KNOBS = ("rung", "precision", "micro_batch", "accumulation", "checkpointing")
 
 
-def _sized(question: Question, rung: Rung, facts: ModelFacts) -> dict[str, Scalar]:
+def _sized(question: ProbeSettings, rung: Rung, facts: ModelFacts) -> dict[str, Scalar]:
     """As written: only what the rung needs to start at all, where the base config does not say it."""
     settings = question.settings
     sized = start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts)
@@ -173,7 +173,7 @@ def _accumulation(settings: Settings, values: Mapping[str, Value], facts: ModelF
 
 
 def _why_not(
-    question: Question, trial: Trial, rung: Rung, facts: ModelFacts, problems: Mapping[str, str]
+    question: ProbeSettings, trial: Trial, rung: Rung, facts: ModelFacts, problems: Mapping[str, str]
 ) -> str | None:
     """Why it cannot be run; None: it can."""
     settings = question.settings
@@ -191,7 +191,7 @@ def _why_not(
         return f"{problems['fp16']}: take bf16, or another device"
     if question.machine is not None and precision == "bf16" and not question.machine.bf16:
         return f"{question.machine.title} has no bf16"
-    for op in required_ops(config_of(question, trial, facts)):
+    for op in required_ops(compose_cell_config(question, trial, facts)):
         if op in problems:
             return f"its op {op} cannot be built: {problems[op]}"
     return None
@@ -200,7 +200,7 @@ def _why_not(
 _SHOWN = ("rung", "micro_batch", "accumulation")  # a line of progress has these anyway
 
 
-def label_of(question: Question, trial: Trial) -> str:
+def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
     """'pin_memory off, env.NCCL_P2P_DISABLE 1'; what is the same in all cells is left out."""
     named = [axis.name for axis in question.axes if len(axis.values) > 1 and axis.name not in _SHOWN]
     said = [(name, _value_in(trial, name)) for name in named]
@@ -224,7 +224,7 @@ Surveyed = tuple[ModelFacts, Mapping[str, str]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Surveys:
+class SurveyStore:
     """look: what finds it, where no earlier run of the probe has. known: what was found, by the source's digest."""
 
     source: WorkloadSource

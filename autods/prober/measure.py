@@ -24,7 +24,9 @@ from .grid import Cell
 Order = Callable[[Sequence[Trial]], Sequence[Trial]]
 
 
-def in_turns(cells: Iterable[Cell], run: Run, *, repeats: int, order: Order = list) -> dict[int, tuple[Record, ...]]:
+def measure_in_turns(
+    cells: Iterable[Cell], run: Run, *, repeats: int, order: Order = list
+) -> dict[int, tuple[Record, ...]]:
     """Each cell's trial in each turn, every other turn backwards: what drifts falls on all alike. Cell → its records.
 
     What ran out of memory, or failed of something that lasts, is not asked again.
@@ -40,7 +42,7 @@ def in_turns(cells: Iterable[Cell], run: Run, *, repeats: int, order: Order = li
     return found
 
 
-def compared(
+def compare_cells(
     results: Mapping[int, CellResult], records: Mapping[int, Sequence[Record]], *, by_tokens: bool
 ) -> tuple[dict[int, CellResult], int | None]:
     """The results with their ratios to the first that fits, and its number; None: none does."""
@@ -53,7 +55,7 @@ def compared(
     return {number: replace(result, ratio=found.get(number)) for number, result in results.items()}, fitting[0]
 
 
-def shared(cells: Iterable[Cell], own: Mapping[int, CellResult]) -> tuple[CellResult, ...]:
+def share_results(cells: Iterable[Cell], own: Mapping[int, CellResult]) -> tuple[CellResult, ...]:
     """Every cell's result, in order: its own, or that of the cell which is the same in effect."""
     return tuple(
         own[cell.number]
@@ -75,7 +77,7 @@ def _may_change(record: Record) -> bool:
             return failure != "toolchain" and action not in PERMANENT_ACTIONS
 
 
-def result_of(cell: Cell, records: Sequence[Record]) -> CellResult:
+def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
     """Of one cell, as if it were alone."""
     if not records or cell.trial is None:
         return CellResult(
@@ -153,7 +155,7 @@ class Bench(Protocol):
 Search = Callable[[Cell, Bench], CellResult]
 
 
-def side_by_side(
+def search_in_parallel(
     cells: Sequence[Cell], search: Search, bench: Bench, *, most: int, listen: Listener
 ) -> dict[int, CellResult]:
     """Each cell's result, by its number; up to `most` are searched at a time.

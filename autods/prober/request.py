@@ -24,12 +24,12 @@ from ..types import Steps, WorkloadSource
 from ..workload.conditions import ARGS, LENGTHS, argument_names
 from ..workload.protocol import FUNCTIONS, Workload
 from ..workload.script_source import has_placeholder
-from .axes import Axis, Value, axes_of, with_experiment
+from .axes import Axis, Value, add_experiment, read_axes
 
 _NO_LIMIT = 2**62
 
 
-def machine_asked(
+def choose_machine(
     here: Hardware,
     *,
     device: str,
@@ -60,7 +60,7 @@ def machine_asked(
     )
 
 
-def hardware_of(machine: Machine, ranks: int, here: Hardware) -> Hardware:
+def describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
     """The machine as `settings.resolve` looks at one: with as many cards as there are ranks."""
     cards = tuple(
         Card(index=index, name=machine.title, total_bytes=machine.device_bytes, free_bytes=machine.device_bytes)
@@ -76,7 +76,7 @@ def hardware_of(machine: Machine, ranks: int, here: Hardware) -> Hardware:
 Arguments = Callable[[str], Sequence[str] | None]
 
 
-def check_twice(
+def check_contradictions(
     named: Mapping[str, Sequence[Value]], source: WorkloadSource, asked: Mapping[str, Any], *, capacity: bool
 ) -> None:
     """An axis and an option must not say the same thing differently."""
@@ -169,7 +169,7 @@ PLAINEST = "ddp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ProbeSettings:
     """One probe. `settings` are those of the most ranks; its ladder holds the rungs that are varied.
 
     repeats: how often each cell is measured. capacity: look for the largest micro batch of each cell. parallel: cells
@@ -208,7 +208,7 @@ class Question:
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def pose(
+def build_probe_settings(
     source: WorkloadSource,
     arguments: Arguments,
     *,
@@ -227,7 +227,7 @@ def pose(
     strategies: tuple[Path, ...] = (),
     out: str | Path | None = None,
     **asked: Any,
-) -> Question:
+) -> ProbeSettings:
     """Check what was asked. `asked`: the rest, as `settings.resolve` takes it. Raises InputError.
 
     arguments: what the workload's functions take. ladder: the rungs, where no axis names them. machine: one that need
@@ -236,12 +236,12 @@ def pose(
     capacity = capacity or machine is not None
     folders = (experiment_rungs(), *strategies)
     rungs = read_rungs(folders)
-    axes = _with_gpus(axes_of(vary, rungs), gpus)
+    axes = _with_gpus(read_axes(vary, rungs), gpus)
     if ladder and any(axis.name == "rung" for axis in axes):
         raise InputError("--ladder and an axis both say the rungs", hint="give them once: --vary rung=…")
     axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
     named = {axis.name: axis.values for axis in axes}
-    check_twice(named, source, asked, capacity=capacity)
+    check_contradictions(named, source, asked, capacity=capacity)
     for name in named:
         check_argument(name, source, arguments)
     counts = [count for count in named.get("gpus", gpus) if isinstance(count, int)]
@@ -257,7 +257,7 @@ def pose(
         check_packed(count, settings)
     if machine is not None:
         settings = replace(settings, nvme_path=nvme_place(nvme_path, machine))
-    question = Question(
+    question = ProbeSettings(
         settings=_patient(settings) if capacity else settings,
         axes=axes,
         repeats=_at_least_one(repeats, "--repeats", 1 if capacity else REPEATS),
@@ -340,7 +340,7 @@ def _at_least_one(asked: int | None, option: str, otherwise: int) -> int:
     return otherwise if asked is None else asked
 
 
-def settle(
+def resolve_probe(
     workload: str | Path | Workload,
     source: WorkloadSource,
     *,
@@ -352,10 +352,10 @@ def settle(
     on: str | None = None,
     host_memory: str | int | None = None,
     **asked: Any,
-) -> Question:
+) -> ProbeSettings:
     """Check what was asked, by the names of `api.probe`. Raises InputError."""
     said = Path(workload) if isinstance(workload, str) else workload
-    vary = with_experiment(experiment, vary)
+    vary = add_experiment(experiment, vary)
     counts = _counts(gpus)
     machine = None
     if forecast_only and (asked.get("nodes") is not None or asked.get("address") is not None):
@@ -363,7 +363,7 @@ def settle(
             "--forecast-only runs nothing on a cluster", hint="`autods plan --nodes` forecasts several nodes"
         )
     if forecast_only:
-        machine = machine_asked(
+        machine = choose_machine(
             hardware,
             device=asked.get("device", "cuda"),
             gpu_memory=asked.get("gpu_memory"),
@@ -372,19 +372,21 @@ def settle(
         )
         if asked.get("device", "cuda") == "cuda":
             asked = {**asked, "gpu_memory": None}  # the machine's card is of that size
-            hardware = hardware_of(machine, max(_ranks(counts, vary)), hardware)
+            hardware = describe_hardware(machine, max(_ranks(counts, vary)), hardware)
         if not asked.get("forecast", True):
             raise InputError("--forecast-only and --no-forecast contradict each other", hint="drop one of the two")
     elif on is not None or host_memory is not None:
         option = "--on" if on is not None else "--host-memory"
         raise InputError(f"{option} is of another machine: trials run on this one", hint="add --forecast-only")
-    return pose(
+    return build_probe_settings(
         source, lambda function: argument_names(said, source, function), hardware=hardware, vary=vary, gpus=counts,
         machine=machine, **asked,
     )  # fmt: skip
 
 
-def most_ranks(gpus: int | str | Sequence[int] | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> int | None:
+def count_most_ranks(
+    gpus: int | str | Sequence[int] | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
+) -> int | None:
     """The most ranks of any cell, as far as they are said. Raises InputError."""
     return max(_said(_counts(gpus), vary), default=None)
 
@@ -415,7 +417,7 @@ def _said(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any
     return [*counts, *(int(part) for part in parts if str(part).strip().isdigit())]
 
 
-def notes_of(question: Question) -> tuple[str, ...]:
+def list_notes(question: ProbeSettings) -> tuple[str, ...]:
     """Sentences: what was assumed, and what this device cannot show."""
     names = [axis.name for axis in question.axes]
     said = [f"assumed: {one}" for one in question.assumed]

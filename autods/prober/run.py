@@ -21,18 +21,22 @@ from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
 from .capacity import CapacitySearch
 from .forecasts import Simulators, source_under_conditions
-from .grid import Cell, Surveyed, Surveys, cells_of, environments_of
-from .measure import Bench, compared, in_turns, result_of, shared
-from .request import Question, notes_of
+from .grid import Cell, Surveyed, SurveyStore, count_environments, list_cells
+from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
+from .request import ProbeSettings, list_notes
 
 
-def by_tokens(question: Question) -> bool:
+def compares_tokens(question: ProbeSettings) -> bool:
     """Where samples differ in length, tokens a second is what can be compared."""
     return any(axis.name in ("seq_len", "build_batch.seq_len", "target_len") for axis in question.axes)
 
 
-def concluded(
-    question: Question, cells: tuple[CellResult, ...], reference: int | None, records: Sequence[Record], seconds: float
+def build_report(
+    question: ProbeSettings,
+    cells: tuple[CellResult, ...],
+    reference: int | None,
+    records: Sequence[Record],
+    seconds: float,
 ) -> ProbeReport:
     """reference: the number of the cell that the others are compared with."""
     settings = question.settings
@@ -40,8 +44,8 @@ def concluded(
         status="done" if any(cell.status == "fit" for cell in cells) else "nothing_fits",
         axes={axis.name: axis.values for axis in question.axes},
         cells=cells,
-        compared=None if reference is None else (reference, "tokens" if by_tokens(question) else "samples"),
-        notes=notes_of(question),
+        compared=None if reference is None else (reference, "tokens" if compares_tokens(question) else "samples"),
+        notes=list_notes(question),
         trials=tuple(records),
         question={
             "workload": settings.source.name,
@@ -69,7 +73,7 @@ Start = Callable[[Settings, Listener, int], AbstractContextManager[Bench]]
 
 
 def probe(
-    question: Question,
+    question: ProbeSettings,
     *,
     listen: Listener,
     fresh: bool = False,
@@ -87,7 +91,7 @@ def probe(
         past = journal.open(fingerprint=question.fingerprint())
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        environments = environments_of(question)
+        environments = count_environments(question)
         machines: AbstractContextManager[Bench | None] = nullcontext(None)
         if not question.forecast_only:
             machines = (start or _on_ray)(question.settings, listen, environments)
@@ -104,7 +108,7 @@ def probe(
             check_disk_space(out)
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
-        report = concluded(question, cells, reference, work.memory.records, time.monotonic() - began + earlier_s)
+        report = build_report(question, cells, reference, work.memory.records, time.monotonic() - began + earlier_s)
         write_probe(report, out)
         return report
 
@@ -114,7 +118,7 @@ class _Work:
 
     def __init__(
         self,
-        question: Question,
+        question: ProbeSettings,
         journal: Journal,
         past: History,
         listen: Listener,
@@ -123,16 +127,16 @@ class _Work:
     ) -> None:
         self.question, self.listen, self.bench = question, listen, bench
         self.simulators = Simulators(question.settings.device, simulate)
-        self.surveys = Surveys(source=question.settings.source, journal=journal, past=past, look=self._look)
+        self.surveys = SurveyStore(source=question.settings.source, journal=journal, past=past, look=self._look)
         self.memory = TrialStore(journal, past, self._execute, listen)
 
     def done(self) -> tuple[tuple[CellResult, ...], int | None]:
         """Every cell, and the number of the one that the others are compared with."""
-        cells = cells_of(self.question, self.surveys.of)
+        cells = list_cells(self.question, self.surveys.of)
         own, reference = self._capacities(cells) if self.question.capacity else self._measured(cells)
-        refused = {cell.number: result_of(cell, ()) for cell in cells if cell.trial is None}
+        refused = {cell.number: summarize_cell(cell, ()) for cell in cells if cell.trial is None}
         _check_workload(self.memory.records, self.question)
-        return shared(cells, {**own, **refused}), reference
+        return share_results(cells, {**own, **refused}), reference
 
     def _look(self, conditions: Mapping[str, Scalar]) -> Surveyed:
         if self.bench is not None:
@@ -155,9 +159,9 @@ class _Work:
 
     def _measured(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], int | None]:
         assert self.bench is not None
-        found = in_turns(cells, self._run, repeats=self.question.repeats, order=self.bench.order)
-        own = {cell.number: result_of(cell, found[cell.number]) for cell in cells if cell.number in found}
-        return compared(own, found, by_tokens=by_tokens(self.question))
+        found = measure_in_turns(cells, self._run, repeats=self.question.repeats, order=self.bench.order)
+        own = {cell.number: summarize_cell(cell, found[cell.number]) for cell in cells if cell.number in found}
+        return compare_cells(own, found, by_tokens=compares_tokens(self.question))
 
     def _capacities(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], None]:
         search = CapacitySearch(
@@ -172,7 +176,7 @@ class _Work:
         return search.search(cells, self.bench), None
 
 
-def _check_workload(records: Sequence[Record], question: Question) -> None:
+def _check_workload(records: Sequence[Record], question: ProbeSettings) -> None:
     """What fails of the user's own code in every cell is not a matter of cells."""
     outcomes = [record.outcome for record in records]
     wrong = [one for one in outcomes if isinstance(one, Failed) and one.action in ("fix_code", "fix_config")]
@@ -180,7 +184,7 @@ def _check_workload(records: Sequence[Record], question: Question) -> None:
         raise input_error(wrong[0], question.settings.source.path, question.settings.out / "logs")
 
 
-def _told(failed: SimulationFailed, question: Question) -> AutodsError:
+def _told(failed: SimulationFailed, question: ProbeSettings) -> AutodsError:
     """Whose it is to mend: the machine's, else the workload's."""
     if failed.kind in ("no_compiler", "build_failed", "crashed"):
         return EnvironmentBroken(str(failed))

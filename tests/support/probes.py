@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autods.events import Listener
-from autods.prober.request import Question, settle
+from autods.prober.request import ProbeSettings, resolve_probe
 from autods.prober.run import probe
 from autods.report.results import ProbeReport
 from autods.runner.testing import Answer, ScriptedRunner
@@ -34,13 +34,13 @@ def build_batch(micro_batch_size, seq_len=64, width=8): ...
 """
 
 
-def ask(folder: Path, *vary: str, text: str = MODEL, hardware: Hardware = HERE, **asked: Any) -> Question:
+def ask(folder: Path, *vary: str, text: str = MODEL, hardware: Hardware = HERE, **asked: Any) -> ProbeSettings:
     """A question about a model.py in this folder, on 2 CPU ranks unless something else is said."""
     path = folder / "model.py"
     path.write_text(text)
     source = WorkloadSource(kind="file", path=str(path), name="model", digest="1")
     said = {"gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "out": folder / "out", **asked}
-    return settle(path, source, hardware=hardware, vary=vary, **said)
+    return resolve_probe(path, source, hardware=hardware, vary=vary, **said)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Bench:
         self.stopped.set()
 
 
-def probed(question: Question, bench: Bench, listen: Listener = lambda event: None, **said: Any) -> ProbeReport:
+def probed(question: ProbeSettings, bench: Bench, listen: Listener = lambda event: None, **said: Any) -> ProbeReport:
     """The probe on that bench."""
 
     @contextmanager

@@ -13,7 +13,7 @@ from autods.api import UseCase
 from autods.cli.main import main
 from autods.errors import Interrupted
 from autods.events import Listener
-from autods.prober.request import Question
+from autods.prober.request import ProbeSettings
 from autods.report.results import ProbeReport
 from autods.requests import ProbeRequest
 from autods.runner.testing import surface
@@ -29,11 +29,11 @@ class Fake:
         self.folder, self.vary, self.error = folder, vary, error
         self.request: ProbeRequest | None = None
 
-    def resolve(self, request: ProbeRequest) -> Question:
+    def resolve(self, request: ProbeRequest) -> ProbeSettings:
         self.request = request
         return ask(self.folder, *self.vary)
 
-    def run(self, question: Question, listen: Listener) -> ProbeReport:
+    def run(self, question: ProbeSettings, listen: Listener) -> ProbeReport:
         if self.error is not None:
             raise self.error
         return probed(question, Bench(SURFACE), listen)

@@ -8,7 +8,7 @@ import pytest
 
 from autods.config.strategies import read_rungs
 from autods.errors import InputError
-from autods.prober.axes import all_keys, axes_of, known_keys, parsed
+from autods.prober.axes import list_keys, parse_value, read_axes, read_known_keys
 from autods.prober.request import MOST_CELLS, experiment_rungs
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
@@ -28,35 +28,35 @@ MANY = ",".join(map(str, range(1, 33)))
     ],
 )  # fmt: skip
 def test_values_are_read_as_json_and_what_is_none_is_text(text: str, value: object) -> None:
-    found = parsed(text)
+    found = parse_value(text)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_an_axis_keeps_the_order_of_its_values_and_each_once() -> None:
-    (axis,) = axes_of(["micro_batch=4,1,4,2"], RUNGS)
+    (axis,) = read_axes(["micro_batch=4,1,4,2"], RUNGS)
     assert axis.values == (4, 1, 2)
 
 
 def test_true_and_1_are_two_values() -> None:
-    (axis,) = axes_of(["optimizer.params.flag=true,1"], RUNGS)
+    (axis,) = read_axes(["optimizer.params.flag=true,1"], RUNGS)
     assert axis.values == (True, 1)
 
 
 def test_axes_of_the_api_are_names_and_values() -> None:
-    axes = axes_of({"rung": ["zero1"], "gradient_clipping": [0.5, 1.0], "micro_batch": 2}, RUNGS)
+    axes = read_axes({"rung": ["zero1"], "gradient_clipping": [0.5, 1.0], "micro_batch": 2}, RUNGS)
     assert [(axis.name, axis.values) for axis in axes] == [
         ("rung", ("zero1",)), ("gradient_clipping", (0.5, 1.0)), ("micro_batch", (2,)),
     ]  # fmt: skip
 
 
 def test_deepspeeds_own_names_of_the_batch_mean_the_same() -> None:
-    axes = axes_of(["train_micro_batch_size_per_gpu=1,2", "gradient_accumulation_steps=1,4"], RUNGS)
+    axes = read_axes(["train_micro_batch_size_per_gpu=1,2", "gradient_accumulation_steps=1,4"], RUNGS)
     assert [axis.name for axis in axes] == ["micro_batch", "accumulation"]
 
 
 def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
-    (axis,) = axes_of(["env.NCCL_ALGO=Ring,0,true,null"], RUNGS)
+    (axis,) = read_axes(["env.NCCL_ALGO=Ring,0,true,null"], RUNGS)
     assert axis.values == ("Ring", "0", "true", None)
 
 
@@ -87,18 +87,18 @@ def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
 )
 def test_a_wrong_axis_is_refused_with_what_is_possible(line: str, said: str) -> None:
     with pytest.raises(InputError) as raised:
-        axes_of([line], RUNGS)
+        read_axes([line], RUNGS)
     assert said in str(raised.value)
 
 
 def test_an_axis_given_twice_is_refused() -> None:
     with pytest.raises(InputError, match="twice"):
-        axes_of(["rung=zero1", "rung=zero2"], RUNGS)
+        read_axes(["rung=zero1", "rung=zero2"], RUNGS)
 
 
 def test_every_key_of_the_list_can_be_varied() -> None:
-    for key in (*all_keys(), *(f"{section}.anything" for section in known_keys().sections)):
-        assert axes_of([f"{key}=1"], RUNGS)[0].name == key
+    for key in (*list_keys(), *(f"{section}.anything" for section in read_known_keys().sections)):
+        assert read_axes([f"{key}=1"], RUNGS)[0].name == key
 
 
 def test_what_nobody_says_is_the_plainest_rung_and_is_said_to_be(tmp_path: Path) -> None:
@@ -169,33 +169,36 @@ def test_a_function_that_takes_anything_takes_any_argument(tmp_path: Path) -> No
 
 
 def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path) -> None:
-    from autods.prober.request import settle
+    from autods.prober.request import resolve_probe
 
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "gpt2", "n_layer": 2}')
     source = WorkloadSource(kind="hf_config", path=str(config), name="gpt2", digest="1", task="causal-lm")
     said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
-    assert settle(config, source, vary=["build_model.n_layer=1,2", "seq_len=8,16"], **said).axes[1].values == (1, 2)
+    assert resolve_probe(config, source, vary=["build_model.n_layer=1,2", "seq_len=8,16"], **said).axes[1].values == (
+        1,
+        2,
+    )
     for wrong in ("build_model.layers=1", "build_batch.width=1", "target_len=4"):
         with pytest.raises(InputError):
-            settle(config, source, vary=[wrong], **said)
+            resolve_probe(config, source, vary=[wrong], **said)
 
 
 def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
-    from autods.prober.request import settle
+    from autods.prober.request import resolve_probe
     from autods.workload.conditions import apply_to_source
 
     argv = ("--lr", "{lr}", "--config", "{ds_config}")
     source = WorkloadSource(kind="script", path=str(tmp_path / "train.py"), name="train", digest="1", argv=argv)
     said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
-    question = settle(tmp_path / "train.py", source, vary=["args.lr=1e-3,2e-3"], **said)
+    question = resolve_probe(tmp_path / "train.py", source, vary=["args.lr=1e-3,2e-3"], **said)
     assert [apply_to_source(source, {"args.lr": value}).argv[1] for value in question.axes[1].values] == [
         "0.001",
         "0.002",
     ]
     for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
         with pytest.raises(InputError, match=r"train\.py"):
-            settle(tmp_path / "train.py", source, vary=[wrong], **said)
+            resolve_probe(tmp_path / "train.py", source, vary=[wrong], **said)
     with pytest.raises(InputError, match="a training script's arguments"):
         ask(tmp_path, "args.lr=1")
 

@@ -11,7 +11,7 @@ from autods.forecast.scripted import ScriptedSimulator, simulate_peaks
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS
-from autods.prober.request import Question
+from autods.prober.request import ProbeSettings
 from autods.report.results import CellResult
 from autods.runner.testing import failed, surface
 from autods.types import Outcome, Trial, WorkloadSource
@@ -30,7 +30,7 @@ def simulating(sample_mib: float, state_mib: float = 100) -> Script:
 
 
 def searched(
-    question: Question, script: Script, *, sample_mib: float = 20, state_mib: float = 100
+    question: ProbeSettings, script: Script, *, sample_mib: float = 20, state_mib: float = 100
 ) -> tuple[CellResult, list[int]]:
     """The only cell, on a machine whose memory is a line, and the micro batches that were tried."""
     answer = surface(limit_bytes=LIMIT, state_bytes=int(state_mib * MIB), sample_bytes=int(sample_mib * MIB))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.prober.grid import Cell, cells_of, config_of
+from autods.prober.grid import Cell, compose_cell_config, list_cells
 from autods.types import ModelFacts, Scalar, Trial
 from tests.support.probes import FACTS, ask
 
@@ -18,7 +18,7 @@ ZERO = "zero_optimization"
 
 
 def cells(folder: Path, *vary: str, problems: Mapping[str, str] | None = None, **asked: Any) -> tuple[Cell, ...]:
-    return cells_of(ask(folder, *vary, **asked), lambda conditions: (FACTS, problems or {}))
+    return list_cells(ask(folder, *vary, **asked), lambda conditions: (FACTS, problems or {}))
 
 
 def trial_of(cell: Cell) -> Trial:
@@ -43,7 +43,7 @@ def test_each_kind_of_axis_reaches_the_trial(tmp_path: Path) -> None:
     trial = trial_of(cell)
     assert (trial.knobs.checkpointing, trial.knobs.accumulation) == (False, 4)
     assert trial.conditions == {"gpus": 1, "seq_len": 32, "build_model.n_layer": 4, "env.NCCL_P2P_DISABLE": "1"}
-    config = config_of(ask(tmp_path, "rung=zero3-offload"), trial, FACTS)
+    config = compose_cell_config(ask(tmp_path, "rung=zero3-offload"), trial, FACTS)
     assert config["bf16"]["enabled"] is config["fp16"]["enabled"] is False
     assert [config[ZERO][f"offload_{part}"]["pin_memory"] for part in ("param", "optimizer")] == [False, False]
     assert (config[ZERO]["sub_group_size"], config["gradient_clipping"]) == (10**7, 0.5)
@@ -94,7 +94,7 @@ def test_as_written_leaves_buckets_to_the_base_config(tmp_path: Path) -> None:
     (written,) = cells(tmp_path, "rung=zero2", base_config=base, as_written=True)
     assert f"{ZERO}.allgather_bucket_size" in trial_of(sized).knobs.settings
     assert trial_of(written).knobs.settings == {}
-    assert config_of(ask(tmp_path, "rung=zero2", base_config=base), trial_of(written), FACTS)[ZERO] == {
+    assert compose_cell_config(ask(tmp_path, "rung=zero2", base_config=base), trial_of(written), FACTS)[ZERO] == {
         "stage": 2, "reduce_bucket_size": 1234,
     }  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_fp16_in_the_base_config_is_refused_where_the_device_has_none(tmp_path: 
 
 def test_checkpointing_that_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
     unable = replace(FACTS, checkpointing=False)
-    found = cells_of(ask(tmp_path, "checkpointing=on,off"), lambda conditions: (unable, {}))
+    found = list_cells(ask(tmp_path, "checkpointing=on,off"), lambda conditions: (unable, {}))
     assert [cell.refused for cell in found] == ["the model has no gradient_checkpointing_enable()", None]
 
 
@@ -149,8 +149,8 @@ def test_a_workload_that_one_value_breaks_is_refused_there_alone(tmp_path: Path)
             raise InputError("ValueError: no layers", where="model.py:3")
         return FACTS, {}
 
-    found = cells_of(ask(tmp_path, "build_model.n_layer=0,1"), survey)
+    found = list_cells(ask(tmp_path, "build_model.n_layer=0,1"), survey)
     assert "model.py:3: ValueError: no layers" in str(found[0].refused)
     assert found[1].trial is not None
     with pytest.raises(InputError, match="no layers"):
-        cells_of(ask(tmp_path, "build_model.n_layer=0"), survey)
+        list_cells(ask(tmp_path, "build_model.n_layer=0"), survey)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autods.prober.grid import cells_of
-from autods.prober.measure import compared, in_turns, result_of, shared
+from autods.prober.grid import list_cells
+from autods.prober.measure import compare_cells, measure_in_turns, share_results, summarize_cell
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import estimate_ratios, relative_spread
 from autods.types import Outcome, Trial
@@ -17,8 +17,8 @@ from tests.support.probes import FACTS, LIMIT, MIB, ask
 
 def test_turns_run_forth_and_back_and_each_repeat_is_a_trial_of_its_own(tmp_path: Path) -> None:
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=MIB))
-    cells = cells_of(ask(tmp_path, "micro_batch=1,2,4"), lambda conditions: (FACTS, {}))
-    in_turns(cells, runner.run, repeats=3)
+    cells = list_cells(ask(tmp_path, "micro_batch=1,2,4"), lambda conditions: (FACTS, {}))
+    measure_in_turns(cells, runner.run, repeats=3)
     asked = [(trial.repeat, trial.knobs.micro_batch) for trial in runner.trials]
     assert asked == [(0, 1), (0, 2), (0, 4), (1, 4), (1, 2), (1, 1), (2, 1), (2, 2), (2, 4)]
 
@@ -29,17 +29,17 @@ def test_what_ran_out_of_memory_or_cannot_be_mended_by_asking_is_not_asked_again
         4: failed(failure="communication"),
     }  # fmt: skip
     runner = ScriptedRunner(lambda trial: answers[trial.knobs.micro_batch])
-    cells = cells_of(ask(tmp_path, "micro_batch=1,2,3,4"), lambda conditions: (FACTS, {}))
-    found = in_turns(cells, runner.run, repeats=3)
+    cells = list_cells(ask(tmp_path, "micro_batch=1,2,3,4"), lambda conditions: (FACTS, {}))
+    found = measure_in_turns(cells, runner.run, repeats=3)
     assert [len(found[number]) for number in (1, 2, 3, 4)] == [3, 1, 1, 3]
 
 
 def test_cells_that_are_the_same_in_effect_share_one_trial(tmp_path: Path) -> None:
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=MIB, samples_per_second=7))
-    cells = cells_of(ask(tmp_path, "rung=zero1", "pin_memory=on,off"), lambda conditions: (FACTS, {}))
-    found = in_turns(cells, runner.run, repeats=2)
-    own, reference = compared({1: result_of(cells[0], found[1])}, found, by_tokens=False)
-    first, second = shared(cells, own)
+    cells = list_cells(ask(tmp_path, "rung=zero1", "pin_memory=on,off"), lambda conditions: (FACTS, {}))
+    found = measure_in_turns(cells, runner.run, repeats=2)
+    own, reference = compare_cells({1: summarize_cell(cells[0], found[1])}, found, by_tokens=False)
+    first, second = share_results(cells, own)
     assert len(runner.trials) == 2
     assert (reference, second.same_as, second.samples_per_second) == (1, 1, 7)
     assert (first.values["pin_memory"], second.values["pin_memory"]) == (True, False)
@@ -47,15 +47,15 @@ def test_cells_that_are_the_same_in_effect_share_one_trial(tmp_path: Path) -> No
 
 def test_a_cell_shows_the_median_speed_the_highest_peak_and_how_much_was_missing(tmp_path: Path) -> None:
     rates, peaks = iter([3.0, 1.0, 2.0]), iter([5 * MIB, 9 * MIB, 7 * MIB])
-    cells = cells_of(ask(tmp_path, "micro_batch=1,64"), lambda conditions: (FACTS, {}))
+    cells = list_cells(ask(tmp_path, "micro_batch=1,64"), lambda conditions: (FACTS, {}))
 
     def answer(trial: Trial) -> Outcome:
         if trial.knobs.micro_batch > 1:
             return out_of_memory(missing_bytes=64 * MIB)
         return fit(peak_bytes=next(peaks), samples_per_second=next(rates), limit_bytes=LIMIT)
 
-    found = in_turns(cells, ScriptedRunner(answer).run, repeats=3)
-    fits, lacks = (result_of(cell, found[cell.number]) for cell in cells)
+    found = measure_in_turns(cells, ScriptedRunner(answer).run, repeats=3)
+    fits, lacks = (summarize_cell(cell, found[cell.number]) for cell in cells)
     assert (fits.status, fits.samples_per_second, fits.repeats) == ("fit", 2.0, 3)
     assert fits.memory["device"].peak_bytes == 9 * MIB
     assert fits.spread == pytest.approx(0.5)
@@ -64,10 +64,10 @@ def test_a_cell_shows_the_median_speed_the_highest_peak_and_how_much_was_missing
 
 
 def test_a_fluke_among_repeats_is_said_and_the_cell_still_fits(tmp_path: Path) -> None:
-    cells = cells_of(ask(tmp_path), lambda conditions: (FACTS, {}))
+    cells = list_cells(ask(tmp_path), lambda conditions: (FACTS, {}))
     answers = iter([failed(failure="communication"), fit(peak_bytes=MIB), fit(peak_bytes=MIB)])
-    found = in_turns(cells, ScriptedRunner(lambda trial: next(answers)).run, repeats=3)
-    result = result_of(cells[0], found[1])
+    found = measure_in_turns(cells, ScriptedRunner(lambda trial: next(answers)).run, repeats=3)
+    result = summarize_cell(cells[0], found[1])
     assert (result.status, result.repeats) == ("fit", 2)
     assert "failed (communication)" in result.reason
 

@@ -13,7 +13,7 @@ import pytest
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import Journal
-from autods.prober.request import Question
+from autods.prober.request import ProbeSettings
 from autods.report.results import ProbeReport
 from autods.runner.placement import NoRoom
 from autods.runner.testing import failed, surface
@@ -25,7 +25,7 @@ TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")
 WAITS_S = 20.0
 
 
-def capacity(folder: Path, *, parallel: int, rungs: str = "zero1,zero2") -> Question:
+def capacity(folder: Path, *, parallel: int, rungs: str = "zero1,zero2") -> ProbeSettings:
     return ask(folder, f"rung={rungs}", capacity=True, forecast=False, parallel_trials=parallel)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
-from autods.prober.grid import label_of
+from autods.prober.grid import format_trial_label
 from autods.report.probe_view import print_probe
 from autods.report.results import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
@@ -195,7 +195,7 @@ def test_a_line_of_progress_says_what_distinguishes_its_trial(tmp_path: Path) ->
     )
     bench = Bench(SURFACE)
     probed(question, bench)
-    assert label_of(question, bench.asked[0]) == "checkpointing on, NCCL_ALGO Ring, precision bf16"
+    assert format_trial_label(question, bench.asked[0]) == "checkpointing on, NCCL_ALGO Ring, precision bf16"
 
 
 def test_json_keeps_every_tier_and_has_no_infinity(tmp_path: Path) -> None:
