@@ -1,4 +1,4 @@
-"""The append-only record of a fit, the folder it lives in, and the trials that it already holds."""
+"""The append-only record of a fit or a probe, its folder and lock, and the store that answers from it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _ROW_START = b'{"kind": "'
 
 
 def trial_key(trial: Trial) -> str:
-    """Equal for trials that ask the same question; what the journal looks answers up by."""
-    said = asdict(trial)
-    if not trial.conditions:
-        del said["conditions"]  # only a probe has them: keys of fits stay what they were
-    return json.dumps(said, sort_keys=True)
+    """Return the key by which the journal finds the record of a trial; equal trials have equal keys."""
+    return json.dumps(asdict(trial), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a journal says: finished trials by key, how often a trial was started without an end, and what was
-    forecast for finished ones, as it was written. surveys: digest of a workload → what a look at it found."""
+    """The content of a journal.
+
+    records: finished trials by key. unfinished: how often a trial was started without an end, by key. forecasts: the
+    forecast of a finished trial, as it was written, by key. surveys: the facts of a workload, by its digest.
+    """
 
     records: Mapping[str, Record]
     unfinished: Mapping[str, int]
@@ -44,15 +44,15 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """`path` is not touched before `open` or `append`."""
+    """A JSON-lines file. The first line identifies the fit; nothing is read or written before `open` or `append`."""
 
     path: Path
 
     def open(self, *, fingerprint: str) -> History:
-        """Start a journal, or read the one that is there.
+        """Start a journal, or read the existing one.
 
-        Raises InputError when it answers another question, cannot be read, or a line is damaged (its number is said).
-        A torn last line (the driver died while writing) is cut off: that trial was running and will be run again.
+        A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. Raises
+        InputError when the journal belongs to another fit, cannot be read, or is damaged, and names the line.
         """
         lines = self._whole_lines()
         if not lines:
@@ -61,28 +61,28 @@ class Journal:
         self._check_header(lines[0], fingerprint)
         return self._replay(lines[1:])
 
-    def started(self, trial: Trial) -> None:
-        """Written before the trial runs."""
+    def write_start(self, trial: Trial) -> None:
+        """Note that a trial begins to run."""
         self.append({"kind": "started", "key": trial_key(trial)})
 
-    def interrupted(self, trial: Trial) -> None:
-        """Written when the user stopped the fit under it: no fault of the trial."""
+    def write_interruption(self, trial: Trial) -> None:
+        """Note that the user stopped the fit during a trial, so that the trial is not blamed."""
         self.append({"kind": "interrupted", "key": trial_key(trial)})
 
-    def finished(self, record: Record) -> None:
-        """Written as soon as the outcome is known."""
+    def write_record(self, record: Record) -> None:
+        """Write down a finished trial."""
         self.append({"kind": "finished", "key": trial_key(record.trial), "record": asdict(record)})
 
-    def foreseen(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
-        """What had been forecast for a finished trial, beside what it measured."""
+    def write_forecast(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
+        """Write down what was forecast for a finished trial."""
         self.append({"kind": "forecast", "key": trial_key(trial), "forecast": forecast})
 
-    def surveyed(self, digest: str, survey: Mapping[str, Any]) -> None:
-        """What a look at a workload found; a probe has several of them."""
+    def write_survey(self, digest: str, survey: Mapping[str, Any]) -> None:
+        """Write down the facts of a workload; a probe has several workloads."""
         self.append({"kind": "survey", "key": digest, "survey": survey})
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """One line, whole or not at all. Raises InputError when the disk is full or the folder is read-only."""
+        """Append one line, whole or not at all. Raises InputError when the disk is full or the folder is read-only."""
         line = (json.dumps(row) + "\n").encode()
         try:
             # Unbuffered: a buffer would try once more on close, after the cut, and leave the end of the line behind.
@@ -99,7 +99,7 @@ class Journal:
             raise self._unusable("written", error, "free some space, or give another --out") from None
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        """The rows; a line without an end is cut off when it may be the start of a row, and is damage otherwise."""
+        """Return the rows. An unfinished last line is cut off where it may be the start of a row; else it is damage."""
         data = self._read()
         whole, _, torn = data.rpartition(b"\n")
         lines = whole.split(b"\n") if b"\n" in data else []
@@ -156,8 +156,8 @@ class Journal:
                         records[key] = read_record(record)
                     except ValueError as error:
                         raise self._damaged(number, str(error)) from None
-                    if _may_be_mended(records[key].outcome):
-                        del records[key]  # asked again
+                    if _may_be_fixed(records[key].outcome):
+                        del records[key]  # it will run again
                 case _:
                     raise self._damaged(number)
         return History(records, unfinished, forecasts, surveys)
@@ -179,22 +179,22 @@ class Journal:
         return InputError(f"cannot be {act}: {error.strerror}", where=str(self.path), hint=hint)
 
 
-def _may_be_mended(outcome: Outcome) -> bool:
-    """By now, and without a change of the workload that its digest shows: a package, a data file, the machine."""
+def _may_be_fixed(outcome: Outcome) -> bool:
+    """Whether the cause may be gone by now although the workload is unchanged: a package, a data file, the machine."""
     return is_machines_fault(outcome) or (isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config"))
 
 
 def read_record(data: Mapping[str, Any]) -> Record:
-    """The inverse of `asdict(record)`. Raises ValueError that says which field is wrong."""
+    """The inverse of `asdict(record)`. Raises ValueError that names the field that is wrong."""
     return read_as(Record, data)
 
 
 JOURNAL = "journal.jsonl"
 STUDY = "study.jsonl"
 TRACEBACK = "internal-error.txt"  # in logs/, where a fit failed before its journal
-# A trial under which the driver died this often is not tried again: it may be what kills it.
+# A trial during which the driver died this often does not run again: it may be the cause.
 _MOST_STARTS = 3
-# What a fit or a probe leaves beside its journal; whatever else of these names lies in a folder is somebody's own.
+# Files that a fit or a probe writes beside its journal. Without a journal, files of these names are the user's.
 _RESULTS = (
     "report.json", "report.html", "ds_config.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml",
     "ds_config_so_far.json", "probe.json", "probe.csv",
@@ -206,11 +206,11 @@ Execute = Callable[[Trial, int], Record]
 
 @contextlib.contextmanager
 def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
-    """The output folder, made and held: two fits in one folder would write over each other.
+    """Create the output folder and lock it, so that no second fit writes into it.
 
-    fresh: what an earlier fit left there is removed first. Raises InputError when the folder cannot be used.
+    fresh: first remove the results of an earlier fit. Raises InputError when the folder cannot be used.
     """
-    _check_own(out)
+    _check_not_foreign(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / _LOCK, "w")
@@ -234,7 +234,7 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
 
 
 def check_disk_space(out: Path) -> None:
-    """Raises InputError when the disk is full: ranks would die of it in ways that look like something else."""
+    """Raises InputError when the disk is full. Ranks would fail of it with misleading errors."""
     free = shutil.disk_usage(out).free
     if free < _LEAST_FREE_BYTES:
         raise InputError(
@@ -242,8 +242,8 @@ def check_disk_space(out: Path) -> None:
         )
 
 
-def _check_own(out: Path) -> None:
-    """Raises InputError for a folder whose files of our names are not ours: they would be written over."""
+def _check_not_foreign(out: Path) -> None:
+    """Raises InputError for a folder with files of the user's that results would overwrite."""
     if (out / JOURNAL).exists() or (out / _LOCK).exists():  # a fit that was killed early has no journal yet
         return
     logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
@@ -261,15 +261,15 @@ def _clear(out: Path) -> None:
     for path in out.glob(f"{STUDY}*"):
         path.unlink()
     shutil.rmtree(out / "logs", ignore_errors=True)
-    (out / JOURNAL).unlink(missing_ok=True)  # last: by it the rest is known as ours
+    (out / JOURNAL).unlink(missing_ok=True)  # last: it marks the other files as results of a fit
 
 
 @dataclass(slots=True)
 class TrialStore:
-    """Answers from the journal what it knows, runs the rest, and writes down what it learns.
+    """Answers trials from the journal, runs those that it lacks, and writes each finished one down. Thread-safe.
 
-    learn: told of each outcome; what it returns, a forecast beside what was measured, is written down too. It may be
-    used from several threads.
+    learn: called with each record; a forecast that it returns is written down as well. running: ids of trials that run
+    now.
     """
 
     journal: Journal
@@ -282,7 +282,7 @@ class TrialStore:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def run(self, trial: Trial, execute: Execute | None = None) -> Record:
-        """`values.Run`: the record of a trial, from the past or by running it. execute: in place of the usual one."""
+        """Return the record of a trial, from the journal or by running it; execute: runs it instead of the usual one."""
         key = trial_key(trial)
         known = self.past.records.get(key)
         record = known or self._run(trial, key, execute or self.execute)
@@ -290,7 +290,7 @@ class TrialStore:
             self.records.append(record)
             self.running.discard(record.id)
             if (forecast := self.learn(record)) is not None:
-                self.journal.foreseen(record.trial, forecast)
+                self.journal.write_forecast(record.trial, forecast)
             self.listen(TrialFinished(record=record, replayed=known is not None))
         return record
 
@@ -301,18 +301,18 @@ class TrialStore:
             if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
                 return self._given_up(trial, id)
             check_disk_space(self.journal.path.parent)
-            self.journal.started(trial)
+            self.journal.write_start(trial)
             self.listen(TrialStarted(id=id, trial=trial))
         try:
             record = execute(trial, id)
         except KeyboardInterrupt:
             with self.lock:
-                self.journal.interrupted(trial)
+                self.journal.write_interruption(trial)
             raise
         if not isinstance(record.outcome, Fit):
             check_disk_space(self.journal.path.parent)
         with self.lock:
-            self.journal.finished(record)
+            self.journal.write_record(record)
         return record
 
     def _given_up(self, trial: Trial, id: int) -> Record:
@@ -325,5 +325,5 @@ class TrialStore:
             advice="look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
         )
         record = Record(id=id, trial=trial, outcome=outcome, seconds=0.0)
-        self.journal.finished(record)
+        self.journal.write_record(record)
         return record

@@ -229,7 +229,7 @@ class CapacitySearch:
             )
 
             def keep(number: int, forecast: CapacityForecast) -> None:
-                self.journal.foreseen(trials[number], asdict(forecast))
+                self.journal.write_forecast(trials[number], asdict(forecast))
 
             missing = {number: trial for number, trial in trials.items() if number not in known}
             known |= forecaster.forecast(missing, keep)

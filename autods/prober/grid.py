@@ -242,7 +242,7 @@ class SurveyStore:
                 self.known[digest] = read_as(ModelFacts, before["facts"]), before["op_problems"]
             else:
                 facts, problems = self.known[digest] = self.look(conditions)
-                self.journal.surveyed(digest, {"facts": asdict(facts), "op_problems": dict(problems)})
+                self.journal.write_survey(digest, {"facts": asdict(facts), "op_problems": dict(problems)})
         return self.known[digest]
 
     def facts(self, conditions: Mapping[str, Scalar]) -> ModelFacts:

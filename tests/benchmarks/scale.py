@@ -266,7 +266,7 @@ def failures(world: int, seeds: int) -> dict[str, Any]:
         assert outcome.rank == world - 1, outcome
         with tempfile.TemporaryDirectory() as folder:
             journal = Journal(Path(folder) / "journal.jsonl")
-            journal.finished(Record(id=1, trial=trial, outcome=outcome, seconds=1.0))
+            journal.write_record(Record(id=1, trial=trial, outcome=outcome, seconds=1.0))
             row[f"{name}_journal_bytes"] = journal.path.stat().st_size
         row[f"{name}_reports_bytes"] = sum(len(json.dumps(asdict(report))) for report in reports)
     return {**row, "peak_bytes": peak_rss(), "before_bytes": before}

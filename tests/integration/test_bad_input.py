@@ -123,7 +123,7 @@ def test_a_config_that_deepspeed_refuses_ends_the_fit(autods, model, tmp_path, f
     (tmp_path / "base.json").write_text(json.dumps(base))
     if "fp16" in fault and CPU_Accelerator().is_fp16_supported():  # AVX512-FP16: DeepSpeed accepts it
         autods(model(GOOD), tmp_path / "out", "--base-config", str(tmp_path / "base.json"))
-        assert says not in autods.said
+        assert message not in autods.stderr
         return
     assert autods(model(GOOD), tmp_path / "out", "--base-config", str(tmp_path / "base.json")) == 2
     assert is_one_message(autods.stderr, where="DeepSpeed config: ", message=message)

@@ -37,8 +37,8 @@ def journal(tmp_path: Path) -> Journal:
 def written(journal: Journal) -> list[bytes]:
     """The lines of a journal with a header, one started and one finished trial."""
     journal.open(fingerprint="q")
-    journal.started(TRIAL)
-    journal.finished(record())
+    journal.write_start(TRIAL)
+    journal.write_record(record())
     return journal.path.read_bytes().splitlines(keepends=True)
 
 
@@ -63,14 +63,14 @@ def test_a_new_journal_knows_nothing(journal: Journal) -> None:
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.kind)
 def test_every_kind_of_outcome_comes_back_as_it_was(journal: Journal, outcome: Outcome) -> None:
     journal.open(fingerprint="q")
-    journal.started(TRIAL)
-    journal.finished(record(outcome))
+    journal.write_start(TRIAL)
+    journal.write_record(record(outcome))
     assert journal.open(fingerprint="q").records == {trial_key(TRIAL): record(outcome)}
 
 
 def test_a_loss_that_is_no_number_comes_back(journal: Journal) -> None:
     journal.open(fingerprint="q")
-    journal.finished(record(replace(FIT, losses=(math.nan, math.inf))))
+    journal.write_record(record(replace(FIT, losses=(math.nan, math.inf))))
     (found,) = journal.open(fingerprint="q").records.values()
     assert isinstance(found.outcome, Fit)
     assert math.isnan(found.outcome.losses[0])
@@ -79,8 +79,8 @@ def test_a_loss_that_is_no_number_comes_back(journal: Journal) -> None:
 
 def test_a_trial_that_was_started_without_an_end_is_counted(journal: Journal) -> None:
     journal.open(fingerprint="q")
-    journal.started(TRIAL)
-    journal.started(TRIAL)
+    journal.write_start(TRIAL)
+    journal.write_start(TRIAL)
     assert journal.open(fingerprint="q").unfinished == {trial_key(TRIAL): 2}
 
 
@@ -95,8 +95,8 @@ def test_a_finished_trial_is_no_longer_unfinished(journal: Journal) -> None:
 def test_what_a_broken_machine_answered_is_asked_again(journal: Journal, tier: Tier) -> None:
     full = replace(OUT_OF_MEMORY, tier=tier, action="fix_environment")
     journal.open(fingerprint="f")
-    journal.finished(Record(id=1, trial=TRIAL, outcome=full, seconds=1.0))
-    journal.finished(Record(id=2, trial=replace(TRIAL, rung="ddp"), outcome=OUT_OF_MEMORY, seconds=1.0))
+    journal.write_record(Record(id=1, trial=TRIAL, outcome=full, seconds=1.0))
+    journal.write_record(Record(id=2, trial=replace(TRIAL, rung="ddp"), outcome=OUT_OF_MEMORY, seconds=1.0))
     assert [record.id for record in journal.open(fingerprint="f").records.values()] == [2]
 
 
@@ -104,7 +104,7 @@ def test_what_a_broken_machine_answered_is_asked_again(journal: Journal, tier: T
 def test_what_a_person_may_have_mended_outside_of_the_workload_is_asked_again(journal: Journal, action: Action) -> None:
     package = replace(FAILED, failure="user_code", action=action, evidence="ModuleNotFoundError: no module named 'x'")
     journal.open(fingerprint="f")
-    journal.finished(Record(id=1, trial=TRIAL, outcome=package, seconds=1.0))
+    journal.write_record(Record(id=1, trial=TRIAL, outcome=package, seconds=1.0))
     assert journal.open(fingerprint="f").records == {}
 
 
@@ -160,7 +160,7 @@ def test_what_is_appended_after_a_torn_line_can_be_read(journal: Journal) -> Non
     lines = written(journal)
     journal.path.write_bytes(b"".join(lines[:2]) + lines[2][:30])
     journal.open(fingerprint="q")
-    journal.finished(record(OUT_OF_MEMORY))
+    journal.write_record(record(OUT_OF_MEMORY))
     (found,) = journal.open(fingerprint="q").records.values()
     assert found.outcome == OUT_OF_MEMORY
 
@@ -308,4 +308,4 @@ def test_a_full_disk_is_said_and_leaves_whole_lines_only(journal: Journal) -> No
 
 def write_for_ever(journal: Journal) -> None:
     for number in itertools.count():
-        journal.finished(record(trial=replace(TRIAL, repeat=number)))
+        journal.write_record(record(trial=replace(TRIAL, repeat=number)))
