@@ -282,7 +282,7 @@ class TrialStore:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def run(self, trial: Trial, execute: Execute | None = None) -> Record:
-        """Return the record of a trial, from the journal or by running it; execute: runs it instead of the usual one."""
+        """Return the record of a trial, from the journal or by running it (with `execute`, where given)."""
         key = trial_key(trial)
         known = self.past.records.get(key)
         record = known or self._run(trial, key, execute or self.execute)
