@@ -218,9 +218,10 @@ def test_the_next_engine_works_after_one_died(tmp_path: Path) -> None:
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD + MODEL.format(line="import time; time.sleep(1000)", moved=""))
+    others = worker_pids()
     with Simulator(make_source(path)) as simulator, simulator.engine(spec_of("zero1")) as engine:
+        (group,) = worker_pids() - others
         threading.Thread(target=measure_until_killed, args=(engine,), daemon=True).start()
-        group = worker_pid()
         wait_for(lambda: len(alive_in(group)) > 1, 60)  # the prepared process and an engine
     wait_for(lambda: alive_in(group) == [], 20)  # the kernel may still be burying them
 
@@ -231,12 +232,11 @@ def measure_until_killed(engine: SimulatedEngine) -> None:
         engine.measure(2)
 
 
-def worker_pid() -> int:
-    """The prepared process that this process has started; it leads a process group."""
+def worker_pids() -> set[int]:
+    """The prepared processes that this process has started; each leads a process group."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [pid for child in children for pid in child.read_text().split()]
-    (worker,) = (pid for pid in pids if b"simulator.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return int(worker)
+    return {int(pid) for pid in pids if b"simulator.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def alive_in(group: int) -> list[int]:
