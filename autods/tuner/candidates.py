@@ -1,4 +1,4 @@
-"""Which rungs can be tried with this model on this machine, and how they are configured."""
+"""The rungs that can be tried with this model on this machine, and their first configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trials import accumulation_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Refusal:
-    """DeepSpeed does not run a model that `has` something under these stages."""
+    """DeepSpeed refuses a model for which `has` is true under these ZeRO stages."""
 
     has: Callable[[ModelFacts], int]
     stages: tuple[int, ...]
@@ -41,7 +41,7 @@ _FIXED_BY_EXPERTS = ("zero_optimization.contiguous_gradients", "zero_optimizatio
 
 
 def refusal_reason(rung: Rung, facts: ModelFacts, world_size: int) -> str | None:
-    """Why this rung is not for this model on so many ranks, or None."""
+    """The reason that this rung cannot train this model on so many ranks; None when it can."""
     for refusal in _REFUSALS:
         if refusal.has(facts) and rung.stage in refusal.stages:
             return refusal.reason.format(stage=rung.stage)
@@ -56,21 +56,21 @@ def refusal_reason(rung: Rung, facts: ModelFacts, world_size: int) -> str | None
 
 
 def without_fixed_keys(rung: Rung, facts: ModelFacts) -> Rung:
-    """The rung without the keys that DeepSpeed lets nobody change for this model."""
+    """The rung without tunable keys that DeepSpeed fixes for this model."""
     if not facts.experts:
         return rung
     return replace(rung, tune={key: dimension for key, dimension in rung.tune.items() if key not in _FIXED_BY_EXPERTS})
 
 
 def why_not_forecast(facts: ModelFacts) -> str | None:
-    """Why nobody can forecast this model's memory, or None."""
+    """The reason that this model's memory cannot be forecast; None when it can."""
     if facts.pipeline_stages:
         return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
     return None
 
 
 def idle_stages_warning(facts: ModelFacts, global_batch: int | None) -> str | None:
-    """What a pipeline loses without a global batch: a step then has one micro batch, which its stages wait for."""
+    """A warning for a pipeline without a global batch: with one micro batch a step its stages wait for each other."""
     if facts.pipeline_stages < 2 or global_batch is not None:
         return None
     return (
@@ -80,12 +80,12 @@ def idle_stages_warning(facts: ModelFacts, global_batch: int | None) -> str | No
 
 
 def check_ranks(facts: ModelFacts, world_size: int) -> None:
-    """Raises InputError where the ranks cannot be split into replicas of the model."""
+    """Raise InputError where the ranks cannot be split into replicas of the model."""
     each = facts.replica_ranks
     if world_size % each:
         near = max(each, world_size // each * each)
         raise InputError(
-            f"the model is a pipeline that takes {each} ranks, and {world_size} cannot be split into such",
+            f"the model is a pipeline that takes {each} ranks, and {world_size} is no multiple of that",
             hint=f"give --gpus {near}, or another multiple of {each}",
         )
 
@@ -95,10 +95,10 @@ _PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A rung as the walk tries it.
+    """A rung with the knobs of its first trial.
 
-    skip: why it is not tried, or None. ops: what its optimizer and NVMe need built. pinned: its keys that pin host
-    memory.
+    skip: the reason not to try it, or None. ops: the DeepSpeed ops that have to be built for it. pinned: config keys
+    that pin host memory.
     """
 
     rung: Rung
@@ -109,13 +109,13 @@ class Candidate:
 
 
 def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """One per rung of the ladder, fastest first. op_problems: op → why it cannot be built here."""
+    """One candidate per rung of the ladder, fastest first. `op_problems`: op → why it cannot be built here."""
     return tuple(_candidate(rung, settings, facts, op_problems) for rung in settings.ladder)
 
 
 def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> Candidate:
-    # More accumulation than 2 needs no more memory: the second micro batch is the first that runs beside kept
-    # gradients, the others repeat it. Growing solves for the true number.
+    # Accumulation above 2 needs no more memory: from the second micro batch on, each runs beside kept gradients.
+    # Growth sets the accumulation of the global batch.
     replicas = facts.replicas(settings.gpus)
     accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))
     knobs = Knobs(
@@ -136,13 +136,13 @@ def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: M
     return Candidate(
         rung=rung,
         knobs=knobs,
-        skip=refusal_reason(rung, facts, settings.gpus) or _why_not(rung, settings, ops, op_problems),
+        skip=refusal_reason(rung, facts, settings.gpus) or _reason_to_skip(rung, settings, ops, op_problems),
         ops=ops,
         pinned=tuple(key for key in _PINS if get_key(config, key) is True),
     )
 
 
-def _why_not(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
+def _reason_to_skip(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
     if rung.needs.nvme_path and settings.nvme_path is None:
         return "no --nvme-path was given"
     for op in ops:
@@ -155,33 +155,33 @@ _HALVES = ("bf16", "fp16")
 
 
 def without_checkpointing(candidate: Candidate) -> Candidate:
-    """Its activations are kept instead of recomputed: less arithmetic, more memory."""
+    """The candidate with activations kept instead of recomputed: less arithmetic, more memory."""
     return replace(candidate, knobs=replace(candidate.knobs, checkpointing=False))
 
 
 def in_precision(candidate: Candidate, precision: str) -> Candidate:
-    """The same in bf16, fp16 or fp32, whatever the base config says."""
-    said: dict[str, Scalar] = {f"{half}.enabled": half == precision for half in _HALVES}
-    settings = {**candidate.knobs.settings, **said}
+    """The candidate in bf16, fp16 or fp32, whatever the base config says."""
+    enabled: dict[str, Scalar] = {f"{half}.enabled": half == precision for half in _HALVES}
+    settings = {**candidate.knobs.settings, **enabled}
     return replace(candidate, knobs=replace(candidate.knobs, settings=settings))
 
 
 def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
-    """What people read: the rung, and what is unusual. recomputes: the model can recompute its activations."""
+    """The rung and its unusual knobs, for people. `recomputes`: the model supports gradient checkpointing."""
     return f"{rung} {unusual_knobs(knobs, recomputes=recomputes or knobs.checkpointing)}".rstrip()
 
 
 def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
-    """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where the usual trials do not."""
+    """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where `recomputes` is false."""
     precision = _precision(knobs.settings)
-    said = [f"in {precision}"] if precision else []
+    words = [f"in {precision}"] if precision else []
     if knobs.checkpointing is not recomputes:
-        said.append("recomputing" if knobs.checkpointing else "without checkpointing")
-    return " ".join(said)
+        words.append("recomputing" if knobs.checkpointing else "without checkpointing")
+    return " ".join(words)
 
 
 def _precision(settings: Mapping[str, Scalar]) -> str | None:
-    """What its settings say, if they say anything."""
+    """The precision that the settings name; None when they name none."""
     if not any(f"{half}.enabled" in settings for half in _HALVES):
         return None
     return next((half for half in _HALVES if settings.get(f"{half}.enabled")), "fp32")

@@ -1,4 +1,4 @@
-"""What was proven of a winner, as values: from the answers of its exams to the certificate of report.json."""
+"""The certificate of a winner as values: from the records of its exams to "certificate" in report.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..types import Examined, Failed, Fit, Phase, Record, Steps, Tier, TierUse, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint of the whole engine; what was not done is None. See `outcomes.Examined`."""
+    """A checkpoint of the whole engine; a part that was not done is None. See `types.Examined`."""
 
     bytes: int | None
     save_s: float | None
@@ -22,11 +22,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The losses beside those of a plain config on the same samples, step by step.
+    """The losses compared with a plain config's on the same samples, step by step.
 
     reference: the plain config's rung. largest_difference: relative; infinite when only one of two losses is finite.
-    changed_by: the knobs that changed the maths, each by itself enough to mend it. taken_back: the one of them that was
-    set back; the difference is then that of the config without it.
+    changed_by: the knobs that changed the losses; setting back any of them is enough. taken_back: the one that was set
+    back; the difference is then that of the config without it.
     """
 
     reference: str
@@ -40,12 +40,12 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was proven. passed: everything was checked, and all of it held.
+    """The result of all checks. `passed`: everything was checked, and all of it held.
 
-    batch_shape: of the largest tensor of the longest batch; empty when no such batch ran to its end. draws: it is the
-    longest of so many; 0: the workload's own. headroom_bytes: limit less peak, for each tier that has a limit.
-    headroom_kept: the share of the device that the search leaves free stayed free on the longest batch, too.
-    backed_off: from what to what, and why. failures: what was checked and did not hold. All three: sentences.
+    batch_shape: of the largest tensor of the longest batch; empty when no such batch ran to its end. draws: how many
+    batches that one is the longest of; 0: the workload names its longest batch. headroom_bytes: limit less peak, for
+    each tier with a limit. headroom_kept: whether the longest batch left the search's headroom free on the device.
+    backed_off, failures, not_checked: sentences.
     """
 
     passed: bool
@@ -64,28 +64,28 @@ class Certificate:
 
 
 def certificate_to_json(certificate: Certificate) -> dict[str, Any]:
-    """Plain values, for "certificate" of report.json."""
+    """Plain values for "certificate" of report.json."""
     return asdict(certificate)
 
 
 def certificate_of_exam(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certificate:
-    """The certificate by the worst case alone, of an exam that did not run short of memory."""
+    """The certificate of an exam that did not lack memory, without the comparison of losses."""
     match exam.outcome:
         case Fit() as fit:
-            certificate = _of_fit(fit, limit_bytes, usable_bytes)
+            certificate = _certificate_of_fit(fit, limit_bytes, usable_bytes)
         case Failed() as failure:
-            certificate = _of_failure(failure, exam.trial.steps)
+            certificate = _certificate_of_failure(failure, exam.trial.steps)
         case short:
             certificate = Certificate(passed=False, failures=(f"the longest batch ran out of {short.tier} memory",))
     return with_verdict(certificate)
 
 
 def with_verdict(certificate: Certificate) -> Certificate:
-    """With `passed` as its parts say."""
+    """The certificate with `passed` computed from its parts."""
     return replace(certificate, passed=not (certificate.failures or certificate.not_checked))
 
 
-def _of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:
+def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:
     limits = {tier: limit for tier, use in fit.memory.items() if (limit := _limit(tier, use, limit_bytes)) is not None}
     certificate = Certificate(
         passed=False,
@@ -94,26 +94,26 @@ def _of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:
         headroom_bytes={tier: limit - fit.memory[tier].peak_bytes for tier, limit in limits.items()},
         headroom_kept=fit.device_peak_bytes <= usable_bytes,
     )
-    did = fit.examined
-    if did is None:
-        said = "the longest batch, evaluation and the checkpoint were not checked: the trial ran its steps only"
-        return replace(certificate, not_checked=(said,))
+    examined = fit.examined
+    if examined is None:
+        reason = "the longest batch, evaluation and the checkpoint were not checked: the trial ran its steps only"
+        return replace(certificate, not_checked=(reason,))
     saved = Checkpoint(
-        bytes=did.checkpoint_bytes,
-        save_s=did.save_s,
-        load_s=did.load_s,
-        gathered=did.gathered,
-        restored=did.restored,
+        bytes=examined.checkpoint_bytes,
+        save_s=examined.save_s,
+        load_s=examined.load_s,
+        gathered=examined.gathered,
+        restored=examined.restored,
     )
-    wrong = "the loaded checkpoint does not evaluate to the loss of the saved one"
+    mismatch = "the loaded checkpoint does not evaluate to the loss of the saved one"
     return replace(
         certificate,
-        batch_shape=did.batch_shape,
-        draws=did.draws,
-        evaluated=did.evaluated,
-        checkpoint=None if did.save_s is None else saved,
-        failures=(wrong,) if did.restored is False else (),
-        not_checked=did.left_out or tuple(_left_out(did)),
+        batch_shape=examined.batch_shape,
+        draws=examined.draws,
+        evaluated=examined.evaluated,
+        checkpoint=None if examined.save_s is None else saved,
+        failures=(mismatch,) if examined.restored is False else (),
+        not_checked=examined.left_out or tuple(_left_out(examined)),
     )
 
 
@@ -121,21 +121,21 @@ def _limit(tier: Tier, use: TierUse, device_bytes: int) -> int | None:
     return device_bytes if tier == "device" and use.limit_bytes is None else use.limit_bytes
 
 
-def _left_out(did: Examined) -> Iterator[str]:
-    """What was not done, and nobody said why."""
-    if not did.evaluated:
+def _left_out(examined: Examined) -> Iterator[str]:
+    """A sentence for each part that was not done."""
+    if not examined.evaluated:
         yield "evaluation was not run"
-    if did.save_s is None:
+    if examined.save_s is None:
         yield "no checkpoint was saved"
-    elif did.load_s is None:
+    elif examined.load_s is None:
         yield "the checkpoint was not loaded"
-    elif did.restored is None:
+    elif examined.restored is None:
         yield "the loss after loading the checkpoint was not compared"
-    if did.gathered is False:
+    if examined.gathered is False:
         yield "the whole weights were not gathered"
 
 
-# Phase → what failed there, and what therefore was not reached.
+# Phase → the part that failed, and the parts that were not reached.
 _AFTER_THE_STEPS: Mapping[Phase, tuple[str, tuple[str, ...]]] = {
     "evaluate": ("evaluation", ("no checkpoint was saved",)),
     "save": ("saving the checkpoint", ("no checkpoint was loaded",)),
@@ -144,8 +144,8 @@ _AFTER_THE_STEPS: Mapping[Phase, tuple[str, tuple[str, ...]]] = {
 _ALL: tuple[str, Sequence[str]] = ("the longest batch", ("evaluation was not run", "no checkpoint was saved"))
 
 
-def _of_failure(failure: Failed, steps: Steps) -> Certificate:
-    """Not a matter of memory: what failed is named, and what came before it was done."""
+def _certificate_of_failure(failure: Failed, steps: Steps) -> Certificate:
+    """The certificate of an exam that failed for another reason than memory: earlier parts were done."""
     part, unreached = _AFTER_THE_STEPS.get(failure.phase, _ALL)
     where = f"rank {failure.rank}, {failure.phase}" if failure.rank >= 0 else failure.phase
     advice = f"; {first_line(failure.advice)}" if failure.advice else ""

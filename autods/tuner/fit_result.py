@@ -1,4 +1,4 @@
-"""What a search found, and the report of it."""
+"""The result of a search, and the report that is written from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .race import RaceResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """A config that fits, and how each step came to it. ds_config: as the user gets it."""
+    """A config that fits, with the result of each step. `ds_config` is the config as the user gets it."""
 
     facts: ModelFacts
     walked: WalkResult
@@ -35,13 +35,13 @@ class FitResult:
 
     @property
     def best(self) -> Record:
-        """The trial whose config is taken."""
+        """The deciding trial of the config that the fit returns."""
         return self.tuned.best if self.certified is None else self.certified.best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NothingFits:
-    """Nothing fits, or what stopped the walk says that nothing can be tried; the rung that came closest."""
+    """No rung fits, or a failure stopped the walk. `closest` is the rung that lacked least."""
 
     facts: ModelFacts
     walked: WalkResult
@@ -53,83 +53,83 @@ Machine = tuple[Mapping[str, Any], Mapping[str, str]]  # hardware, versions
 
 def fit_report(
     settings: Settings,
-    found: FitResult,
+    result: FitResult,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
     forecasts: Iterable[RungForecast] = (),
 ) -> Report:
-    """The report of a fit that found a config."""
-    best = found.best
+    """The report of a fit with a config that fits."""
+    best = result.best
     outcome = best.outcome
     assert isinstance(outcome, Fit)
-    certified = found.certified
+    certified = result.certified
     return Report(
         status="fit",
         rung=best.trial.rung,
         knobs=best.trial.knobs,
-        ds_config=found.ds_config,
+        ds_config=result.ds_config,
         throughput=Throughput(
             samples_per_second=outcome.samples_per_second, tokens_per_second=outcome.tokens_per_second
         ),
         memory=outcome.memory,
-        largest_micro_batch=found.raced.grown.largest_micro_batch,
+        largest_micro_batch=result.raced.grown.largest_micro_batch,
         certificate={} if certified is None else certificate_to_json(certified.certificate),
-        importances=found.tuned.importances,
+        importances=result.tuned.importances,
         reasons={
-            **_why_left(found.walked),
-            **_not_needed(settings, found.facts, found.walked),
-            **found.raced.reasons,
-            "batch": _batch(settings, found.facts, best.trial.knobs),
-            "grow": found.raced.grown.reason,
-            "tune": found.tuned.reason,
+            **_walk_reasons(result.walked),
+            **_reasons_not_tried(settings, result.facts, result.walked),
+            **result.raced.reasons,
+            "batch": _batch(settings, result.facts, best.trial.knobs),
+            "grow": result.raced.grown.reason,
+            "tune": result.tuned.reason,
             **({} if certified is None else {"certify": certified.reason}),
         },
-        **_common(settings, found.facts, found.walked, records, machine, seconds),
+        **_common(settings, result.facts, result.walked, records, machine, seconds),
         forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
     )
 
 
 def nothing_fits_report(
     settings: Settings,
-    found: NothingFits,
+    result: NothingFits,
     records: Sequence[Record],
     machine: Machine,
     seconds: float,
     forecasts: Iterable[RungForecast] = (),
 ) -> Report:
-    """The report of a fit that found none: the closest rung, and what it lacks."""
+    """The report of a fit without one: the closest rung, and the memory that it lacks."""
     return Report(
         status="nothing_fits",
-        closest=found.closest,
-        reasons=_why_left(found.walked),
-        **_common(settings, found.facts, found.walked, records, machine, seconds),
+        closest=result.closest,
+        reasons=_walk_reasons(result.walked),
+        **_common(settings, result.facts, result.walked, records, machine, seconds),
         forecast=tuple(rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
     )
 
 
 def _batch(settings: Settings, facts: ModelFacts, knobs: Knobs) -> str:
-    """What an optimizer step trains on: who changes it changes the training."""
+    """The samples of an optimizer step, and who chose their number."""
     replicas = facts.replicas(settings.gpus)
     holders = "ranks" if not facts.pipeline_stages else "replica" if replicas == 1 else "replicas"
-    said = text.format_batch(knobs, replicas, holders)
+    batch = text.format_batch(knobs, replicas, holders)
     if settings.global_batch is not None:
-        return f"{said}, as asked"
-    return f"{said}, chosen for throughput: give --global-batch to keep yours"
+        return f"{batch}, as requested"
+    return f"{batch}, chosen for throughput: give --global-batch to keep yours"
 
 
-def _why_left(walked: WalkResult) -> dict[str, str]:
-    """Each rung's last word."""
-    tried = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
-    return {**tried, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
+def _walk_reasons(walked: WalkResult) -> dict[str, str]:
+    """Rung → the outcome of its last trial, or the reason that it was skipped."""
+    outcomes = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
+    return {**outcomes, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
 
 
-def _not_needed(settings: Settings, facts: ModelFacts, walked: WalkResult) -> dict[str, str]:
+def _reasons_not_tried(settings: Settings, facts: ModelFacts, walked: WalkResult) -> dict[str, str]:
     known = {record.trial.rung for record in walked.records} | {skipped.rung for skipped in walked.skipped}
     raced = settings.profile.race.stop == "fastest"
-    spared = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
+    leaner = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
     return {
-        rung.name: refusal_reason(rung, facts, settings.gpus) or spared
+        rung.name: refusal_reason(rung, facts, settings.gpus) or leaner
         for rung in settings.ladder
         if rung.name not in known
     }

@@ -1,4 +1,4 @@
-"""Does the winner compute what a plain config does? Losses on the same samples, side by side; and which knob if not."""
+"""Compare the winner's losses with a plain config's on the same samples, and find the knob that changes them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SAME_WEIGHTS = 1e-9  # relative: their sum in another order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityResult:
-    """What comparing found. parity: None when there was nothing to compare, or it could not be.
+    """The result of a comparison. `parity` is None when there was nothing to compare, or it was not possible.
 
-    taken_back: the winner with the knob that changed the maths as the reference has it; `without` is so of it; changed:
-    what was taken back and why. The sentences are for the certificate.
+    taken_back: the winner with the knob that changed its losses as in the reference. without: its parity. changed: that
+    knob and the reason, as a sentence of the certificate, like failure and not_checked.
     """
 
     parity: Parity | None = None
@@ -34,52 +34,52 @@ class ParityResult:
 def compare_losses(
     winner: Trial, reference: Record, exams: Exams, *, steps: Steps, tolerance: float, limit_bytes: int, alike: bool
 ) -> ParityResult:
-    """Run both on the same samples, `steps` optimizer steps, and find the knob when their losses part.
+    """Run both configs on the same samples, and find the knob that changes the losses where these differ.
 
-    Nothing is run when the two differ in the batch only: how samples are cut into micro batches is no change of maths.
-    alike: both with the micro batch that the reference is known to fit, because a script deals out its samples by it.
+    Nothing is run when the two differ in the batch only: the cut into micro batches does not change the maths. With
+    `alike` both use the micro batch at which the reference is known to fit, because a script deals out samples by it.
     """
     plain = reference.trial
     if is_same_maths(winner, plain):
         return ParityResult()
-    batch = (cut_the_same if alike else cut_alike)(plain.knobs, winner.knobs)
-    comparing = _Comparing(exams=exams, steps=steps, limit_bytes=limit_bytes, batch=batch if alike else None)
-    ran = comparing.run(winner)
-    if isinstance(ran, str):
-        return ParityResult(not_checked=f"parity was not checked: {winner.rung} {ran}")
-    plainly = comparing.run(replace(plain, knobs=batch))
-    if isinstance(plainly, str):
-        return ParityResult(not_checked=f"parity was not checked: {plain.rung}, the reference, {plainly}")
-    if why := why_not_comparable(ran, plainly):
+    batch = (same_batch if alike else same_samples)(plain.knobs, winner.knobs)
+    comparison = _Comparison(exams=exams, steps=steps, limit_bytes=limit_bytes, batch=batch if alike else None)
+    fit = comparison.run(winner)
+    if isinstance(fit, str):
+        return ParityResult(not_checked=f"parity was not checked: {winner.rung} {fit}")
+    reference_fit = comparison.run(replace(plain, knobs=batch))
+    if isinstance(reference_fit, str):
+        return ParityResult(not_checked=f"parity was not checked: {plain.rung}, the reference, {reference_fit}")
+    if why := why_not_comparable(fit, reference_fit):
         return ParityResult(not_checked=f"parity was not checked: {why}")
-    ours, theirs = ran.losses, plainly.losses
-    if not any(map(math.isfinite, theirs)):
+    losses, expected = fit.losses, reference_fit.losses
+    if not any(map(math.isfinite, expected)):
         return ParityResult(not_checked=f"parity was not checked: no loss of {plain.rung}, the reference, is finite")
-    apart = largest_difference(ours, theirs)
+    apart = largest_difference(losses, expected)
     parity = Parity(
         reference=plain.rung,
-        steps=min(len(ours), len(theirs)),
+        steps=min(len(losses), len(expected)),
         tolerance=tolerance,
         largest_difference=apart,
         within=apart <= tolerance,
     )
-    return ParityResult(parity=parity) if parity.within else _guilty(winner, plain, comparing, theirs, parity)
+    return ParityResult(parity=parity) if parity.within else _find_knob(winner, plain, comparison, expected, parity)
 
 
 def is_same_maths(winner: Trial, plain: Trial) -> bool:
-    """Whether they differ in the batch only."""
+    """Whether the two differ in the batch only."""
     return winner.rung == plain.rung and not differing_knobs(winner.knobs, plain.knobs)
 
 
 def differing_knobs(knobs: Knobs, plain: Knobs) -> tuple[str, ...]:
-    """The names of the knobs in which the two differ, the batch aside."""
+    """The names of the knobs in which the two differ, apart from the batch."""
     names = dict.fromkeys((*knobs.settings, *plain.settings))
     apart = [name for name in names if knobs.settings.get(name) != plain.settings.get(name)]
     return (*apart, *((CHECKPOINTING,) if knobs.checkpointing != plain.checkpointing else ()))
 
 
 def with_knob_of(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
-    """With one knob as the plain config has it; removed where it has none."""
+    """The knobs with one of them as in the plain config; removed where that has none."""
     if name == CHECKPOINTING:
         return replace(knobs, checkpointing=plain.checkpointing)
     if name in plain.settings:
@@ -87,39 +87,38 @@ def with_knob_of(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
     return replace(knobs, settings={key: value for key, value in knobs.settings.items() if key != name})
 
 
-def cut_alike(plain: Knobs, winner: Knobs) -> Knobs:
-    """The plain config on as many samples as the winner's: the largest micro batch that divides them and is no larger
-    than it is known to fit."""
+def same_samples(plain: Knobs, winner: Knobs) -> Knobs:
+    """The plain config on as many samples as the winner, at the largest divisor up to its own micro batch."""
     samples = winner.micro_batch * winner.accumulation
-    size = max(one for one in range(1, min(plain.micro_batch, samples) + 1) if samples % one == 0)
+    size = max(size for size in range(1, min(plain.micro_batch, samples) + 1) if samples % size == 0)
     return replace(plain, micro_batch=size, accumulation=samples // size)
 
 
-def cut_the_same(plain: Knobs, winner: Knobs) -> Knobs:
-    """As `cut_alike`; where neither accumulates nor has to, none begins to: a script may have no argument for it."""
+def same_batch(plain: Knobs, winner: Knobs) -> Knobs:
+    """Like `same_samples`, but without accumulation where neither has any: a script may have no argument for it."""
     if winner.accumulation == plain.accumulation == 1:
         return replace(plain, micro_batch=min(plain.micro_batch, winner.micro_batch))
-    return cut_alike(plain, winner)
+    return same_samples(plain, winner)
 
 
 def why_not_comparable(one: Fit, other: Fit) -> str | None:
-    """Why the losses of two trials of a script say nothing of each other; None: they do, or it is no script."""
+    """The reason that the losses of two trials of a script cannot be compared; None when they can, or for no script."""
     if one.trained is None and other.trained is None:
         return None
     if one.trained is None or other.trained is None or one.trained.samples is None or other.trained.samples is None:
         return "the samples of the script were not seen"
     if one.trained.samples != other.trained.samples:
         return "the script draws other samples in each run (has it a seed, for shuffling, too?)"
-    ours, theirs = one.trained.weights, other.trained.weights
-    if ours is None or theirs is None:
+    losses, expected = one.trained.weights, other.trained.weights
+    if losses is None or expected is None:
         return "the weights with which it begins were not seen"
-    if abs(ours - theirs) > _SAME_WEIGHTS * max(abs(theirs), _TINY):
+    if abs(losses - expected) > _SAME_WEIGHTS * max(abs(expected), _TINY):
         return "the script begins with other weights under each config"
     return None
 
 
 def largest_difference(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """The largest relative difference, step by step; infinite where only one of two losses is finite."""
+    """The largest relative difference of two losses of a step; infinite where only one of them is finite."""
     return max(map(_apart, losses, plain), default=math.inf)
 
 
@@ -137,16 +136,16 @@ def share(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparing:
-    """What is given and stays."""
+class _Comparison:
+    """The inputs of a comparison. `batch`: micro batch and accumulation of all configs; None: each has its own."""
 
     exams: Exams
     steps: Steps
     limit_bytes: int
-    batch: Knobs | None = None  # whose micro batch and accumulation all configs take; None: each its own
+    batch: Knobs | None = None
 
     def run(self, config: Trial) -> Fit | str:
-        """With losses on the samples that all compared configs get, or why there are none."""
+        """The config's fit with losses on the compared samples, or the reason that there are none."""
         knobs = config.knobs
         if self.batch is not None:
             knobs = replace(knobs, micro_batch=self.batch.micro_batch, accumulation=self.batch.accumulation)
@@ -159,32 +158,32 @@ class _Comparing:
         return answer.outcome if answer.outcome.losses else "gave no losses"
 
 
-def _guilty(
-    winner: Trial, plain: Trial, comparing: _Comparing, theirs: Sequence[float], parity: Parity
+def _find_knob(
+    winner: Trial, plain: Trial, comparison: _Comparison, expected: Sequence[float], parity: Parity
 ) -> ParityResult:
-    """Each knob alone set back: those with which the losses come within the tolerance changed the maths."""
-    found: list[tuple[float, str, Trial]] = []
+    """Set back one knob at a time: those that bring the losses within the tolerance changed the maths."""
+    culprits: list[tuple[float, str, Trial]] = []
     unknown: list[str] = []
     for name, config in _each_set_back(winner, plain):
-        ran = comparing.run(config)
-        if isinstance(ran, str):
-            unknown.append(f"with {name} set back it {ran}")
-        elif (apart := largest_difference(ran.losses, theirs)) <= parity.tolerance:
-            found.append((apart, name, config))
-    said = (
+        fit = comparison.run(config)
+        if isinstance(fit, str):
+            unknown.append(f"with {name} set back it {fit}")
+        elif (apart := largest_difference(fit.losses, expected)) <= parity.tolerance:
+            culprits.append((apart, name, config))
+    difference = (
         f"losses differ by {share(parity.largest_difference)} from {plain.rung}'s, tolerance {share(parity.tolerance)}"
     )
-    if not found:
+    if not culprits:
         why = "; ".join(unknown) or (f"{winner.rung} itself or a combination of its knobs changes the maths")
-        return ParityResult(parity=parity, failure=f"{said}: {why}")
-    apart, name, config = min(found, key=lambda item: item[0])
-    names = tuple(name for _, name, _ in found)
+        return ParityResult(parity=parity, failure=f"{difference}: {why}")
+    apart, name, config = min(culprits, key=lambda item: item[0])
+    names = tuple(name for _, name, _ in culprits)
     return ParityResult(
         parity=replace(parity, changed_by=names),
         taken_back=config,
         without=replace(parity, changed_by=names, taken_back=name, largest_difference=apart, within=True),
-        changed=f"{name} taken back to {_shown(plain, name)}: with {_shown(winner, name)} {said}",
-        failure=f"{said}: changed by {', '.join(names)}",
+        changed=f"{name} taken back to {_shown(plain, name)}: with {_shown(winner, name)} {difference}",
+        failure=f"{difference}: changed by {', '.join(names)}",
     )
 
 

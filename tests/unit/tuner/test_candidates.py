@@ -62,7 +62,7 @@ def test_a_global_batch_is_split_over_replicas_and_not_over_ranks() -> None:
 
 def test_ranks_that_no_pipeline_fits_into_are_the_user_s_to_change() -> None:
     check_ranks(PIPELINE, 4)
-    with pytest.raises(InputError, match="takes 2 ranks, and 3 cannot be split") as refused:
+    with pytest.raises(InputError, match="takes 2 ranks, and 3 is no multiple of that") as refused:
         check_ranks(PIPELINE, 3)
     assert "--gpus 2" in str(refused.value)
 

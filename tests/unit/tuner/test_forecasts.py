@@ -107,7 +107,7 @@ def grown(batch: int | None) -> tuple[GrowthResult, ScriptedRunner]:
         run=runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
         usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None, forecaster=Scripted(lambda trial: None, batch),
     )  # fmt: skip
-    return grow(first, rules), runner
+    return grow(first, rules).result(), runner
 
 
 def test_growth_begins_at_the_foreseen_micro_batch() -> None:

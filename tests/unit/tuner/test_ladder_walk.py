@@ -11,7 +11,7 @@ from autods.report.results import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.settings import Settings
 from autods.tuner.candidates import Candidate, list_candidates
-from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk
+from autods.tuner.ladder_walk import WalkResult, closest_rung, walk
 from autods.tuner.trials import accumulation_for
 from autods.types import Action, Outcome, Skipped, Tier, Trial
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
@@ -188,7 +188,7 @@ def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 
     runner = ScriptedRunner(answer)
     walked = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS)
     assert walked.winner is None
-    return find_closest_rung(walked.records, runner.run, STEPS, limit, can_unlimit)
+    return closest_rung(walked.records, runner.run, STEPS, limit, can_unlimit)
 
 
 def test_the_closest_rung_is_the_one_that_lacks_least() -> None:
@@ -213,7 +213,7 @@ def test_the_shortfall_is_measured_without_the_limit() -> None:
     _, runner = climb({})
     records = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS).records
     free = ScriptedRunner(lambda trial: fit(peak_bytes=2**30))
-    find_closest_rung(records, free.run, STEPS, SETTINGS.device_bytes, True)
+    closest_rung(records, free.run, STEPS, SETTINGS.device_bytes, True)
     assert [trial.rung for trial in free.trials] == [record.trial.rung for record in records]
     assert not any(trial.limited for trial in free.trials)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autods.runner.testing import failed, out_of_memory
-from autods.tuner.loss_parity import cut_alike, differing_knobs, largest_difference, with_knob_of
+from autods.tuner.loss_parity import differing_knobs, largest_difference, same_samples, with_knob_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
 from tests.support.certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
@@ -84,7 +84,7 @@ def test_both_run_on_as_many_samples() -> None:
 def test_the_reference_takes_the_largest_micro_batch_that_divides_the_samples(
     plain: tuple[int, int], winner: tuple[int, int], size: int
 ) -> None:
-    cut = cut_alike(
+    cut = same_samples(
         Knobs(micro_batch=plain[0], accumulation=plain[1]), Knobs(micro_batch=winner[0], accumulation=winner[1])
     )
     assert cut.micro_batch == size
@@ -212,7 +212,7 @@ def test_a_config_that_no_longer_fits_without_its_knob_makes_way_for_the_runner_
     alone = against(winner, answer)
     assert alone.certified.best is winner
     assert not alone.certified.certificate.passed
-    assert "changed by checkpointing; without it, the config was not seen to hold" in alone.certified.reason
+    assert "changed by checkpointing; without it, no micro batch was proven to hold" in alone.certified.reason
     assert alone.certified.certificate.backed_off == ()
     assert alone.certified.certificate.parity is not None
     assert not alone.certified.certificate.parity.within
