@@ -1,4 +1,4 @@
-"""Batches of a workload: drawn, checked, placed on the device, and the longest of them."""
+"""Check the batches of a workload, place them on the device, and find the longest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..workload.protocol import Workload, WorkloadError
 
 
 def seed_all(seed: int) -> None:
-    """Python's, torch's on every device, and NumPy's global generators."""
+    """Seed the global generators of Python, NumPy and torch, on every device."""
     import numpy
     import torch
 
@@ -21,21 +21,23 @@ def seed_all(seed: int) -> None:
 
 
 def named_tensors(batch: Any) -> dict[str, Any]:
-    """The batch's tensors by name or position, however deep; '0.1' is the second of a tuple that stands first."""
+    """Return all tensors of a batch, nested ones too, by name: '0.1' is the second item of the first tuple."""
     import torch
 
-    found = {}
+    tensors = {}
     for name, item in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
         if isinstance(item, torch.Tensor):
-            found[str(name)] = item
+            tensors[str(name)] = item
         elif isinstance(item, Mapping | tuple | list):
-            found.update({f"{name}.{inner}": one for inner, one in named_tensors(item).items()})
-    return found
+            tensors.update({f"{name}.{inner}": tensor for inner, tensor in named_tensors(item).items()})
+    return tensors
 
 
 def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any:
-    """The batch itself, which the function `by` made. Raises WorkloadError when it is no dict or tuple of tensors of
-    micro_batch samples."""
+    """Return the batch, which the user's function `by` made.
+
+    Raises WorkloadError if it is no dict or tuple of tensors with `micro_batch` samples.
+    """
     if not isinstance(batch, Mapping | tuple | list):
         raise WorkloadError(f"{by} returned {type(batch).__name__}", hint="return a dict or a tuple of tensors")
     tensors = named_tensors(batch)
@@ -51,7 +53,7 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
 
 
 def tokens_per_sample(batch: Any) -> int | None:
-    """The sequence length of a batch of token ids (the first whole-number tensor of shape [micro batch, sequence])."""
+    """Return the sequence length of the first integer tensor of shape [micro batch, sequence]; None without one."""
     for tensor in named_tensors(batch).values():
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] > 1:
             return int(tensor.shape[1])
@@ -59,14 +61,14 @@ def tokens_per_sample(batch: Any) -> int | None:
 
 
 def place(batch: Any, engine: Any) -> Any:
-    """Tensors on the engine's device; floating-point ones in its dtype, as a training loop casts its inputs."""
+    """Return the batch on the engine's device, floating-point tensors in the engine's dtype."""
     import torch
 
     dtype = next((p.dtype for p in engine.module.parameters() if p.is_floating_point()), None)
 
     def move(item: Any) -> Any:
         if isinstance(item, Mapping | tuple | list) and named_tensors(item):
-            inner = {key: move(one) for key, one in item.items()} if isinstance(item, Mapping) else map(move, item)
+            inner = {key: move(value) for key, value in item.items()} if isinstance(item, Mapping) else map(move, item)
             return inner if isinstance(inner, dict) else tuple(inner)
         if not isinstance(item, torch.Tensor):
             return item
@@ -77,12 +79,15 @@ def place(batch: Any, engine: Any) -> Any:
     return tuple(move(item) for item in batch)
 
 
-DRAWS = 16  # of build_batch, where the workload has no build_longest_batch: it may pad to random lengths
+DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestBatch:
-    """The batch, the shape of its largest tensor, and of how many draws it is the longest (0: it was asked for)."""
+    """A batch, the shape of its largest tensor, and the number of draws among which it is the longest.
+
+    `draws` is 0 for a batch of the workload's own `build_longest_batch`.
+    """
 
     batch: Any
     shape: tuple[int, ...]
@@ -90,9 +95,9 @@ class LongestBatch:
 
 
 def longest_batch(workload: Workload, micro_batch: int) -> LongestBatch:
-    """Of `build_longest_batch`; without one, the largest by elements of some draws of `build_batch`.
+    """Call `build_longest_batch`; without it, return the batch with most elements of some draws of `build_batch`.
 
-    Each rank takes its own. Raises WorkloadError where a batch breaks the contract.
+    Each rank draws its own. Raises WorkloadError if a batch breaks the contract.
     """
     if workload.build_longest_batch is not None:
         longest = check_batch(workload.build_longest_batch(micro_batch), micro_batch, by="build_longest_batch")
@@ -102,12 +107,12 @@ def longest_batch(workload: Workload, micro_batch: int) -> LongestBatch:
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         if count_elements(batch) > count_elements(longest):
             longest = batch
-        del batch  # no third one beside the next draw
+        del batch  # so that at most two batches are in memory
     return LongestBatch(batch=longest, shape=_shape(longest), draws=DRAWS)
 
 
 def count_elements(batch: Any) -> int:
-    """Of all its tensors."""
+    """Count the elements of all tensors of a batch."""
     return sum(tensor.numel() for tensor in named_tensors(batch).values())
 
 

@@ -1,9 +1,8 @@
-"""What DeepSpeed's collectives move in an optimizer step: calls and bytes of each kind, seconds where they are wanted.
+"""Count the calls and bytes of DeepSpeed's collectives in an optimizer step, and time them in a step of their own.
 
-DeepSpeed's own comms_logger (0.19.8) synchronises the device after every collective, so that nothing overlaps while it
-looks. Its timer is never reset: the 120 all-reduces of a run of 13 s were told as 207 s. It takes a gather's own part
-for its size, and does not see coalesced ones. So the methods of DeepSpeed's backend are counted here, which costs some
-microseconds a call; seconds are taken in a step of their own, in which no throughput is measured.
+DeepSpeed's comms_logger (0.19.8) is no help: it synchronises the device after every collective, so that nothing
+overlaps; its timer is never reset (207 s for a run of 13 s); it takes a rank's part of a gather for the whole, and
+misses coalesced collectives. Counting in the methods of DeepSpeed's backend costs some microseconds a call.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
-    """A method of DeepSpeed's backend. whole: name and place of the argument that is as large as all ranks' parts.
+    """A method of DeepSpeed's backend.
 
-    sends: world size → the share of those bytes that a rank sends, by the ring algorithm (as in nccl-tests).
-    waits: it can be waited for at once without a peer that does something else first.
+    `whole` is the name and position of the argument that is as large as all ranks' parts together. `sends` maps the
+    number of ranks to the share of these bytes that a rank sends by the ring algorithm, as in nccl-tests. `waits` is
+    whether a rank can wait for it at once without a deadlock.
     """
 
     name: str
@@ -78,7 +78,7 @@ class _Count:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts within `step` alone, each step anew; `describe` is of the last one."""
+    """Counts the collectives of each optimizer step; `describe` returns those of the last one."""
 
     synchronize: Callable[[], None]
     _counts: dict[str, _Count] = field(default_factory=dict)
@@ -88,25 +88,25 @@ class Traffic:
     _world_size: int = 1
 
     def listen(self, backend: Any) -> None:
-        """From here on, once the ranks have joined: the collectives of DeepSpeed's backend pass through here."""
+        """Count the collectives of this backend from here on; the ranks must have joined."""
         self._world_size = int(backend.get_world_size())
         for method, op in _OPS.items():
-            own = getattr(backend, method, None)
-            if own is not None:
-                setattr(backend, method, self._counted(own, op))
+            original = getattr(backend, method, None)
+            if original is not None:
+                setattr(backend, method, self._count(original, op))
 
     def begin(self) -> None:
-        """A step begins, if none has."""
+        """Begin a step, unless one runs."""
         if not self._counting:
             self._counts, self._step_s, self._counting = {}, None, True
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self._counting = self._alone = False
 
     @contextmanager
     def step(self, *, alone: bool = False) -> Iterator[None]:
-        """One optimizer step. alone: each collective begins when the device is idle, and is waited for and timed."""
+        """Count one optimizer step. With `alone`, each collective runs on an idle device and is timed."""
         self.begin()
         self._alone = alone
         began = time.perf_counter()
@@ -120,73 +120,74 @@ class Traffic:
 
     @property
     def can_be_timed(self) -> bool:
-        """Whether the last step had something to send, and nothing that waits for what a peer does first."""
-        sent = sum(one.sent_bytes for one in self._counts.values())
+        """Whether the last step sent something, and every collective can be waited for at once."""
+        sent = sum(count.sent_bytes for count in self._counts.values())
         return sent > 0 and not any(op.name in self._counts for op in _OPS.values() if not op.waits)
 
     def describe(self) -> dict[str, Any]:
-        """`Communication` of this rank as a dict."""
+        """Return `types.Communication` of this rank's last step as a dict."""
         timed = self._step_s is not None
         ops = {
             name: {
-                "calls": one.calls,
-                "bytes": one.bytes,
-                "sent_bytes": round(one.sent_bytes),
-                "seconds": one.seconds if timed else None,
+                "calls": count.calls,
+                "bytes": count.bytes,
+                "sent_bytes": round(count.sent_bytes),
+                "seconds": count.seconds if timed else None,
             }
-            for name, one in self._counts.items()
+            for name, count in self._counts.items()
         }
         return {"ops": ops, "step_s": self._step_s}
 
-    def _counted(self, own: Callable[..., Any], op: _Op) -> Callable[..., Any]:
+    def _count(self, original: Callable[..., Any], op: _Op) -> Callable[..., Any]:
+        """Return the method with its calls counted, and timed in a step that runs alone."""
         name, place = op.whole
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._counting:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             count = self._counts.setdefault(op.name, _Count())
-            size = _bytes(args[place] if len(args) > place else kwargs[name])
+            size = _count_bytes(args[place] if len(args) > place else kwargs[name])
             count.calls += 1
             count.bytes += size
-            count.sent_bytes += size * op.sends(self._ranks_of(args, kwargs))
+            count.sent_bytes += size * op.sends(self._group_size(args, kwargs))
             if not self._alone:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             if not op.waits:
                 count.seconds = None
-                return own(*args, **kwargs)
-            return self._timed(count, lambda: own(*args, **kwargs))
+                return original(*args, **kwargs)
+            return self._time(count, lambda: original(*args, **kwargs))
 
         return call
 
-    def _timed(self, count: _Count, work: Callable[[], Any]) -> Any:
+    def _time(self, count: _Count, work: Callable[[], Any]) -> Any:
         self.synchronize()
         began = time.perf_counter()
-        handle = work()
-        for one in handle if isinstance(handle, list) else [handle]:
-            if hasattr(one, "wait"):
-                one.wait()  # whoever asked for it waits again, for nothing
+        result = work()
+        for handle in result if isinstance(result, list) else [result]:
+            if hasattr(handle, "wait"):
+                handle.wait()  # the caller may wait once more, which returns at once
         self.synchronize()
         if count.seconds is not None:
             count.seconds += time.perf_counter() - began
-        return handle
+        return result
 
-    def _ranks_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Of the process group that a call names, by name or by place; of all ranks where it names none."""
+    def _group_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Return the number of ranks in the process group of a call; all ranks if it names none."""
         group = kwargs.get("group") or next(
-            (one for one in args if hasattr(one, "rank") and hasattr(one, "size")), None
+            (argument for argument in args if hasattr(argument, "rank") and hasattr(argument, "size")), None
         )
         return self._world_size if group is None else int(group.size())
 
 
-def _bytes(tensors: Any) -> int:
+def _count_bytes(tensors: Any) -> int:
     if isinstance(tensors, list | tuple):
-        return sum(_bytes(tensor) for tensor in tensors)
+        return sum(_count_bytes(tensor) for tensor in tensors)
     return int(tensors.numel()) * int(tensors.element_size())
 
 
 def backend() -> Any:
-    """DeepSpeed's, once the ranks have joined."""
+    """Return DeepSpeed's communication backend; the ranks must have joined."""
     from deepspeed.comm import comm
 
     return comm.cdb

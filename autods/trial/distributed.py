@@ -1,4 +1,4 @@
-"""Ranks find each other: through a store on a socket that was bound before the fork, so that no port can be lost."""
+"""Join the ranks of a job, and let them agree on values outside the timed steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .job import RankJob
 
 
 def join(job: RankJob, slot: int, store: socket.socket | None) -> None:
-    """`deepspeed.init_distributed`, rank 0 serving the store on `store`."""
+    """Call `deepspeed.init_distributed`; rank 0 serves the rendezvous on the socket `store`.
+
+    The socket was bound before the fork, so that no other process can take its port.
+    """
     import deepspeed
 
     if store is not None and job.local_ranks[slot] == 0:
@@ -21,25 +24,28 @@ def join(job: RankJob, slot: int, store: socket.socket | None) -> None:
 
 
 def serve_store(listening: socket.socket) -> None:
-    """Give torch our listening socket, whose port is MASTER_PORT. TCPStore accepts one, the env:// rendezvous has no
-    way to say it; a store on a port of the user's own gets none."""
+    """Let torch's rendezvous serve its store on this socket, whose port is MASTER_PORT.
+
+    TCPStore accepts a socket, but the env:// rendezvous has no argument for it. Stores on other ports are unchanged.
+    """
+    # A function of the same name hides this module among the attributes of torch.distributed.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    real = rendezvous.TCPStore
+    original = rendezvous.TCPStore
     port = listening.getsockname()[1]
 
     def with_socket(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_master") and kwargs.get("port") == port and listening.fileno() >= 0:
             kwargs["master_listen_fd"] = listening.detach()
-        return real(*args, **kwargs)
+        return original(*args, **kwargs)
 
     rendezvous.TCPStore = with_socket  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """What the ranks say to each other, outside the timed steps; every rank has to call.
+    """How a rank communicates with the others outside the timed steps. Every rank has to make each call.
 
-    agree: rank 0's word, on every rank. mean: of every rank's number. wait: until all are here.
+    `agree` returns rank 0's value on every rank, `mean` the mean over all ranks. `wait` returns when all ranks called.
     """
 
     rank: int
@@ -50,16 +56,16 @@ class Ranks:
 
 
 def ranks_of(job: RankJob, slot: int) -> Ranks:
-    """All ranks of the job, once they have joined."""
+    """Return all ranks of the job, after they have joined."""
     return Ranks(rank=job.local_ranks[slot], world_size=job.world_size, agree=_agree, mean=_mean, wait=_wait)
 
 
-def _agree(word: bool) -> bool:
+def _agree(value: bool) -> bool:
     from deepspeed import comm
 
-    said = _on_device(int(word))
-    comm.broadcast(said, src=0)
-    return bool(said.item())
+    tensor = _on_device(int(value))
+    comm.broadcast(tensor, src=0)
+    return bool(tensor.item())
 
 
 def _mean(value: float) -> float:

@@ -1,4 +1,4 @@
-"""The job of a rank, and how an error is described to whoever started it."""
+"""The job of a trial's ranks, and the description of an exception that ended one of them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ JobKind = Literal["train", "survey", "ops"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """One job for all ranks of a trial. `folder` takes logs and results, `scratch` is the working directory."""
+    """One job for all ranks of a trial.
+
+    `folder` takes logs and results, `scratch` is the ranks' working directory.
+    """
 
     job: JobKind
     source: WorkloadSource
     device: Device
     folder: str
     scratch: str
-    swap: str | None = None  # where this trial's NVMe rung swaps; removed with everything in it afterwards
-    rebind: bool = False  # the zygote has this workload loaded, with other arguments
+    swap: str | None = None  # the folder for a trial that swaps to NVMe; removed afterwards
+    rebind: bool = False  # the zygote has loaded this workload with other arguments
     world_size: int = 1
     replica_ranks: int = 1  # see `ModelFacts`
     local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
     master_address: str = "127.0.0.1"
-    master_port: int | None = None  # where another node serves the store; None: the first of these ranks does
+    master_port: int | None = None  # of another node's store; None: the first of these ranks serves it
     node_rank: int = 0
-    node_address: str = "127.0.0.1"  # of this node, as the others reach it
-    checkpoints: str | None = None  # a folder that all nodes see; None: scratch is one
+    node_address: str = "127.0.0.1"  # by which other nodes reach this one
+    checkpoints: str | None = None  # a folder that all nodes see; None: `scratch` is one
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = False
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None
-    only_build: bool = False  # end before the engine is initialised
-    limit_bytes: int | None = None  # of the device; None: not limited
+    only_build: bool = False  # stop before the engine is initialised
+    limit_bytes: int | None = None  # of the device; None: no limit
     ops: tuple[str, ...] = ()
-    threads: int | None = None  # of each rank; None: its share of the node's processors
+    threads: int | None = None  # of each rank; None: its share of the node's cores
     seed: int = 0
     stall_s: float = 120.0
     init_s: float = 900.0
@@ -57,7 +60,7 @@ class RankJob:
 
     @property
     def train_batch(self) -> int:
-        """Samples of an optimizer step; the ranks of one replica train on the same ones."""
+        """Samples of an optimizer step; the ranks of one replica train on the same samples."""
         return self.micro_batch * self.accumulation * (self.world_size // self.replica_ranks)
 
     def to_json(self) -> str:
@@ -76,20 +79,21 @@ class RankJob:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: a temporary file, then a rename."""
+    """Write the file whole or not at all."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value))
     os.replace(temporary, path)
 
 
 _TRACEBACK_CHARS = 6000
+_MOST_CAUSES = 8
 
 
 def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
-    """An exception as plain values: its types, message, traceback, and the last frame of the user's own file."""
+    """Return the exception as plain values, the fields of `runner.protocol.RankError`."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if frame.filename == user_file]
-    contract = _broken(error) if isinstance(error, WorkloadError) else None
+    contract = _contract_problem(error) if isinstance(error, WorkloadError) else None
     return {
         "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
         "message": str(error)[:_TRACEBACK_CHARS],
@@ -101,17 +105,17 @@ def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
     }
 
 
-def _broken(error: WorkloadError) -> str:
-    """What of the contract is broken, with its line where that is known."""
+def _contract_problem(error: WorkloadError) -> str:
+    """Return how the workload breaks its contract, after its file and line if they are known."""
     place, _, line = (error.where or "").rpartition(":")
     return f"{place}:{line}: {error.what}" if line.isdigit() else error.what
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """What it was raised from, explicitly or while that was handled; the nearest first."""
-    found: list[BaseException] = []
-    following = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while following is not None and following not in found and len(found) < 8:
-        found.append(following)
-        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
-    return found
+    """Return the exceptions that led to this one, explicitly or while they were handled; the nearest first."""
+    causes: list[BaseException] = []
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while cause is not None and cause not in causes and len(causes) < _MOST_CAUSES:
+        causes.append(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return causes

@@ -1,7 +1,7 @@
-"""The same samples, weights and loss for two configs of one model, whatever they cut, shard or place.
+"""Make the losses of two configs comparable: the same samples and weights, however a config cuts or shards them.
 
-Sample i of the global batch is `build_batch(1)` under a seed of its own; each rank takes its share of them. Dropout is
-off, but the model trains: checkpointing acts in training only.
+Sample i of the global batch is `build_batch(1)` under a seed for i; each rank takes its share. Dropout is off, but the
+model is in training mode, because checkpointing acts in training only.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from .distributed import Ranks
 from .model_facts import is_moe
 
 _SAMPLE_SEEDS = 2**24  # apart from each other for every seed of a trial
-_STEADY = 1e-3  # relative: far below what a mask or noise does to a loss, above what kernels do to the order of sums
+_STEADY = 1e-3  # relative: far below the effect of a mask or of noise on a loss, above that of the order of sums
 
 
 class Incomparable(WorkloadError):
-    """The losses of two configs of this workload say nothing of each other. No fault of the code."""
+    """The losses of two configs of this workload cannot be compared; that is no error of the code."""
 
 
 def draw_share(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulation: int, seed: int) -> list[Any]:
-    """The rank's micro batches of one optimizer step. Raises Incomparable where they cannot be cut from samples."""
-    mine = micro_batch * accumulation
-    first = ranks.rank * mine
-    samples = [_sample(workload, seed, first + i) for i in range(mine)]
-    if not _same(samples[0], _sample(workload, seed, first)):
+    """Return the rank's micro batches of one optimizer step. Raises Incomparable if samples make no micro batches."""
+    count = micro_batch * accumulation
+    first = ranks.rank * count
+    samples = [_draw_sample(workload, seed, first + i) for i in range(count)]
+    if not _are_equal_batches(samples[0], _draw_sample(workload, seed, first)):
         raise Incomparable(
             "build_batch makes another sample under the same seed, so two configs never train on the same data",
             hint="draw from the global generators of random, torch or numpy",
         )
-    # All of them, so that every config of the workload is refused alike.
-    whole = [_joined(samples[i : i + micro_batch]) for i in range(0, mine, micro_batch)]
-    _joined(samples)
-    return whole
+    micro_batches = [_join(samples[i : i + micro_batch]) for i in range(0, count, micro_batch)]
+    _join(samples)  # so that every config of the workload is refused alike
+    return micro_batches
 
 
-def _sample(workload: Workload, seed: int, index: int) -> Any:
+def _draw_sample(workload: Workload, seed: int, index: int) -> Any:
     seed_all(seed * _SAMPLE_SEEDS + index)
     return check_batch(workload.build_batch(1), 1)
 
@@ -49,57 +48,58 @@ def _items(batch: Any) -> dict[Any, Any]:
     return dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
 
 
-def _same(one: Any, other: Any) -> bool:
-    mine, theirs = _items(one), _items(other)
-    return mine.keys() == theirs.keys() and all(_equal(mine[key], theirs[key]) for key in mine)
+def _are_equal_batches(a: Any, b: Any) -> bool:
+    first, second = _items(a), _items(b)
+    return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     import torch
 
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-    if isinstance(one, Mapping | tuple | list) and isinstance(other, Mapping | tuple | list):
-        return _same(one, other)
-    return bool(one == other)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    if isinstance(a, Mapping | tuple | list) and isinstance(b, Mapping | tuple | list):
+        return _are_equal_batches(a, b)
+    return bool(a == b)
 
 
-def _joined(samples: Sequence[Any]) -> Any:
+def _join(samples: Sequence[Any]) -> Any:
+    """Join samples to one batch. Raises Incomparable if they differ in names or shapes."""
     first = samples[0]
     rows = [_items(sample) for sample in samples]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise Incomparable("samples of build_batch differ in their names, so they make no common micro batch")
-    whole = {key: _stacked(key, [row[key] for row in rows]) for key in rows[0]}
+    whole = {key: _join_values(key, [row[key] for row in rows]) for key in rows[0]}
     return whole if isinstance(first, Mapping) else tuple(whole.values())
 
 
-def _stacked(name: Any, values: Sequence[Any]) -> Any:
-    """Along the first dimension; what has none, or is no tensor, has to be the same in all samples."""
+def _join_values(name: Any, values: Sequence[Any]) -> Any:
+    """Join tensors along their first dimension. Values without one have to be equal in all samples."""
     import torch
 
     if isinstance(values[0], torch.Tensor) and values[0].dim():
         shapes = dict.fromkeys(tuple(value.shape[1:]) for value in values)
         if len(shapes) > 1:
-            said = " and ".join(str(shape) for shape in list(shapes)[:2])
+            examples = " and ".join(str(shape) for shape in list(shapes)[:2])
             raise Incomparable(
-                f"samples of build_batch differ in shape ({name!r}: {said}), so micro batches of different sizes"
+                f"samples of build_batch differ in shape ({name!r}: {examples}), so micro batches of different sizes"
                 " cannot hold the same data",
                 hint="pad every sample to one length",
             )
         return torch.cat(list(values))
     if isinstance(values[0], Mapping | tuple | list) and named_tensors(values[0]):
         inner = [_items(value) for value in values]
-        if any(one.keys() != inner[0].keys() for one in inner):
+        if any(items.keys() != inner[0].keys() for items in inner):
             raise Incomparable(f"samples of build_batch differ in the names in {name!r}")
-        whole = {key: _stacked(f"{name}.{key}", [one[key] for one in inner]) for key in inner[0]}
+        whole = {key: _join_values(f"{name}.{key}", [items[key] for items in inner]) for key in inner[0]}
         return whole if isinstance(values[0], Mapping) else tuple(whole.values())
-    if not all(_equal(values[0], value) for value in values):
+    if not all(_are_equal(values[0], value) for value in values):
         raise Incomparable(f"samples of build_batch differ in {name!r}, which has no dimension to join them along")
     return values[0]
 
 
 def check_comparable(model: Any) -> None:
-    """Raises Incomparable where the loss depends on how the global batch is cut into micro batches."""
+    """Raise Incomparable if the loss depends on the size of the micro batches."""
     if any(is_moe(module) for module in model.modules()):
         raise Incomparable(
             "an expert takes its share of each micro batch's tokens and drops the rest, so two configs that cut the"
@@ -109,7 +109,7 @@ def check_comparable(model: Any) -> None:
 
 
 def turn_off_dropout(model: Any) -> None:
-    """Every rate of a module, or of a config that it holds, whose name speaks of dropping becomes 0."""
+    """Set all dropout rates of the model's modules and of their configs to 0."""
     import torch
 
     for module in model.modules():
@@ -123,9 +123,9 @@ def turn_off_dropout(model: Any) -> None:
 
 
 def reset_step_counts(optimizer: Any) -> None:
-    """Let the optimizer count its steps from 0, as after `torch.optim.AdamW(…)`.
+    """Make the optimizer count its steps from 0, as a new one does.
 
-    DeepSpeed's stage 0 in bf16 and fp16 makes the states by a step without gradients, which Adam's bias correction
+    DeepSpeed's stage 0 in bf16 and fp16 creates the states by a step without gradients, which Adam's bias correction
     counts (FP16_UnfusedOptimizer.initialize_optimizer_states): its first real update is 0.74 of ZeRO's.
     """
     import torch
@@ -139,7 +139,7 @@ def reset_step_counts(optimizer: Any) -> None:
 
 
 class RandomnessWatch:
-    """An observer that notes whether a forward drew random numbers."""
+    """An observer that notes in `drew` whether a forward pass drew random numbers."""
 
     def __init__(self, observe: Callable[[Phase, int], None]) -> None:
         self.drew = False
@@ -154,7 +154,7 @@ class RandomnessWatch:
 
 
 def generator_state() -> bytes:
-    """The state of torch's generators."""
+    """Return the state of torch's random generators on the CPU and the current card."""
     import torch
 
     state: bytes = torch.get_rng_state().numpy().tobytes()
@@ -164,9 +164,10 @@ def generator_state() -> bytes:
 
 
 def check_deterministic(drew: bool, forward: Callable[[], float | None], ranks: Ranks) -> None:
-    """Raises Incomparable when random numbers that were drawn change the loss: masks, noise, samples of a latent.
+    """Raise Incomparable if random numbers in the forward pass change the loss, such as masks or noise.
 
-    forward: the loss of one micro batch in training, without its gradient. Every rank has to call.
+    `drew` is whether a forward pass drew any. `forward` returns the loss of one micro batch in training mode, without
+    a gradient. Every rank has to call this.
     """
     if not ranks.mean(float(drew)):
         return
@@ -183,5 +184,5 @@ def check_deterministic(drew: bool, forward: Callable[[], float | None], ranks: 
 
 
 def mean_loss(losses: Sequence[float], ranks: Ranks) -> float:
-    """The loss of the global batch: of all micro batches of all ranks."""
+    """Return the mean loss over all micro batches of all ranks."""
     return ranks.mean(sum(losses) / len(losses))

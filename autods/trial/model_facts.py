@@ -1,4 +1,4 @@
-"""Facts of a model and its batches."""
+"""Describe a workload: its parameters, its layers of experts, whether it can recompute activations."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from .pipeline import build_whole, pipeline_facts
 
 
 def is_moe(module: Any) -> bool:
-    """Whether this module is one; DeepSpeed need not be imported for it."""
+    """Whether this module is a layer of `deepspeed.moe`; DeepSpeed need not be imported for it."""
     return type(module).__name__ == "MoE" and isinstance(getattr(module, "num_experts", None), int)
 
 
 def count_experts(model: Any) -> int:
-    """Of its largest layer; 0: it has none."""
+    """Return the experts of the largest layer; 0 if there is none."""
     return max((module.num_experts for module in model.modules() if is_moe(module)), default=0)
 
 
-# The name of transformers 5.2x and later, and the one before it.
-_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+# The name in transformers 5.2x and later, and the name before.
+_CHECKPOINTING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def can_checkpoint(model: Any) -> bool:
-    """Whether the model has the method, and says that it works."""
-    return any(hasattr(model, name) for name in _METHODS) and bool(
+    """Whether the model has a method that turns on gradient checkpointing, and declares that it works."""
+    return any(hasattr(model, name) for name in _CHECKPOINTING_METHODS) and bool(
         getattr(model, "supports_gradient_checkpointing", True)
     )
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Let the model recompute its activations in backward."""
-    next(getattr(model, name) for name in _METHODS if hasattr(model, name))()
+    """Make the model recompute its activations in backward."""
+    next(getattr(model, name) for name in _CHECKPOINTING_METHODS if hasattr(model, name))()
 
 
 def survey(workload: Workload) -> dict[str, Any]:
-    """`ModelFacts` as a dict. What the user's code raises is passed on.
+    """Return `ModelFacts` of the workload as a dict. Exceptions of the user's code are passed on.
 
-    The model is built on the meta device, so that its size costs nothing; code that cannot do that is built for real.
+    The model is built on the meta device, which takes no memory, or for real if its code cannot do that.
     """
     batch = check_batch(workload.build_batch(1), 1)
     return describe_model(workload, _build(workload), batch) | {"longest_ratio": _longest_ratio(workload, batch)}
 
 
 def describe_model(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
-    """`ModelFacts` as a dict, of what is built already. WorkloadError when it cannot be trained."""
+    """Return `ModelFacts` of a model and a batch as a dict. Raises WorkloadError if nothing can be trained."""
     return {
         **count_parameters(model),
         "checkpointing": can_checkpoint(model),
@@ -55,9 +55,9 @@ def describe_model(workload: Workload, model: Any, batch: Any) -> dict[str, Any]
 
 
 def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, int]:
-    """How many parameters there are, in the largest tensor too, and the stages and experts that they are in.
+    """Return the counts of parameters, of the largest tensor's elements, of pipeline stages and of experts.
 
-    Raises WorkloadError when there is nothing to train.
+    `by` names the model's origin in errors. Raises WorkloadError if there is nothing to train.
     """
     import torch
 
@@ -71,12 +71,12 @@ def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[st
 
 
 def _longest_ratio(workload: Workload, batch: Any) -> float:
-    """Elements of the longest batch by those of this one, a sample each; 1 where the workload does not make its own."""
+    """Return the elements of a longest sample divided by those of this one; 1 without `build_longest_batch`."""
     if workload.build_longest_batch is None:
         return 1.0
     try:
         longest = check_batch(workload.build_longest_batch(1), 1, by="build_longest_batch")
-    except Exception:  # whatever it is: the exam that runs on it says so, and what it is not able to prove
+    except Exception:  # the exam will report it
         return 1.0
     return max(1.0, count_elements(longest) / max(1, count_elements(batch)))
 
@@ -87,5 +87,5 @@ def _build(workload: Workload) -> Any:
     try:
         with torch.device("meta"):
             return build_whole(workload.build_model)
-    except Exception:  # whatever it is: if it is the user's mistake, the real build says so in the user's terms
+    except Exception:  # a mistake of the user's comes up again in the real build
         return build_whole(workload.build_model)

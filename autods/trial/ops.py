@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops: what stands in the way of building one, building it once, loading it."""
+"""Find out whether DeepSpeed's compiled ops can be built here, build them once, and load them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
 
 
 def ops_folder() -> Path:
-    """Where ops are built and kept. Our own, because the lock that torch leaves when a build is killed has no owner."""
+    """Return the folder in which ops are built and kept.
+
+    It is not torch's own: torch's lock of a killed build has no owner, so nobody may remove it there.
+    """
     made_with = "-".join(f"{name}{metadata.version(name)}" for name in ("torch", "deepspeed"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    # Ninja builds again when the sources lie elsewhere: each virtual environment keeps its own.
+    # Ninja builds again if the sources lie elsewhere, so each virtual environment has a folder.
     place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
     return cache_folder() / "torch_extensions" / f"{python}-{made_with}-{place}"
 
 
 def get_builder(op: str) -> Any:
-    """DeepSpeed's builder of that op for the current accelerator."""
+    """Return DeepSpeed's builder of the op for the current accelerator; None if it has none."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().create_op_builder(BUILDERS[op])
 
 
 def find_problem(op: str) -> str | None:
-    """Why this op can neither be loaded nor built here, with the command that fixes it; None if it can."""
+    """Return why the op can neither be loaded nor built here, with a command that helps; None if it can."""
     builder = get_builder(op)
     if builder is None:
         return f"DeepSpeed has no {op} for this accelerator"
@@ -55,26 +58,29 @@ def find_problem(op: str) -> str | None:
 
 
 def is_cached(op: str) -> bool:
-    """Whether the cache holds a finished build (torch writes the library last). Loads neither torch nor DeepSpeed."""
+    """Whether the op is built: torch writes the library last. Imports neither torch nor DeepSpeed."""
     return any((ops_folder() / op).glob("*.so"))
 
 
 def build(op: str) -> None:
-    """Build if it is not cached, and load. One build at a time on this machine; a killed build's lock is cleared."""
+    """Build the op if it is not cached, and load it.
+
+    One build runs at a time on this machine. The lock of a killed build is removed.
+    """
     folder = ops_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{op}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         builder = get_builder(op)
         for stale in (folder / builder.name).glob("lock"):
-            stale.unlink()  # torch would wait for it for ever; we hold the only right to build here
+            stale.unlink()  # torch would wait for it for ever; our own lock excludes another build
         builder.load(verbose=False)
 
 
 def clear_killed_builds() -> None:
-    """Take away the locks of builds that were killed, on which torch would wait for ever: a script may build by itself.
+    """Remove the locks of killed builds, for which torch would wait for ever if a script builds an op itself.
 
-    Where a build of ours runs, its lock stays.
+    The lock of a running build stays.
     """
     folder = ops_folder()
     for name in BUILDERS if folder.is_dir() else ():

@@ -1,4 +1,4 @@
-"""Load everything before ranks are forked, and know when forking is not safe."""
+"""Import everything before ranks are forked, and find out whether forking is safe."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from ..types import WorkloadSource
 from ..workload.script_source import script_imports
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-_MOST_OPEN = 64
-Loaded = Callable[[str], Any]
+_MOST_NVML_USERS = 64
+FindLibrary = Callable[[str], Any]
 
 
-def loaded(name: str) -> Any:
-    """That library, if this process has it loaded already; else None."""
+def find_loaded_library(name: str) -> Any:
+    """Return the shared library if this process has loaded it; else None."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:
         return None
 
 
-def is_cuda_initialized(loaded: Loaded = loaded) -> bool:
-    """Whether somebody called cuInit here. torch knows of its own call alone; packages ask the driver themselves."""
-    cuda = loaded("libcuda.so.1")
+def is_cuda_initialized(find: FindLibrary = find_loaded_library) -> bool:
+    """Whether cuInit was called in this process. torch knows of its own calls only; other packages call it, too."""
+    cuda = find("libcuda.so.1")
     return cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
 
 
-def shut_nvml_down(loaded: Loaded = loaded) -> None:
-    """Shut NVML down, however often it was opened: DeepSpeed and torch open it when they are imported, and keep it.
+def shut_nvml_down(find: FindLibrary = find_loaded_library) -> None:
+    """Shut NVML down completely. DeepSpeed and torch open it when they are imported, and keep it open.
 
-    A forked rank closes what it inherits, NVML's descriptors too, and NVML would go on using their numbers. So nothing
-    of it may be open at the fork, and the rank opens it anew (`open_nvml`).
+    A forked rank closes the descriptors that it inherits, and NVML would go on using their numbers. So NVML must not
+    be open at the fork; the rank opens it again with `open_nvml`.
     """
-    nvml = loaded("libnvidia-ml.so.1")
+    nvml = find("libnvidia-ml.so.1")
     if nvml is not None:
-        for _ in range(_MOST_OPEN):
+        for _ in range(_MOST_NVML_USERS):
             if nvml.nvmlShutdown() != 0:  # it was not open
                 return
 
 
 def open_nvml(nvml: Any = None) -> None:
-    """For a rank's life: DeepSpeed asks it how much of the card is free, and expects it open since the import."""
+    """Open NVML in a rank: DeepSpeed asks it for the card's free bytes, and expects it open since the import."""
     if nvml is None:
         nvml = importlib.import_module("pynvml")
     with contextlib.suppress(nvml.NVMLError):
@@ -57,19 +57,19 @@ def open_nvml(nvml: Any = None) -> None:
 
 
 def has_device_open(links: Callable[[], list[str]] | None = None) -> bool:
-    """Whether this process has the device open that CUDA alone works with; NVML opens others."""
-    return any(link.startswith("/dev/nvidia-uvm") for link in (links or _links)())
+    """Whether this process has the device file open that only CUDA uses; NVML opens others."""
+    return any(link.startswith("/dev/nvidia-uvm") for link in (links or _open_files)())
 
 
-def _links() -> list[str]:
-    found = []
+def _open_files() -> list[str]:
+    paths = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return paths
 
 
-# Imported by DeepSpeed at the first initialize or step; each costs tenths of a second in every rank otherwise.
+# DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
 _LATE = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
@@ -91,18 +91,25 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)  # a parent that ran a parallel OpenMP region makes children with threads hang
-    _import_all()
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # CPU ranks stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
+            importlib.import_module(name)
 
 
 def preload_script(source: WorkloadSource) -> None:
-    """Import what a script imports of installed packages; never what lies beside it, which is its own to run."""
-    for one in script_imports(source):
-        if not _is_installed(one.module.partition(".")[0]):
+    """Import the installed packages that a script imports; never modules beside it, which run as part of the script."""
+    for imported in script_imports(source):
+        if not _is_installed(imported.module.partition(".")[0]):
             continue
-        with contextlib.suppress(Exception):  # what is wrong with it is said where the script imports it
-            module = importlib.import_module(one.module)
-            if one.name is not None:
-                getattr(module, one.name)  # packages such as transformers load their parts when they are asked for
+        with contextlib.suppress(Exception):  # the script's own import reports the error
+            module = importlib.import_module(imported.module)
+            if imported.name is not None:
+                getattr(module, imported.name)  # packages such as transformers import their parts lazily
 
 
 def _is_installed(package: str) -> bool:
@@ -113,25 +120,17 @@ def _is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None and spec.origin.startswith(_INSTALLED)
 
 
-def _import_all() -> None:
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # The ranks stand in for GPUs and speak gloo; the shared-memory op would cost a build of 20 s and leave files.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for name in _LATE:
-        with contextlib.suppress(ImportError):  # another version of DeepSpeed may lack it
-            importlib.import_module(name)
-
-
 def freeze() -> None:
-    """After the last import: what lives now is shared by all ranks and never collected."""
+    """Keep all present objects out of garbage collection, so that the ranks share their memory."""
     gc.collect()
     gc.freeze()
 
 
 def find_fork_hazard() -> str | None:
-    """Why ranks must not be forked from this process, if so: CUDA or threads do not survive a fork. NVML is let go."""
+    """Return why ranks must not be forked from this process: CUDA or threads, which do not survive a fork.
+
+    None if forking is safe. NVML is shut down.
+    """
     import torch
 
     if os.environ.get("AUTODS_SPAWN"):

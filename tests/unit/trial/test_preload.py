@@ -54,7 +54,7 @@ def test_a_driver_that_somebody_began_is_seen_though_torch_knows_nothing_of_it(a
 
 def test_a_driver_that_is_not_loaded_has_not_begun() -> None:
     assert not preload.is_cuda_initialized(having())
-    assert preload.loaded("libno-such-library.so.1") is None
+    assert preload.find_loaded_library("libno-such-library.so.1") is None
 
 
 @pytest.mark.parametrize(
