@@ -1,4 +1,4 @@
-"""The cells of a probe, and the surveys that they share."""
+"""The cells of a probe, and the surveys of the workload that they share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..workload.conditions import ENV, apply_conditions, apply_to_source, is_con
 from .axes import PINS, Value, why_ineffective
 from .request import ProbeSettings
 
-# What the workload is under these conditions, and DeepSpeed op → why it cannot be built here.
+# From conditions to the model's facts, and to the DeepSpeed ops that cannot be built here with the reasons.
 Survey = Callable[[Mapping[str, Scalar]], tuple[ModelFacts, Mapping[str, str]]]
 
 
@@ -30,8 +30,9 @@ Survey = Callable[[Mapping[str, Scalar]], tuple[ModelFacts, Mapping[str, str]]]
 class Cell:
     """One combination of values. `number` counts from 1.
 
-    trial: what measures it; None: nothing can, and `refused` says why. unheeded: axes that mean nothing here, and why.
-    same_as: the number of an earlier cell that is the same in effect, and is measured for this one too.
+    trial: the trial that measures it; None where it cannot be run, for the reason in `refused`.
+    unheeded: axes that have no effect here, with the reasons.
+    same_as: the number of an earlier cell that is the same in effect; its trial serves both.
     """
 
     number: int
@@ -43,38 +44,38 @@ class Cell:
 
     @property
     def rung(self) -> str:
-        """Its name."""
+        """The name of the rung."""
         return str(self.values["rung"])
 
 
 def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
-    """Every cell of the cross product, in order. Raises InputError when the workload cannot be built in any."""
+    """Return every cell of the cross product. Raises InputError when the workload can be built in none."""
     rungs = {rung.name: rung for rung in question.settings.ladder}
     first: dict[str, int] = {}
     cells: list[Cell] = []
-    wrong: list[InputError] = []
+    errors: list[InputError] = []
     for number, values in enumerate(question.cells(), 1):
         try:
             cell = _cell(question, number, values, rungs[str(values["rung"])], survey)
-        except InputError as error:  # the workload cannot be built with these arguments, and may with others
-            wrong.append(error)
+        except InputError as error:  # other arguments may suit the workload
+            errors.append(error)
             cell = Cell(number=number, values=values, refused=" ".join(str(error).split()))
         if cell.trial is not None:
             known = first.setdefault(trial_key(cell.trial), number)
             cell = replace(cell, same_as=known if known != number else None)
         cells.append(cell)
-    if wrong and len(wrong) == len(cells):
-        raise wrong[0]
+    if errors and len(errors) == len(cells):
+        raise errors[0]
     return tuple(cells)
 
 
 def select_conditions(values: Mapping[str, Value]) -> dict[str, Scalar]:
-    """Those of the axes that are neither rung nor knob; a variable that shall not be set is left out."""
+    """Return the values of conditions: axes that are neither rung nor knob. Variables that stay unset are left out."""
     return {name: value for name, value in values.items() if value is not None and is_condition(name)}
 
 
 def count_environments(question: ProbeSettings) -> int:
-    """How many different environments the cells ask for."""
+    """Return how many different environments the cells need."""
     return prod(len(axis.values) for axis in question.axes if axis.name.startswith(ENV))
 
 
@@ -101,12 +102,12 @@ def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], run
 
 
 def settings_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
-    """The settings under these conditions, with the config that a script brings."""
+    """Return the settings under these conditions, with the config that a script brings."""
     return apply_script_config(apply_conditions(question.settings, conditions), facts)
 
 
 def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
-    """The whole DeepSpeed config of a cell's trial."""
+    """Return the whole DeepSpeed config of a cell's trial."""
     settings = settings_under_conditions(question, trial.conditions, facts)
     return compose(
         next(rung for rung in settings.ladder if rung.name == trial.rung),
@@ -119,22 +120,22 @@ def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts
 
 
 def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:
-    """Axes that mean nothing under this rung → why."""
-    said = {}
+    """Return the axes that have no effect under this rung, with the reasons."""
+    reasons = {}
     for name in values:
         if name == "pin_memory":
             pins = [why_ineffective(key, rung) for key in PINS]
             if all(pins):
-                said[name] = "nothing is offloaded"
+                reasons[name] = "nothing is offloaded"
         elif "." in name and not is_condition(name) and (why := why_ineffective(name, rung)):
-            said[name] = why
-    return said
+            reasons[name] = why
+    return reasons
 
 
 def _settings(
     question: ProbeSettings, values: Mapping[str, Value], rung: Rung, facts: ModelFacts, unheard: Mapping[str, str]
 ) -> dict[str, Scalar]:
-    """DeepSpeed keys of the cell: buckets as a fit would start with, then what is varied."""
+    """Return DeepSpeed keys of the cell: buckets with which a fit would start, then the varied values."""
     settings = _sized(question, rung, facts)
     if (precision := values.get("precision")) is not None:
         settings |= {f"{half}.enabled": half == precision for half in ("bf16", "fp16")}
@@ -150,7 +151,7 @@ _KNOBS = ("rung", "precision", "micro_batch", "accumulation", "checkpointing")
 
 
 def _sized(question: ProbeSettings, rung: Rung, facts: ModelFacts) -> dict[str, Scalar]:
-    """As written: only what the rung needs to start at all, where the base config does not say it."""
+    """Return buckets and limits; with --as-written those without which the rung does not start."""
     settings = question.settings
     sized = start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts)
     if not question.as_written:
@@ -160,22 +161,22 @@ def _sized(question: ProbeSettings, rung: Rung, facts: ModelFacts) -> dict[str, 
 
 
 def _micro_batch(settings: Settings, values: Mapping[str, Value]) -> int:
-    asked = values.get("micro_batch", settings.base.get("train_micro_batch_size_per_gpu"))
-    return asked if isinstance(asked, int) else 1
+    given = values.get("micro_batch", settings.base.get("train_micro_batch_size_per_gpu"))
+    return given if isinstance(given, int) else 1
 
 
 def _accumulation(settings: Settings, values: Mapping[str, Value], facts: ModelFacts) -> int:
     if settings.global_batch is not None and "accumulation" not in values:
         replicas = facts.replicas(settings.gpus)
         return accumulation_for(settings.global_batch, _micro_batch(settings, values), replicas)
-    asked = values.get("accumulation", settings.base.get("gradient_accumulation_steps"))
-    return asked if isinstance(asked, int) else 1
+    given = values.get("accumulation", settings.base.get("gradient_accumulation_steps"))
+    return given if isinstance(given, int) else 1
 
 
 def _why_not(
     question: ProbeSettings, trial: Trial, rung: Rung, facts: ModelFacts, problems: Mapping[str, str]
 ) -> str | None:
-    """Why it cannot be run; None: it can."""
+    """Return why the trial cannot be run; None when it can."""
     settings = question.settings
     if (reason := refusal_reason(rung, facts, settings.gpus)) is not None:
         return reason
@@ -197,18 +198,18 @@ def _why_not(
     return None
 
 
-_SHOWN = ("rung", "micro_batch", "accumulation")  # a line of progress has these anyway
+_IN_EVERY_LINE = ("rung", "micro_batch", "accumulation")  # of progress
 
 
 def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
-    """'pin_memory off, env.NCCL_P2P_DISABLE 1'; what is the same in all cells is left out."""
-    named = [axis.name for axis in question.axes if len(axis.values) > 1 and axis.name not in _SHOWN]
-    said = [(name, _value_in(trial, name)) for name in named]
-    return ", ".join(f"{name.rpartition('.')[2]} {format_value(value)}" for name, value in said if value is not None)
+    """Return text such as 'pin_memory off, env.NCCL_P2P_DISABLE 1', without values that all cells share."""
+    named = [axis.name for axis in question.axes if len(axis.values) > 1 and axis.name not in _IN_EVERY_LINE]
+    values = [(name, _value_in(trial, name)) for name in named]
+    return ", ".join(f"{name.rpartition('.')[2]} {format_value(value)}" for name, value in values if value is not None)
 
 
 def _value_in(trial: Trial, name: str) -> Value:
-    """The axis' value; None where it means nothing to the trial."""
+    """Return the value of an axis; None where it has no effect on the trial."""
     settings = trial.knobs.settings
     if name == "checkpointing":
         return trial.knobs.checkpointing
@@ -219,13 +220,13 @@ def _value_in(trial: Trial, name: str) -> Value:
     return trial.conditions.get(name, settings.get(name))
 
 
-# DeepSpeed op → why it cannot be built here, beside the facts.
+# The model's facts, and the DeepSpeed ops that cannot be built here with the reasons.
 Surveyed = tuple[ModelFacts, Mapping[str, str]]
 
 
 @dataclass(slots=True, kw_only=True)
 class SurveyStore:
-    """look: what finds it, where no earlier run of the probe has. known: what was found, by the source's digest."""
+    """Surveys of the workload by the digest of its source. `look` makes one that the journal does not have."""
 
     source: WorkloadSource
     journal: Journal
@@ -233,8 +234,8 @@ class SurveyStore:
     look: Callable[[Mapping[str, Scalar]], Surveyed]
     known: dict[str, Surveyed] = field(default_factory=dict)
 
-    def of(self, conditions: Mapping[str, Scalar]) -> Surveyed:
-        """See `cells.Survey`."""
+    def get(self, conditions: Mapping[str, Scalar]) -> Surveyed:
+        """Return the survey under these conditions."""
         digest = apply_to_source(self.source, conditions).digest
         if digest not in self.known:
             before = self.past.surveys.get(digest)
@@ -246,5 +247,5 @@ class SurveyStore:
         return self.known[digest]
 
     def facts(self, conditions: Mapping[str, Scalar]) -> ModelFacts:
-        """Without the ops."""
-        return self.of(conditions)[0]
+        """Return the model's facts under these conditions."""
+        return self.get(conditions)[0]

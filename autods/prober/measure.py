@@ -1,4 +1,4 @@
-"""Measure the cells of a probe in turns, and side by side where the machine has room."""
+"""Measure the cells of a probe in turns, or search several at a time where the machine has room."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from ..tuner.trials import PERMANENT_ACTIONS
 from ..types import Failed, Fit, ModelFacts, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
 from .grid import Cell
 
-# How trials of a turn are ordered, to need few new zygotes.
+# Orders the trials of a turn so that few new zygotes are needed.
 Order = Callable[[Sequence[Trial]], Sequence[Trial]]
 
 
 def measure_in_turns(
     cells: Iterable[Cell], run: Run, *, repeats: int, order: Order = list
 ) -> dict[int, tuple[Record, ...]]:
-    """Each cell's trial in each turn, every other turn backwards: what drifts falls on all alike. Cell → its records.
+    """Run each cell's trial once a turn, and return the records of each cell by its number.
 
-    What ran out of memory, or failed of something that lasts, is not asked again.
+    Every other turn runs backwards, so that drift falls on all cells alike. A cell that ran out of memory or has a
+    lasting failure is not repeated.
     """
     own = {trial_key(cell.trial): cell for cell in cells if cell.trial is not None and cell.same_as is None}
     trials = [cell.trial for cell in own.values() if cell.trial is not None]
@@ -45,7 +46,7 @@ def measure_in_turns(
 def compare_cells(
     results: Mapping[int, CellResult], records: Mapping[int, Sequence[Record]], *, by_tokens: bool
 ) -> tuple[dict[int, CellResult], int | None]:
-    """The results with their ratios to the first that fits, and its number; None: none does."""
+    """Return the results with their ratios to the first cell that fits, and its number; None where none fits."""
     fitting = [number for number, result in results.items() if result.status == "fit"]
     if not fitting:
         return dict(results), None
@@ -56,7 +57,7 @@ def compare_cells(
 
 
 def share_results(cells: Iterable[Cell], own: Mapping[int, CellResult]) -> tuple[CellResult, ...]:
-    """Every cell's result, in order: its own, or that of the cell which is the same in effect."""
+    """Return a result for every cell in order. A cell gets the result of another one that is the same in effect."""
     return tuple(
         own[cell.number]
         if cell.same_as is None
@@ -78,7 +79,7 @@ def _may_change(record: Record) -> bool:
 
 
 def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
-    """Of one cell, as if it were alone."""
+    """Return the result of one cell, without ratios to others."""
     if not records or cell.trial is None:
         return CellResult(
             number=cell.number, values=cell.values, status="refused", reason=cell.refused or "", unheeded=cell.unheeded
@@ -86,7 +87,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
     knobs = cell.trial.knobs
     fits = [record.outcome for record in records if isinstance(record.outcome, Fit)]
     last = next((one.outcome for one in reversed(records) if not isinstance(one.outcome, Fit)), None)
-    # A failure among trials that ran may have been a fluke: it is said beside what was measured.
+    # A failure among trials that ran may have been a fluke: it is reported beside the measurements.
     status: CellStatus = "fit" if last is None or (fits and isinstance(last, Failed)) else last.kind
     tokens = [fit.tokens_per_second for fit in fits if fit.tokens_per_second is not None]
     rates = [fit.samples_per_second for fit in fits]
@@ -113,7 +114,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
 
 
 def _rates(records: Sequence[Record], *, by_tokens: bool) -> dict[int, float]:
-    """Turn → rate."""
+    """Return samples or tokens a second by turn."""
     found = {}
     for record in records:
         if isinstance(fit := record.outcome, Fit):
@@ -124,12 +125,12 @@ def _rates(records: Sequence[Record], *, by_tokens: bool) -> dict[int, float]:
 
 
 def _within(records: Sequence[Record]) -> float:
-    """The widest spread of steps inside a trial."""
+    """Return the widest spread of step times inside a trial."""
     return max((one.outcome.spread for one in records if isinstance(one.outcome, Fit)), default=0.0)
 
 
 def _memory(fits: Sequence[Fit]) -> dict[Tier, TierUse]:
-    """The highest peak of the repeats, on each tier."""
+    """Return the highest peak of the repeats on each tier."""
     most: dict[Tier, TierUse] = {}
     for fit in fits:
         for tier, use in fit.memory.items():
@@ -139,7 +140,7 @@ def _memory(fits: Sequence[Fit]) -> dict[Tier, TierUse]:
 
 
 class Bench(Protocol):
-    """What a probe needs of the machine; `runner.pool.RunnerPool` is the real one."""
+    """Runs trials for a probe; `runner.pool.RunnerPool` is the real one."""
 
     def survey(self, conditions: Mapping[str, Scalar]) -> tuple[ModelFacts, Mapping[str, str]]: ...
 
@@ -158,27 +159,27 @@ Search = Callable[[Cell, Bench], CellResult]
 def search_in_parallel(
     cells: Sequence[Cell], search: Search, bench: Bench, *, most: int, listen: Listener
 ) -> dict[int, CellResult]:
-    """Each cell's result, by its number; up to `most` are searched at a time.
+    """Search up to `most` cells at a time and return their results by number.
 
-    Fewer where a machine has no room for more. What goes wrong with one ends them all, and so does Ctrl-C.
+    A machine without room for so many searches fewer. An error in one search ends them all, and so does Ctrl-C.
     """
-    left, found, wrong = deque(cells), dict[int, CellResult](), list[BaseException]()
+    left, results, errors = deque(cells), dict[int, CellResult](), list[BaseException]()
 
-    def work_off(bench: Bench) -> None:
-        while not wrong and (cell := _next(left)) is not None:
-            found[cell.number] = search(cell, bench)
+    def search_rest(bench: Bench) -> None:
+        while not errors and (cell := _next(left)) is not None:
+            results[cell.number] = search(cell, bench)
 
     def beside(another: AbstractContextManager[Bench], number: int) -> None:
         opened = False
         try:
-            with another as own:
+            with another as other_bench:
                 opened = True
-                work_off(own)
+                search_rest(other_bench)
         except BaseException as error:
             if isinstance(error, EnvironmentBroken) and not opened:
                 listen(Note(text=f"no {number} trials at a time: {str(error).splitlines()[0]}"))
                 return
-            wrong.append(error)
+            errors.append(error)
             bench.stop()
 
     others = [(bench.another(_conditions(cell)), number) for number, cell in enumerate(cells[1:most], 2)]
@@ -186,17 +187,17 @@ def search_in_parallel(
     try:
         for thread in threads:
             thread.start()
-        work_off(bench)
+        search_rest(bench)
         _join(threads)
     except BaseException as error:
-        cause = wrong[0] if wrong else error  # another's end may have ended us
+        cause = errors[0] if errors else error  # the error of another search may have ended this one
         if threads:
             bench.stop()
         _join(threads)
         raise cause from None
-    if wrong:
-        raise wrong[0]
-    return found
+    if errors:
+        raise errors[0]
+    return results
 
 
 def _next(left: deque[Cell]) -> Cell | None:

@@ -1,4 +1,4 @@
-"""`autods probe`: run the cells and conclude."""
+"""`autods probe`: run the cells and report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .request import ProbeSettings, list_notes
 
 
 def compares_tokens(question: ProbeSettings) -> bool:
-    """Where samples differ in length, tokens a second is what can be compared."""
+    """Return whether cells are compared by tokens a second, because their samples differ in length."""
     return any(axis.name in ("seq_len", "build_batch.seq_len", "target_len") for axis in question.axes)
 
 
@@ -38,7 +38,7 @@ def build_report(
     records: Sequence[Record],
     seconds: float,
 ) -> ProbeReport:
-    """reference: the number of the cell that the others are compared with."""
+    """Build the report. `reference` is the number of the cell that the others are compared with."""
     settings = question.settings
     return ProbeReport(
         status="done" if any(cell.status == "fit" for cell in cells) else "nothing_fits",
@@ -80,7 +80,7 @@ def probe(
     start: Start | None = None,
     simulate: StartSimulator | None = None,
 ) -> ProbeReport:
-    """Measure every cell of the question; written into `settings.out` as well.
+    """Measure every cell and write the report to `settings.out`, too.
 
     A probe that was killed goes on where it stopped. Raises InputError when the workload or the folder is at fault,
     EnvironmentBroken when the machine is, Interrupted on Ctrl-C.
@@ -97,24 +97,24 @@ def probe(
             machines = (start or _on_ray)(question.settings, listen, environments)
         try:
             with machines as bench:
-                work = _Work(question, journal, past, listen, bench, simulate)
-                with closing(work.simulators):
-                    cells, reference = work.done()
+                run = _ProbeRun(question, journal, past, listen, bench, simulate)
+                with closing(run.simulators):
+                    cells, reference = run.run_cells()
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except SimulationFailed as failed:
-            raise _told(failed, question) from None
+            raise _as_user_error(failed, question) from None
         except OSError:
             check_disk_space(out)
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
-        report = build_report(question, cells, reference, work.memory.records, time.monotonic() - began + earlier_s)
+        report = build_report(question, cells, reference, run.store.records, time.monotonic() - began + earlier_s)
         write_probe(report, out)
         return report
 
 
-class _Work:
-    """One probe under way."""
+class _ProbeRun:
+    """A probe that is under way."""
 
     def __init__(
         self,
@@ -128,15 +128,15 @@ class _Work:
         self.question, self.listen, self.bench = question, listen, bench
         self.simulators = Simulators(question.settings.device, simulate)
         self.surveys = SurveyStore(source=question.settings.source, journal=journal, past=past, look=self._look)
-        self.memory = TrialStore(journal, past, self._execute, listen)
+        self.store = TrialStore(journal, past, self._execute, listen)
 
-    def done(self) -> tuple[tuple[CellResult, ...], int | None]:
-        """Every cell, and the number of the one that the others are compared with."""
-        cells = list_cells(self.question, self.surveys.of)
-        own, reference = self._capacities(cells) if self.question.capacity else self._measured(cells)
+    def run_cells(self) -> tuple[tuple[CellResult, ...], int | None]:
+        """Return every cell's result, and the number of the one that the others are compared with."""
+        cells = list_cells(self.question, self.surveys.get)
+        results, reference = self._search_capacities(cells) if self.question.capacity else self._measure(cells)
         refused = {cell.number: summarize_cell(cell, ()) for cell in cells if cell.trial is None}
-        _check_workload(self.memory.records, self.question)
-        return share_results(cells, {**own, **refused}), reference
+        _check_workload(self.store.records, self.question)
+        return share_results(cells, {**results, **refused}), reference
 
     def _look(self, conditions: Mapping[str, Scalar]) -> Surveyed:
         if self.bench is not None:
@@ -148,8 +148,8 @@ class _Work:
         return self.bench.run(trial, id=id)
 
     def _run(self, trial: Trial, bench: Bench | None = None) -> Record:
-        """A full disk or a lost GPU ends the probe; what is measured by then is kept."""
-        record = self.memory.run(trial, None if bench is None else lambda trial, id: bench.run(trial, id=id))
+        """Run a trial. A full disk or a lost GPU ends the probe; its finished trials are kept."""
+        record = self.store.run(trial, None if bench is None else lambda trial, id: bench.run(trial, id=id))
         outcome = record.outcome
         if not isinstance(outcome, Fit) and is_machines_fault(outcome):
             raise EnvironmentBroken(
@@ -157,18 +157,18 @@ class _Work:
             )
         return record
 
-    def _measured(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], int | None]:
+    def _measure(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], int | None]:
         assert self.bench is not None
-        found = measure_in_turns(cells, self._run, repeats=self.question.repeats, order=self.bench.order)
-        own = {cell.number: summarize_cell(cell, found[cell.number]) for cell in cells if cell.number in found}
-        return compare_cells(own, found, by_tokens=compares_tokens(self.question))
+        records = measure_in_turns(cells, self._run, repeats=self.question.repeats, order=self.bench.order)
+        results = {cell.number: summarize_cell(cell, records[cell.number]) for cell in cells if cell.number in records}
+        return compare_cells(results, records, by_tokens=compares_tokens(self.question))
 
-    def _capacities(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], None]:
+    def _search_capacities(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], None]:
         search = CapacitySearch(
             question=self.question,
             facts=self.surveys.facts,
-            journal=self.memory.journal,
-            past=self.memory.past,
+            journal=self.store.journal,
+            past=self.store.past,
             listen=self.listen,
             simulators=self.simulators,
             run=self._run,
@@ -177,15 +177,17 @@ class _Work:
 
 
 def _check_workload(records: Sequence[Record], question: ProbeSettings) -> None:
-    """What fails of the user's own code in every cell is not a matter of cells."""
+    """Raise InputError when the user's code or config fails in every trial."""
     outcomes = [record.outcome for record in records]
-    wrong = [one for one in outcomes if isinstance(one, Failed) and one.action in ("fix_code", "fix_config")]
-    if wrong and len(wrong) == len(outcomes):
-        raise input_error(wrong[0], question.settings.source.path, question.settings.out / "logs")
+    faults = [
+        outcome for outcome in outcomes if isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config")
+    ]
+    if faults and len(faults) == len(outcomes):
+        raise input_error(faults[0], question.settings.source.path, question.settings.out / "logs")
 
 
-def _told(failed: SimulationFailed, question: ProbeSettings) -> AutodsError:
-    """Whose it is to mend: the machine's, else the workload's."""
+def _as_user_error(failed: SimulationFailed, question: ProbeSettings) -> AutodsError:
+    """Return the error of the machine or of the workload, whichever has to be mended."""
     if failed.kind in ("no_compiler", "build_failed", "crashed"):
         return EnvironmentBroken(str(failed))
     return InputError(failed.what, where=failed.where or question.settings.source.path, hint=failed.hint)
