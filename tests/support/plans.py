@@ -31,7 +31,7 @@ def predicted(gib: float, limit: int | None = LIMIT) -> TierForecast:
 
 
 def rung(
-    name: str, gib: float, *, verdict: Verdict, largest: int | None = None, host: float | None = None, **said: object
+    name: str, gib: float, *, verdict: Verdict, largest: int | None = None, host: float | None = None, **fields: object
 ) -> RungForecast:
     memory: dict[Tier, TierForecast] = {"device": predicted(gib)}
     if host is not None:
@@ -48,7 +48,7 @@ def rung(
         by_phase={"init": size // 4, "forward": size // 2, "backward": size // 2, "step": size},
         breakdown={"parameters": size // 4, "optimizer": size // 2, "activations": size // 20},
         largest_micro_batch=largest,
-        **said,  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
     )
 
 

@@ -51,7 +51,7 @@ def test_a_run_with_several_files_keeps_their_names(group: Path) -> None:
         (CASE.replace("[one]", "[one"), "cases.toml"),
     ],
 )
-def test_what_is_wrong_is_named(group: Path, said: str, complaint: str) -> None:
+def test_each_mistake_in_a_case_is_named(group: Path, said: str, complaint: str) -> None:
     (group / "cases.toml").write_text(said)
     with pytest.raises(CorpusError, match=r"cases\.toml") as error:
         load(group.parent)
@@ -63,7 +63,7 @@ def test_a_folder_without_groups_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_names_are_unique_and_every_source_is_said() -> None:
+def test_case_names_are_unique_and_every_case_has_a_source() -> None:
     cases = load()
     assert len(cases) >= 150
     assert len({(case.group, case.name) for case in cases}) == len(cases)

@@ -50,14 +50,14 @@ def test_nothing_that_is_not_memory_is_called_device_memory(answers: list[tuple[
     assert [case.name for case, said in others if (said.kind, said.tier) == ("out_of_memory", "device")] == []
 
 
-def test_fragmentation_is_said_with_its_knob() -> None:
+def test_fragmentation_is_reported_with_its_setting() -> None:
     idle = "60.00 GiB is allocated by PyTorch, and 9.00 GiB is reserved by PyTorch but unallocated."
     said = autods.diagnose(f"{OOM} of which 1.00 GiB is free. Of the allocated memory {idle}")
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said.advice
     assert said.evidence[0].startswith("torch.OutOfMemoryError")
 
 
-def test_a_bare_sigkill_is_unknown_and_says_how_to_confirm_it() -> None:
+def test_a_bare_sigkill_is_unknown_and_names_dmesg() -> None:
     for code in (-9, 137):
         said = autods.diagnose("", exit_code=code)
         assert (said.kind, said.action) == ("unknown", "retry")
@@ -69,7 +69,7 @@ def test_source_code_in_a_traceback_is_no_evidence() -> None:
     assert autods.diagnose(f"Traceback (most recent call last):\n{frames}\nKeyError: 3\n").kind == "user_code"
 
 
-def test_what_the_run_survived_is_not_its_cause() -> None:
+def test_a_survived_failure_is_not_the_cause() -> None:
     steps = "\n".join(f"step {n} loss 2.{n}" for n in range(20))
     said = autods.diagnose(
         f"{OOM}\n{steps}\nTraceback (most recent call last):\n  File \"t.py\", line 1, in f\nKeyError: 'x'\n"
@@ -78,7 +78,7 @@ def test_what_the_run_survived_is_not_its_cause() -> None:
     assert autods.diagnose(f"{OOM}\n{steps}\n", exit_code=0).kind == "memory_pressure"
 
 
-def test_one_file_a_rank_and_the_one_that_failed_by_itself_is_named(tmp_path: Path) -> None:
+def test_the_rank_whose_file_has_the_cause_is_named(tmp_path: Path) -> None:
     peer = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:36142"
     for rank, text in enumerate((peer, peer, OOM, peer)):
         (tmp_path / f"rank_{rank}.log").write_text(text)
@@ -98,7 +98,7 @@ def test_nonsense_is_never_called_a_failure(text: str) -> None:
     assert autods.diagnose(text).kind in ("none", "unknown")
 
 
-def test_a_path_that_cannot_be_read_is_the_users_to_mend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_path_is_an_input_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="no such file"):
         autods.diagnose(tmp_path / "none.log")
     (tmp_path / "empty").mkdir()
@@ -110,7 +110,7 @@ def test_a_path_that_cannot_be_read_is_the_users_to_mend(tmp_path: Path, capsys:
     assert main(["diagnose"]) == 2
 
 
-def test_the_command_answers_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_text_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     log.write_text(f"[rank3]: {OOM}\n")
     assert main(["diagnose", str(log)]) == 0
@@ -124,31 +124,31 @@ def raised(what: str, code: str = "x = batch['labels']") -> str:
     return f'Traceback (most recent call last):\n  File "/work/train.py", line 9, in step\n    {code}\n{what}\n'
 
 
-def test_another_program_that_the_kernel_killed_is_not_the_cause() -> None:
+def test_an_oom_kill_of_another_program_is_not_the_cause() -> None:
     dmesg = "[81.2] Out of memory: Killed process 2211 (mysqld) total-vm:8123321kB, anon-rss:4002312kB\n"
     assert autods.diagnose(raised("KeyError: 'labels'") + dmesg, 1).kind == "user_code"
     assert autods.diagnose(raised("KeyError: 'labels'") + dmesg.replace("mysqld", "python3"), 1).tier == "host"
 
 
-def test_a_line_about_full_devices_yields_to_the_exception_that_ended_the_script() -> None:
+def test_incidental_mention_of_oom_yields_to_the_scripts_exception() -> None:
     line = "[sweep] the trial before ended with CUDA out of memory\n"
     assert autods.diagnose(line + raised("KeyError: 'labels'"), 1).kind == "user_code"
     assert autods.diagnose(raised("KeyError: 'x'") + raised(OOM, "loss.backward()"), 1).tier == "device"
 
 
-def test_the_scripts_own_words_about_memory_are_its_own() -> None:
+def test_a_scripts_own_error_about_memory_is_user_code() -> None:
     own = raised("ValueError: 131072 tokens would run out of GPU memory", "raise ValueError(")
     assert autods.diagnose(own, 1).action == "fix_code"
 
 
-def test_what_is_written_after_a_progress_bar_is_read() -> None:
+def test_text_after_a_progress_bar_is_read() -> None:
     bar = " 42%|████▏     | 84/200 [01:10<01:37,  1.19it/s]"
     assert autods.diagnose(bar + "Killed\n").kind == "unknown"
     glued = "[rank3]: " + bar + raised(OOM, "loss.backward()").replace("\n", "\n[rank3]: ")
     assert (autods.diagnose(glued, 1).tier, autods.diagnose(glued, 1).rank) == ("device", 3)
 
 
-def test_mpirun_names_the_rank_though_its_sentence_goes_over_two_lines() -> None:
+def test_mpirun_sentence_over_two_lines_gives_the_rank() -> None:
     said = "mpirun noticed that process rank 7 with PID 0 on node n4 exited on\nsignal 9 (Killed).\n"
     found = autods.diagnose(said, 137)
     assert (found.kind, found.rank) == ("unknown", 7)

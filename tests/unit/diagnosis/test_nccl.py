@@ -43,7 +43,7 @@ def outcome(*ends: RankExit) -> Any:
     return find_failure([report_of(*ends)], JOB)
 
 
-def test_a_rank_out_of_memory_is_the_cause_though_the_other_ones_watchdog_spoke_first() -> None:
+def test_out_of_memory_wins_over_an_earlier_watchdog_of_a_peer() -> None:
     aborted = end(0, at_s=10.0, exit=-6, log=WATCHDOG.format(rank=0))
     found = outcome(aborted, raised(1, "OutOfMemoryError", OUT, at_s=10.2))
     assert isinstance(found, OutOfMemory)
@@ -51,7 +51,7 @@ def test_a_rank_out_of_memory_is_the_cause_though_the_other_ones_watchdog_spoke_
     assert found.wanted_bytes == int(1.91 * 2**30)
 
 
-def test_nccl_that_gets_no_memory_is_the_devices_shortage() -> None:
+def test_nccl_without_memory_is_a_device_shortage() -> None:
     said = (
         "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with "
         "NCCL_DEBUG=INFO for details), NCCL version 2.27.7\nncclUnhandledCudaError: Call to CUDA function failed.\n"
@@ -62,7 +62,7 @@ def test_nccl_that_gets_no_memory_is_the_devices_shortage() -> None:
     assert found.tier == "device"
 
 
-def test_what_nccl_wrote_into_the_log_says_why_its_error_came() -> None:
+def test_nccl_warning_in_the_log_explains_its_exception() -> None:
     said = "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
     log = "node-1:812:990 [0] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
     found = outcome(raised(0, "DistBackendError", said, at_s=1.0, log=log))
@@ -70,13 +70,13 @@ def test_what_nccl_wrote_into_the_log_says_why_its_error_came() -> None:
     assert found.tier == "device"
 
 
-def test_a_time_out_alone_is_no_shortage_and_worth_another_try() -> None:
+def test_a_watchdog_timeout_alone_is_no_shortage() -> None:
     found = outcome(end(0, at_s=1.0, exit=-6, log=WATCHDOG.format(rank=0)))
     assert isinstance(found, Failed)
     assert found.failure in ("secondary", "communication")
 
 
-def test_an_error_of_the_card_is_the_cause_of_its_peers_asynchronous_one() -> None:
+def test_a_cuda_error_is_the_cause_of_its_peers_nccl_error() -> None:
     peer = "NCCL communicator was aborted on rank 0. Original reason for failure was: remote process exited"
     found = outcome(
         raised(0, "DistBackendError", peer, at_s=1.0),
@@ -87,7 +87,7 @@ def test_an_error_of_the_card_is_the_cause_of_its_peers_asynchronous_one() -> No
     assert "illegal memory access" in found.evidence
 
 
-def test_a_crash_is_a_crash_though_its_log_speaks_of_peers_too() -> None:
+def test_a_crash_stays_a_crash_when_its_log_mentions_peers() -> None:
     crashed = end(1, at_s=1.0, exit=-11, log=WATCHDOG.format(rank=1) + "Fatal Python error: Segmentation fault\n")
     found = outcome(crashed, end(0, at_s=1.2, exit=-6, log=WATCHDOG.format(rank=0)))
     assert isinstance(found, Failed)

@@ -37,7 +37,7 @@ def test_a_containers_last_state_in_json_is_read() -> None:
     assert autods.diagnose(json.dumps(state), exit_code=137).tier == "host"
 
 
-def test_times_compare_where_they_tell_as_much() -> None:
+def test_times_of_the_same_kind_compare() -> None:
     iso, us = clock_of("2026-01-05 10:00:01,250 INFO"), clock_of("[01/05/2026 10:00:02] step")
     assert iso is not None
     assert us is not None
@@ -49,7 +49,7 @@ def test_times_compare_where_they_tell_as_much() -> None:
     assert of_day[0] != iso[0]
 
 
-def test_of_several_files_the_first_in_time_is_the_cause_whatever_its_name() -> None:
+def test_the_first_failure_in_time_wins_across_files() -> None:
     late = f"2026-01-05 10:30:00 [rank0]: {OOM.format(gpu=0)}"
     early = f"01/05/2026 10:19:58 [rank9]: {OOM.format(gpu=1)}"
     assert autods.diagnose({"a.log": late, "b.log": early}).rank == 9
@@ -62,7 +62,7 @@ def test_a_text_made_of_several_files_is_taken_apart() -> None:
     assert said.places[0].startswith("rank_3.log")
 
 
-def test_ray_says_which_process_has_which_rank() -> None:
+def test_rays_list_of_processes_gives_the_rank() -> None:
     ranks = "\n".join(
         f"(TorchTrainer pid=9) - (ip=10.0.0.1, pid={100 + n}) world_rank={n}, local_rank={n}" for n in range(40)
     )
@@ -70,7 +70,7 @@ def test_ray_says_which_process_has_which_rank() -> None:
     assert autods.diagnose(f"{ranks}\n{error}").rank == 37
 
 
-def test_the_kernel_names_a_process_and_its_log_the_rank() -> None:
+def test_a_killed_pid_is_found_in_the_ranks_log() -> None:
     killed = "Out of memory: Killed process 4121 (python) total-vm:301221100kB, anon-rss:250118000kB"
     said = autods.diagnose({"rank_0.log": "pid 4120\nstep 1", "rank_1.log": "pid 4121\nstep 1", "dmesg.txt": killed})
     assert (said.kind, said.tier, said.rank) == ("out_of_memory", "host", 1)
@@ -93,7 +93,7 @@ def test_a_traceback_without_its_end_is_a_failure_of_unknown_cause() -> None:
     assert (said.kind, said.action) == ("unknown", "retry")
 
 
-def test_an_exception_that_another_announces_is_what_happened() -> None:
+def test_an_announced_exception_is_the_cause() -> None:
     text = f"{TRACE}torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n{OOM.format(gpu=0)}"
     assert autods.diagnose(text).tier == "device"
 
@@ -104,7 +104,7 @@ def test_the_kernels_line_is_not_the_rest_of_an_exceptions_text() -> None:
     assert autods.diagnose(f"{TRACE}{died}\n{killed}").tier == "host"
 
 
-def test_words_about_memory_as_a_value_are_no_shortage() -> None:
+def test_an_argument_that_mentions_memory_is_no_shortage() -> None:
     said = autods.diagnose(
         f"{TRACE}ValueError: unknown value for --on-oom: 'CUDA out of memory' (choose from skip, abort)"
     )

@@ -10,7 +10,7 @@ from autods.diagnosis.rules import ERROR_LINE, Signature, first_match, rows
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
-def test_the_example_of_a_row_is_taken_by_that_row(row: Signature) -> None:
+def test_each_example_matches_its_own_row_first(row: Signature) -> None:
     type = exception_type(row.example) or (ERROR_LINE if ERROR_LINE in row.types else "")
     assert first_match(row.example, type=type, stack=row.example_stack) is row
 
@@ -37,13 +37,13 @@ def test_memory_rows_have_a_tier_and_others_have_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["BloomPreTrainedModel", "RoomImpulse", "zoom"])
-def test_a_name_with_two_os_and_an_m_is_no_word_about_memory(name: str) -> None:
+def test_oom_inside_a_name_is_not_about_memory(name: str) -> None:
     said = f"ImportError: cannot import name '{name}' from 'transformers'"
     row = first_match(said, type="ImportError", stack="")
     assert row is None or "memory" not in row.name
 
 
-def test_a_download_without_a_network_is_no_matter_of_rendezvous() -> None:
+def test_a_download_without_network_is_no_rendezvous_failure() -> None:
     said = "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>"
     row = first_match(said, type="URLError", stack="")
     assert row is not None

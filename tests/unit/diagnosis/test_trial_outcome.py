@@ -1,17 +1,19 @@
-"""Of several ranks that ended badly, which one is the cause."""
+"""The cause of a failed trial among its ranks, and the error that a user gets for it."""
 
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autods.diagnosis import Evidence, HostMemory, explain_failure, wants_larger_batch
-from autods.types import Failed, OutOfMemory
+from autods.diagnosis import Evidence, HostMemory, explain_failure, input_error, wants_larger_batch
+from autods.types import Failed, OutOfMemory, Phase
 
 
-def evidence(rank: int, at_s: float, **said: object) -> Evidence:
-    return Evidence(**{"rank": rank, "at_s": at_s, "phase": "backward", "step": 0, "device": "cpu", **said})
+def evidence(rank: int, at_s: float, **fields: object) -> Evidence:
+    return Evidence(**{"rank": rank, "at_s": at_s, "phase": "backward", "step": 0, "device": "cpu", **fields})
 
 
 def closed_by_peer(rank: int, at_s: float) -> Evidence:
@@ -28,26 +30,26 @@ def stuck(rank: int, at_s: float, innermost: str) -> Evidence:
     return evidence(rank, at_s, lost="stuck", log_tail=stack)
 
 
-def test_closed_by_peer_never_wins_over_a_rank_that_ran_out_even_if_it_was_written_first():
+def test_out_of_memory_wins_over_an_earlier_closed_by_peer():
     outcome = explain_failure([closed_by_peer(0, 1.0), out_of_memory(1, 1.1), closed_by_peer(2, 0.9)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.rank, outcome.wanted_bytes) == (1, 1024)
 
 
-def test_of_two_ranks_that_ran_out_the_first_is_the_cause():
+def test_the_first_rank_that_ran_out_is_the_cause():
     outcome = explain_failure([out_of_memory(0, 2.0), out_of_memory(1, 1.0)])
     assert isinstance(outcome, OutOfMemory)
     assert outcome.rank == 1
 
 
-def test_a_killed_rank_is_not_judged_by_what_its_log_says():
+def test_the_log_of_a_killed_rank_is_ignored():
     log = "warning: Connection reset by peer, retrying\nout of memory is near: std::bad_alloc"
     outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.rank) == ("unknown", 1)  # nothing corroborates who sent it
 
 
-def test_a_rank_that_waits_in_a_collective_is_not_the_one_that_hangs_though_it_beat_first():
+def test_a_rank_waiting_in_a_collective_is_not_the_one_that_hangs():
     waiting = stuck(0, 1.0, "/lib/torch/distributed/distributed_c10d.py")
     hanging = stuck(1, 2.0, "/home/me/model.py")
     also_waiting = stuck(2, 1.5, "/lib/deepspeed/runtime/zero/partition_parameters.py")
@@ -56,7 +58,7 @@ def test_a_rank_that_waits_in_a_collective_is_not_the_one_that_hangs_though_it_b
     assert (outcome.failure, outcome.rank) == ("communication", 1)
 
 
-def test_when_all_wait_the_oldest_beat_is_named():
+def test_when_all_ranks_wait_the_oldest_heartbeat_is_named():
     outcome = explain_failure([stuck(0, 2.0, "/x/torch/distributed/c.py"), stuck(1, 1.0, "/x/torch/distributed/c.py")])
     assert isinstance(outcome, Failed)
     assert outcome.rank == 1
@@ -73,7 +75,7 @@ GIB = 2**30
         (HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB // 4), "only 256.0 MiB of 64.0 GiB were free"),
     ],
 )
-def test_a_killed_rank_ran_out_of_host_memory_when_something_else_than_the_signal_says_so(host, words):
+def test_sigkill_is_host_memory_only_with_further_evidence(host, words):
     outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, host=host), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.rank, outcome.action) == ("host", 1, "less_host_memory")
@@ -89,7 +91,7 @@ def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
     assert "dmesg" in outcome.advice
 
 
-def test_an_exception_is_judged_by_itself_although_the_killer_struck_elsewhere():
+def test_an_exception_counts_although_an_oom_killer_struck():
     host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1)
     said = evidence(0, 1.0, exit=1, types=("ValueError",), message="bad value", user_frame="model.py:3", host=host)
     outcome = explain_failure([said])
@@ -97,14 +99,14 @@ def test_an_exception_is_judged_by_itself_although_the_killer_struck_elsewhere()
     assert outcome.failure == "user_code"
 
 
-def test_a_bus_error_is_a_full_shm_and_no_rung_helps():
+def test_a_bus_error_is_a_full_shm():
     outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGBUS)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.action) == ("shm", "fix_environment")
     assert "/dev/shm" in outcome.advice
 
 
-def test_memory_that_the_allocator_keeps_in_pieces_is_said_with_the_knob():
+def test_fragmentation_is_reported_with_its_setting():
     message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
     said = evidence(0, 1.0, device="cuda", types=("OutOfMemoryError",), message=message, idle_bytes=3 * GIB)
     outcome = explain_failure([said])
@@ -129,7 +131,7 @@ RuntimeError: made to fail
 """
 
 
-def test_what_the_users_own_frame_raises_below_deepspeed_is_the_users():
+def test_an_exception_in_a_user_frame_below_deepspeed_is_user_code():
     said = evidence(
         1,
         1.0,
@@ -144,7 +146,7 @@ def test_what_the_users_own_frame_raises_below_deepspeed_is_the_users():
     assert (outcome.failure, outcome.action) == ("user_code", "fix_code")
 
 
-def test_frames_are_read_as_those_of_a_log():
+def test_stack_has_the_frames_without_indent_and_carets():
     said = evidence(1, 1.0, types=("RuntimeError",), message="made to fail", traceback=USERS_OWN)
     assert said.stack.splitlines()[1:] == [
         "self.module.bfloat16()",
@@ -163,12 +165,79 @@ def test_frames_are_read_as_those_of_a_log():
         ("train_batch_size must be greater than 10", False),
     ],
 )
-def test_what_asks_for_more_samples_is_told_from_other_words_about_batches(said: str, wants: bool):
+def test_wants_larger_batch_ignores_other_words_about_batches(said: str, wants: bool):
     assert wants_larger_batch(said) is wants
 
 
-def test_a_trainer_that_refuses_a_batch_of_one_wants_a_larger_one_whatever_kind_of_failure_that_is():
+def test_a_trainer_refusing_one_sample_wants_a_larger_batch():
     message = "Actual (not effective) batch size must be > 1. KTO will not work properly"
     outcome = explain_failure([evidence(0, 1.0, exit=1, types=("ValueError",), message=message)])
     assert isinstance(outcome, Failed)
     assert outcome.wants_larger_batch
+
+
+LOG = Path("/out/logs/rank0.log")
+
+
+def failed(**fields: Any) -> Failed:
+    outcome = explain_failure([ended(**fields)])
+    assert isinstance(outcome, Failed)
+    return outcome
+
+
+def ended(phase: Phase = "forward", **fields: Any) -> Evidence:
+    return Evidence(**{"rank": 0, "phase": phase, "step": 0, "at_s": 1.0, "device": "cpu", "exit": 1, **fields})
+
+
+def test_a_line_in_the_workload_is_the_place() -> None:
+    failure = failed(types=("ValueError",), message="no data", user_frame="/x/model.py:12")
+    error = input_error(failure, "/x/model.py", LOG)
+    assert (error.where, error.what) == ("/x/model.py:12", "ValueError: no data")
+    assert str(LOG) in str(error.hint)
+
+
+def test_a_line_in_an_imported_module_is_the_place() -> None:
+    failure = failed(types=("ValueError",), message="no data", user_frame="/x/data/read.py:7")
+    assert input_error(failure, "/x/model.py", LOG).where == "/x/data/read.py:7"
+
+
+def test_without_a_line_the_file_is_the_place() -> None:
+    error = input_error(failed(contract="the loss is nan", hint="check it"), "/x/model.py", LOG)
+    assert (error.where, error.what) == ("/x/model.py", "the loss is nan")
+    assert str(error.hint).startswith("check it (rank 0, forward")
+
+
+def test_sys_exit_is_reported_with_its_line() -> None:
+    failure = failed(types=("SystemExit",), message="7", user_frame="/x/model.py:3")
+    assert failure.evidence == "/x/model.py:3: sys.exit(7) was called"
+
+
+@pytest.mark.parametrize("phase", ["init", "step"])
+def test_deepspeed_errors_outside_user_code_blame_the_config(phase: Phase) -> None:
+    failure = failed(phase=phase, types=("TypeError",), message="'>' not supported")
+    assert failure.action == "fix_config"
+    assert input_error(failure, "/x/model.py", LOG).where == "DeepSpeed config"
+
+
+def test_pydantic_message_is_cut_to_key_and_fault() -> None:
+    message = (
+        "1 validation error for DeepSpeedZeroConfig\nstage_3\n"
+        "  Extra inputs are not permitted [type=extra_forbidden, input_value=1, input_type=int]\n    For further …"
+    )
+    failure = failed(phase="init", types=("ValidationError", "ValueError"), message=message)
+    assert failure.evidence == "stage_3: Extra inputs are not permitted"
+
+
+def test_a_rendezvous_that_fails_is_not_the_workloads_fault() -> None:
+    assert failed(phase="rendezvous", types=("RuntimeError",), message="wrong store").action == "retry"
+
+
+def test_no_memory_for_a_thread_is_out_of_device_memory_on_cpu() -> None:
+    end = ended(phase="rendezvous", types=("RuntimeError",), message="Resource temporarily unavailable")
+    outcome = explain_failure([end])
+    assert isinstance(outcome, OutOfMemory)
+    assert outcome.tier == "device"
+
+
+def test_an_unwritable_result_blames_the_disk() -> None:
+    assert failed(exit=98, phase="done").action == "fix_environment"

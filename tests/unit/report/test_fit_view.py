@@ -37,13 +37,13 @@ def heard(*, terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_an_out_of_memory_says_tier_rank_phase_wanted_and_free() -> None:
+def test_out_of_memory_shows_tier_rank_phase_wanted_and_free() -> None:
     assert text.format_outcome(oom()) == (
         "out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB"
     )
 
 
-def test_a_trial_that_was_examined_says_so() -> None:
+def test_an_examined_trial_is_marked() -> None:
     did = Examined(batch_shape=(4, 128), draws=16, evaluated=True)
     assert text.format_outcome(replace(fit(), examined=did)).endswith("samples/s, examined")
     assert text.format_outcome(fit()).endswith("samples/s")
@@ -54,7 +54,7 @@ def test_an_out_of_memory_without_numbers_shows_its_evidence() -> None:
     assert text.format_outcome(bare).startswith("out of memory on device, rank 1, step, step 3: DefaultCPUAllocator")
 
 
-def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
+def test_a_failure_shows_its_kind_and_first_line_of_evidence() -> None:
     said = text.format_outcome(failure())
     assert said == "failed (toolchain), node, init: Unable to JIT load the async_io op: libaio headers are missing"
 
@@ -68,14 +68,14 @@ def test_a_failure_says_its_kind_and_the_first_line_of_evidence() -> None:
         (0, 416 * 2**20, "0 B / 416.0 MiB"),
     ],
 )
-def test_peak_and_limit_share_a_unit_where_that_can_be_read(peak: int, limit: int | None, said: str) -> None:
+def test_peak_and_limit_share_a_unit_where_readable(peak: int, limit: int | None, said: str) -> None:
     assert text.format_use(TierUse(peak_bytes=peak, limit_bytes=limit)) == said
 
 
 @pytest.mark.parametrize(
     ("rate", "said"), [(0.000012, "1.2e-05"), (0.0412, "0.0412"), (12.34, "12.3"), (1234.5, "1,234")]
 )
-def test_a_rate_has_three_digits_that_mean_something(rate: float, said: str) -> None:
+def test_a_rate_has_three_significant_digits(rate: float, said: str) -> None:
     assert text.format_rate(rate) == said
 
 
@@ -108,7 +108,7 @@ def test_the_winner_shows_its_batch_and_what_to_type_next() -> None:
     assert "--deepspeed_config autods-out/gpt-2xcpu-1a2b3c/ds_config.json" in text
 
 
-def test_without_checkpointing_nobody_is_told_to_switch_it_on() -> None:
+def test_checkpointing_is_not_suggested_when_it_is_off() -> None:
     report = replace(fitting_report(), knobs=Knobs(checkpointing=False))
     assert "gradient_checkpointing_enable" not in shown(report, 100)
 
@@ -119,7 +119,7 @@ def test_the_winning_trial_stands_for_its_rung() -> None:
     assert row.id == 6
 
 
-def test_of_a_rung_that_lost_the_fastest_trial_is_shown() -> None:
+def test_the_fastest_trial_stands_for_a_losing_rung() -> None:
     trials = (
         record(1, "ddp", fit(300.0, 1.8)),
         record(2, "ddp", fit(320.0, 6.9), purpose="grow", knobs=Knobs(micro_batch=14)),
@@ -143,7 +143,7 @@ def test_rungs_stand_in_the_order_of_the_ladder() -> None:
     assert list(ladder_rows(report)) == ["ddp", "zero1", "zero3"]
 
 
-def test_when_nothing_fits_the_closest_rung_and_the_missing_bytes_are_named() -> None:
+def test_nothing_fits_names_closest_rung_and_missing_bytes() -> None:
     assert describe_shortage(hopeless_report()) == "zero3 comes closest, 64.0 MiB of device memory are missing"
     assert "at least 64.0 MiB" in describe_shortage(hopeless_report(exact=False))
 
@@ -184,13 +184,13 @@ def test_progress_elsewhere_is_one_plain_line_for_each_event() -> None:
     ]
 
 
-def test_progress_on_a_terminal_shows_the_phase_and_step_of_the_running_trial() -> None:
+def test_terminal_progress_shows_phase_and_step_of_running_trial() -> None:
     text = heard(terminal=True)
     assert "backward, step 2" in text
     assert "walk 1×1" in text
 
 
-def test_markup_in_what_the_users_code_says_is_not_interpreted() -> None:
+def test_markup_in_messages_is_not_interpreted() -> None:
     nasty = replace(failure(), evidence="[/red] [bold]KeyError: [0]")
     report = replace(hopeless_report(), trials=(record(1, "ddp", nasty),))
     for width in (80, 120):

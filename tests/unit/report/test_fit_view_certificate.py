@@ -90,7 +90,7 @@ def test_a_loss_that_is_no_number_is_said(apart: float | None) -> None:
     assert "a loss is not finite where ddp's is" in parity(within=False, largest_difference=apart)
 
 
-def test_what_was_backed_off_failed_or_not_checked_has_a_line_for_each_sentence() -> None:
+def test_back_offs_failures_and_unchecked_parts_have_a_line_each() -> None:
     pairs = [
         (name, str(text))
         for name, text in lines_of(
@@ -113,7 +113,7 @@ def test_the_certificate_headline_tells_failed_from_incomplete(changes: dict[str
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_a_finished_fit_shows_its_certificate_before_what_to_type_next(width: int) -> None:
+def test_certificate_stands_before_the_next_commands(width: int) -> None:
     text = shown(CERTIFICATE, width)
     assert text.index("Certificate: passed") < text.index("Next")
     assert "longest batch" in text

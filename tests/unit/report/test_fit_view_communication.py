@@ -59,7 +59,7 @@ def test_a_share_is_known_only_where_every_collective_was_timed() -> None:
     assert gathering(10, 0.5, step_s=None).share is None
 
 
-def test_a_fit_that_was_journaled_before_is_read_without_communication() -> None:
+def test_a_report_without_communication_can_be_read() -> None:
     row = json.loads(json.dumps(asdict(journaled())))
     del row["outcome"]["communication"]
     assert read_record(row).outcome == FIT
@@ -72,7 +72,7 @@ def test_communication_survives_the_journal_and_the_report() -> None:
     assert from_dict(json.loads(json.dumps(to_dict(report)))).trials[0].outcome == told
 
 
-def test_each_rung_shows_the_fastest_trial_whose_collectives_were_timed() -> None:
+def test_fastest_trial_with_timed_collectives_stands_for_its_rung() -> None:
     trials = (
         record(1, "ddp", oom()),
         record(2, "zero1", replace(fit(rate=99), communication=gathering(7, None))),

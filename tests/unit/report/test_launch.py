@@ -31,7 +31,7 @@ def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_lo
     return replace(report, ds_config=CONFIG, question={**report.question, "device": device, "script": script})
 
 
-def test_a_scripts_own_command_comes_back_with_its_placeholders_filled():
+def test_placeholders_of_a_scripts_command_line_are_filled():
     said = launch_commands(scripted("--epochs", "3", "--deepspeed_config", "{ds_config}", "--batch={micro_batch_size}"))
     assert said["torchrun"] == (
         "torchrun --standalone --nproc_per_node 2 train.py --epochs 3 --deepspeed_config out/ds_config.json --batch=4"
@@ -64,7 +64,7 @@ def test_cpu_ranks_are_asked_for_by_name_also_where_there_are_gpus():
     assert said["deepspeed"] == "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train.py"
 
 
-def test_on_several_nodes_each_launcher_is_told_how_many_ranks_a_node_has():
+def test_launchers_get_the_ranks_per_node_on_several_nodes():
     report = scripted()
     said = launch_commands(replace(report, question={**report.question, "gpus": 8, "nodes": 2}))
     assert said["deepspeed"] == "deepspeed --hostfile HOSTFILE --num_nodes 2 --num_gpus 4 train.py"
@@ -83,7 +83,7 @@ def test_a_trainer_script_gets_the_config_that_it_may_fill_in():
     assert said.endswith("--deepspeed out/ds_config_hf.json")
 
 
-def test_a_script_without_a_place_for_the_config_is_told_where_it_goes():
+def test_a_script_without_config_placeholder_gets_a_code_line():
     assert (
         dict(launch_lines(scripted("--epochs", "3")))["code"] == "deepspeed.initialize(…, config='out/ds_config.json')"
     )
@@ -119,7 +119,7 @@ def test_a_learning_rate_that_nobody_asked_for_is_not_handed_on():
     assert "--learning_rate" not in trainer_arguments(report, "c.json")
 
 
-def test_accelerates_file_names_the_config_and_nothing_that_the_config_says():
+def test_accelerate_file_repeats_nothing_of_the_config():
     yaml = pytest.importorskip("yaml")
     said = yaml.safe_load(accelerate_yaml(scripted(device="cpu"), "/out/ds config.json"))
     assert said["deepspeed_config"] == {"deepspeed_config_file": "/out/ds config.json"}
@@ -152,7 +152,7 @@ def test_a_lightning_script_gets_a_config_without_accumulation_steps(tmp_path: P
     assert launch_commands(report)["torchrun"].endswith("ds_config_lightning.json")
 
 
-def test_an_accelerate_script_that_takes_no_config_is_launched_by_accelerate():
+def test_accelerate_launches_its_script_without_a_placeholder():
     assert [name for name, _ in launch_lines(scripted("--epochs", "3", kind="accelerate"))] == ["launch"]
     assert dict(launch_lines(scripted(kind="accelerate")))["launch"].startswith("accelerate launch")
 
@@ -175,7 +175,7 @@ def test_where_nothing_fits_there_is_nothing_to_launch():
         ("from transformers import TrainingArguments", True),
     ],
 )
-def test_the_deepspeed_launcher_gives_local_rank_only_to_a_script_that_knows_it(tmp_path: Path, text: str, knows: bool):
+def test_only_a_script_that_knows_local_rank_gets_it(tmp_path: Path, text: str, knows: bool):
     (tmp_path / "train.py").write_text(text)
     said = describe_launch(make_source(tmp_path / "train.py", argv=("--a", "{ds_config}")))
     assert said["takes_local_rank"] is knows

@@ -59,7 +59,7 @@ def test_a_narrow_terminal_loses_no_end_of_a_line() -> None:
         assert "– n/a" in text
 
 
-def test_the_recommendation_names_the_fastest_that_fits_and_its_neighbours() -> None:
+def test_plan_names_the_fastest_fitting_rung_and_its_neighbours() -> None:
     text = sentence(printed(forecast()))
     assert "zero2 is the fastest rung that fits, up to micro batch 6" in text
     assert "faster, but tight: zero1; only a real trial can tell" in text
@@ -86,7 +86,7 @@ def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:
     assert "more ranks (--gpus 16)" in text
 
 
-def test_where_the_host_is_what_lacks_splitting_the_model_at_once_is_advised() -> None:
+def test_zero_init_is_advised_when_host_memory_is_missing() -> None:
     text = sentence(printed(forecast((rung("zero3", 20, verdict="cannot_fit", host=2048),))))
     assert "zero3 comes closest: it needs 2.0 TiB of host memory on a node, 1.0 TiB more than there is" in text
     assert "--zero-init" in text
@@ -99,7 +99,7 @@ def test_what_was_assumed_is_told_once() -> None:
     assert text.count("the loss scale starts at 65536") == 1
 
 
-def test_several_machines_are_a_table_with_the_smallest_that_is_enough() -> None:
+def test_several_machines_name_the_smallest_that_is_enough() -> None:
     text = sentence(printed(comparison()))
     assert "l4-24gb" in text
     assert "none" in text
@@ -170,7 +170,7 @@ def test_progress_without_a_terminal_is_a_line_for_each_rung() -> None:
     ]
 
 
-def test_progress_on_a_terminal_leaves_nothing_behind_but_shows_the_rows() -> None:
+def test_plan_progress_shows_rows_and_leaves_nothing_behind() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with PlanProgress(console) as listen:
         for event in events():

@@ -29,7 +29,7 @@ def test_every_tier_is_named_and_an_unmeasured_one_is_null() -> None:
     assert memory["pinned"] is None
 
 
-def test_a_trial_says_its_purpose_as_phase_and_its_outcome_with_a_kind() -> None:
+def test_a_trial_row_has_its_purpose_as_phase_and_outcome_kind() -> None:
     first, *_, last = to_dict(fitting_report())["trials"]
     assert first.keys() >= {"id", "rung", "knobs", "phase", "outcome", "seconds"}
     assert (first["phase"], last["phase"]) == ("walk", "grow")
@@ -68,7 +68,7 @@ def test_a_fit_writes_its_config_and_its_report(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == names
 
 
-def test_the_best_config_so_far_lies_in_the_folder_until_the_fit_is_finished(tmp_path: Path) -> None:
+def test_best_config_so_far_stays_until_the_fit_is_finished(tmp_path: Path) -> None:
     write_so_far({"train_micro_batch_size_per_gpu": 2}, tmp_path)
     write_so_far({"train_micro_batch_size_per_gpu": 4}, tmp_path)
     so_far = tmp_path / "ds_config_so_far.json"
