@@ -29,11 +29,11 @@ from .system.host import Hardware, requested_threads
 from .types import Device, ModelFacts, WorkloadSource
 from .units import format_bytes, parse_seconds
 
-_OF_A_PROCESS = 2**30  # bytes of private memory that a rank holds before its trial begins, and some to spare
+_PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
 
 
 def resolve_device(device: str, hardware: Hardware) -> Device:
-    """Where the ranks run. EnvironmentBroken for cards that cannot be used."""
+    """Return the kind of device that ranks run on. Raises EnvironmentBroken for cards that cannot be used."""
     if device == "cpu":
         return "cpu"
     if device != "cuda":
@@ -49,7 +49,7 @@ def resolve_device(device: str, hardware: Hardware) -> Device:
 
 
 def check_nodes(nodes: int | None, address: str | None) -> int:
-    """How many; several need a cluster."""
+    """Return the number of nodes. Raises InputError for several nodes without a cluster."""
     if nodes is not None and nodes < 1:
         raise InputError(f"--nodes {nodes}: at least one node is needed")
     if nodes is not None and nodes > 1 and address is None:
@@ -61,7 +61,7 @@ def check_nodes(nodes: int | None, address: str | None) -> int:
 
 
 def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
-    """Of all nodes together; on CUDA all cards, if nothing was asked."""
+    """Return the ranks of all nodes together: on CUDA all visible cards, unless `gpus` is given."""
     if gpus is None:
         if device == "cpu":
             raise InputError("--device cpu needs the number of ranks", hint="give --gpus 2, say")
@@ -69,22 +69,22 @@ def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: i
     if check_ranks(gpus) % nodes:
         raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
     if gpus // nodes > len(hardware.cards) and device == "cuda":
-        shown = f"this machine shows {len(hardware.cards)} GPUs"
+        reason = f"this machine shows {len(hardware.cards)} GPUs"
         if nodes > 1:
-            shown = (
+            reason = (
                 f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {len(hardware.cards)} GPUs"
             )
         raise InputError(
-            f"--gpus {gpus}: {shown}",
+            f"--gpus {gpus}: {reason}",
             hint=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
         )
     return gpus
 
 
 def resolve_device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
-    """The memory of a rank's device; on CPU ranks a fair share of what is free, if nothing was asked."""
+    """Return the memory of a rank's device, in bytes: `asked`, else the card's, or a share of free memory."""
     if device == "cuda":
-        card = min(hardware.cards[:ranks], key=lambda one: one.usable_bytes)
+        card = min(hardware.cards[:ranks], key=lambda card: card.usable_bytes)
         smallest = card.usable_bytes
         if asked is not None and asked > smallest:
             shared = f", of which other processes hold {format_bytes(card.others_bytes)}" if card.others_bytes else ""
@@ -105,19 +105,19 @@ def resolve_device_bytes(asked: int | None, device: Device, ranks: int, hardware
 
 
 def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
-    """A CPU rank is a process: what one may hold bounds its budget."""
-    if process_bytes is None or budget_bytes + _OF_A_PROCESS <= process_bytes:
+    """Raises InputError where the limit of a process is below the budget of a CPU rank."""
+    if process_bytes is None or budget_bytes + _PROCESS_BYTES <= process_bytes:
         return
-    less = process_bytes - _OF_A_PROCESS
+    less = process_bytes - _PROCESS_BYTES
     raise InputError(
-        f"a CPU rank with {format_bytes(budget_bytes)} holds up to {format_bytes(_OF_A_PROCESS)} more of torch and"
+        f"a CPU rank with {format_bytes(budget_bytes)} holds up to {format_bytes(_PROCESS_BYTES)} more of torch and"
         f" DeepSpeed, and `ulimit -Hd` lets a process hold {format_bytes(process_bytes)}",
         hint=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise the limit as root",
     )
 
 
 def check_nvme_folder(path: str | os.PathLike[str] | None) -> Path | None:
-    """A folder that can be written."""
+    """Return the folder. Raises InputError where it cannot be written."""
     if path is None:
         return None
     folder = Path(path).absolute()
@@ -127,19 +127,25 @@ def check_nvme_folder(path: str | os.PathLike[str] | None) -> Path | None:
 
 
 _SEEDS = 2**32  # numpy takes no larger ones
-# What the search looks for: the most samples or tokens a second, or the least device memory.
+# What a fit optimises: samples or tokens a second, or device memory.
 Objective = Literal["samples", "tokens", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One fit, as asked and checked. `device_bytes` is the memory of one rank's device."""
+    """The settings of a fit, checked against the machine.
+
+    gpus: ranks of all nodes together. device_bytes: memory of one rank's device. device_bytes_asked: --gpu-memory gave
+    it, so it is enforced. threads: of a rank, where OMP_NUM_THREADS names them. precisions: further ones that may win.
+    nodes, address: of a Ray cluster; without an address a Ray of autods' own runs on this machine. fresh: forget the
+    finished trials of an earlier fit in `out`.
+    """
 
     source: WorkloadSource
     gpus: int
     device: Device
     device_bytes: int
-    device_bytes_asked: bool  # given by --gpu-memory, so it has to be enforced
+    device_bytes_asked: bool
     out: Path
     profile: Profile
     ladder: tuple[Rung, ...]
@@ -147,23 +153,23 @@ class Settings:
     global_batch: int | None = None
     nvme_path: Path | None = None
     seed: int = 0
-    threads: int | None = None  # processor threads of a rank, where OMP_NUM_THREADS says them
-    forecast: bool = True  # use one; trials prove what it says, so that the answer is the same without
+    threads: int | None = None
+    forecast: bool = True
     objective: Objective = "samples"
-    precisions: tuple[str, ...] = ()  # others than the base config's that may win, too
+    precisions: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
-    nodes: int = 1  # of a Ray cluster, each with as many ranks
-    address: str | None = None  # of that cluster, 'auto' or HOST:PORT; None: a Ray of our own on this machine
-    fresh: bool = False  # forget the finished trials of an earlier fit in `out`
+    nodes: int = 1
+    address: str | None = None
+    fresh: bool = False
 
     @property
     def ranks_per_node(self) -> int:
-        """Equal on all nodes."""
+        """The same number on every node."""
         return -(-self.gpus // self.nodes)
 
     def fingerprint(self) -> str:
-        """Equal for equal questions; a journal answers only the question it was made for."""
-        said = {
+        """Return a digest of all settings that decide the result; a journal belongs to one fingerprint."""
+        decisive = {
             "workload": self.source.digest,
             "gpus": self.gpus,
             "device": self.device,
@@ -179,7 +185,7 @@ class Settings:
             **({"nodes": self.nodes} if self.nodes > 1 else {}),
             **({} if self.threads is None else {"threads": self.threads}),
         }
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:
@@ -223,47 +229,49 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         fresh=request.fresh,
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
-    return replace(
-        settings, out=(Path(request.out) if request.out is not None else Path("autods-out") / name).absolute()
-    )
+    out = Path(request.out) if request.out is not None else Path("autods-out") / name
+    return replace(settings, out=out.absolute())
 
 
 def ladder_names(request: WorkloadRequest) -> tuple[str, ...]:
-    """The rungs that a request names, as a list or as 'a,b'; () where it names none."""
+    """Return the rungs that a request names; () where it names none."""
     ladder = request.ladder
     return tuple(name.strip() for name in ladder.split(",")) if isinstance(ladder, str) else tuple(ladder)
 
 
 def strategy_folders(request: WorkloadRequest) -> tuple[Path, ...]:
-    """The folders of the user's own rungs."""
+    """Return the folders of the user's own rungs."""
     return tuple(Path(folder) for folder in request.strategies)
 
 
 def apply_script_config(settings: Settings, facts: ModelFacts) -> Settings:
-    """With the config that the survey saw a script give to the engine, under what was asked; others as they are.
+    """Return the settings with the DeepSpeed config that the survey saw a script give to its engine.
 
-    The script's own precision stays unless one was asked for; its file's train_batch_size is kept, as a base config's
-    is. Raises InputError for a config that contradicts itself or what was asked.
+    Options of the request win over that config. Its precision stays unless the request names one, and its
+    train_batch_size is kept like a base config's. Settings of other workloads are returned unchanged. Raises InputError
+    for a config that contradicts itself or the request.
     """
     if facts.config is None:
         return settings
     base = merge_script_config(settings.source, facts.config, settings.base, world_size=settings.gpus)
-    total = resolve_global_batch(settings.global_batch, base, settings.gpus)
-    return replace(settings, base=base, global_batch=total)
+    global_batch = resolve_global_batch(settings.global_batch, base, settings.gpus)
+    return replace(settings, base=base, global_batch=global_batch)
 
 
 def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
-    """What a person should know of a script once it was looked at; settings: with its config."""
+    """Return sentences about a surveyed script that its user should know. settings: with the script's config."""
     if facts.config is None:
         return ()
-    said = []
+    sentences = []
     if not {"bf16", "fp16"} & set(settings.base):
-        said.append("its DeepSpeed config names no precision, so fp32 it is; --precision bf16 tries another")
+        sentences.append(
+            "its DeepSpeed config names no precision, so it trains in fp32 (--precision bf16 changes that)"
+        )
     if facts.config_place:
-        said.append(f"its DeepSpeed config is made in {facts.config_place}: what is found has to be given there")
+        sentences.append(f"its DeepSpeed config is made in {facts.config_place}: put the resulting config there")
     if facts.stood_in:
-        said.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
-    return tuple(said)
+        sentences.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
+    return tuple(sentences)
 
 
 def _check_objective(objective: str) -> Objective:
@@ -283,7 +291,7 @@ def _apply_stop(profile: Profile, stop: str | None) -> Profile:
 
 
 def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
-    """The profile's, unless something else was asked."""
+    """Return the profile's budget, with the limits that the request gives."""
     if trials is not None and trials < 1:
         raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
     try:
@@ -295,16 +303,12 @@ def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None
 
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
 _USUAL_IN_A_NODE = 8
-NVME_PLACE = Path("/local_nvme")  # stands for a folder nobody named; nothing is written there
+NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Ranks on one kind of machine.
-
-    base: the DeepSpeed config with its precision. micro_batch and accumulation are those that are forecast. problem:
-    why nothing can run there, or None.
-    """
+    """Ranks on one kind of machine. base: the DeepSpeed config. problem: why nothing can run there."""
 
     machine: Machine
     world_size: int
@@ -317,7 +321,7 @@ class Site:
 
     @property
     def nodes(self) -> int:
-        """Of the job."""
+        """Nodes of the job."""
         return -(-self.world_size // self.ranks_per_node)
 
     @property
@@ -328,11 +332,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """One forecast, as asked and checked. More than one site: which machine do I need?
+    """The settings of a plan. Several sites compare machines.
 
-    checkpointing: None where nothing was said: on, if the model can. largest: look for the largest micro batch.
-    zero_init: stage 3 builds the model under `deepspeed.zero.Init`. as_written: buckets and limits are the base
-    config's, or DeepSpeed's own, and not sized as a fit would start. assumed: what nobody said, in sentences.
+    checkpointing: None: on, if the model can. largest: look for the largest micro batch. zero_init: stage 3 builds the
+    model under `deepspeed.zero.Init`. as_written: buckets and limits are the base config's, or DeepSpeed's own, not
+    those that a fit would start with. assumed: sentences about what the request leaves open.
     """
 
     source: WorkloadSource
@@ -395,28 +399,24 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
 
 
 def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> PlanSettings:
-    """With the config that a script was seen to give to its engine, under what was asked; others as they are.
-
-    Its own precision stays unless one was asked for, and its file's train_batch_size is kept. Raises InputError for a
-    config that contradicts itself or what was asked.
-    """
+    """Return the settings with the DeepSpeed config that a script gives to its engine, see `apply_script_config`."""
     if facts.config is None:
         return settings
     sites = []
     for site in settings.sites:
         base = merge_script_config(settings.source, facts.config, site.base, world_size=site.world_size)
-        total = resolve_global_batch(site.global_batch, base, site.world_size)
+        global_batch = resolve_global_batch(site.global_batch, base, site.world_size)
         changed = replace(
             site,
             base=base,
-            global_batch=total,
-            micro_batch=_resolve_micro_batch(site.micro_batch, total, base, site.world_size),
+            global_batch=global_batch,
+            micro_batch=_resolve_micro_batch(site.micro_batch, global_batch, base, site.world_size),
         )
         sites.append(replace(changed, problem=_find_problem(changed)))
     _check_only_site(sites)
     plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
-    said = ("its DeepSpeed config names no precision, so fp32 it is (--precision)",) if plain else ()
-    return replace(settings, sites=tuple(sites), assumed=(*settings.assumed, *said))
+    sentences = ("its DeepSpeed config names no precision, so it trains in fp32 (--precision)",) if plain else ()
+    return replace(settings, sites=tuple(sites), assumed=(*settings.assumed, *sentences))
 
 
 def _check_script(source: WorkloadSource, request: PlanRequest) -> None:
@@ -437,7 +437,7 @@ def _check_device(device: str) -> Device:
 
 
 def _resolve_machines(on: str | None, asked: int | None, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
-    """The catalogue's, or one of the size that was asked for, or this one."""
+    """Return machines of the catalogue, or one with devices of the given size, or this machine."""
     if on is not None:
         if asked is not None or device == "cpu":
             other = "--gpu-memory" if asked is not None else "--device cpu"
@@ -458,7 +458,7 @@ def _resolve_machines(on: str | None, asked: int | None, device: Device, hardwar
 
 
 def _resolve_plan_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
-    """World size and ranks of a node; more cards than any node has are taken to be on nodes of eight."""
+    """Return world size and ranks of a node. More cards than any node has are spread over nodes of eight."""
     if nodes is not None and nodes < 1:
         raise InputError(f"--nodes {nodes}: at least one node is needed")
     if gpus is None:
@@ -487,7 +487,7 @@ def _resolve_micro_batch(asked: int | None, total: int | None, base: Mapping[str
 
 
 def nvme_place(path: str | os.PathLike[str] | None, machine: Machine) -> Path | None:
-    """Where a forecast takes NVMe to be. It writes nothing, so the folder need not exist here."""
+    """Return the NVMe folder of a forecast, which writes nothing, so that the folder need not exist here."""
     if path is not None:
         return Path(path).absolute()
     return NVME_PLACE if machine.nvme_bytes is not None else None

@@ -1,4 +1,4 @@
-"""Read and check the user's base DeepSpeed config, and settle precision and batch with it."""
+"""Read and check the user's base DeepSpeed config; precision and global batch follow from it and the request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
 
 _AUTO_PLACES = ("optimizer.params", "scheduler.params", "bf16", "fp16")
-# Sections that decide by themselves what a trial decides: key → what they do, what to do instead.
+# Sections that decide what a trial has to decide: key → the conflict, the way out.
 _DECIDE_THEMSELVES = {
     "zero_optimization.zenflow": (
         "ZenFlow sets the accumulation itself (update_interval) and needs an offloaded optimizer, so rungs with and "
@@ -44,14 +44,16 @@ _KEYS = (
     "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "wall_clock_breakdown",
     "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 )  # fmt: skip
-# A string, which is left alone, or a comment, or a comma before a closing bracket. DeepSpeed reads its files as Hjson.
+# Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
 _NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
 def read_base_config(path: Path) -> dict[str, Any]:
-    """A DeepSpeed JSON file as a dict; comments and trailing commas are passed over, as DeepSpeed does. Raises
-    InputError naming file, line and column."""
+    """Read a DeepSpeed JSON file. Comments and trailing commas are skipped, as DeepSpeed skips them.
+
+    Raises InputError that names file, line and column.
+    """
     try:
         config = json.loads(
             _strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once, parse_constant=_no_number
@@ -76,26 +78,26 @@ def read_base_config(path: Path) -> dict[str, Any]:
 
 
 class _Refused(Exception):
-    """JSON by its form, and no config: what it says, how to fix it."""
+    """The file is JSON but no config. Arguments: the problem, and a hint."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        said = ", ".join(f'"{key}"' for key in twice)
-        raise _Refused(f"says {said} twice in one section", "DeepSpeed refuses that: keep one of them")
+        keys = ", ".join(f'"{key}"' for key in twice)
+        raise _Refused(f"has {keys} twice in one section", "DeepSpeed refuses that: keep one of them")
     return dict(pairs)
 
 
 def _no_number(word: str) -> Any:
-    raise _Refused(f"says {word}, which is no JSON", "give a number, or leave the key out")
+    raise _Refused(f"contains {word}, which is not JSON", "give a number, or leave the key out")
 
 
 def _strict(text: str) -> str:
-    """The same JSON at the same lines and columns, with blanks in place of comments and trailing commas."""
+    """Return strict JSON, with blanks for comments and trailing commas: lines and columns stay the same."""
 
-    def blank(found: re.Match[str]) -> str:
-        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+    def blank(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
 
     return _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, text))
 
@@ -103,15 +105,17 @@ def _strict(text: str) -> str:
 def check_base_config(
     config: Mapping[str, Any], *, world_size: int, where: str = "base config", filled_in: bool = False
 ) -> None:
-    """Raises InputError for settings that exclude each other, with the reason. filled_in: by a library, which takes
-    "auto" for what its own arguments say."""
+    """Raises InputError for settings that exclude each other, with the reason.
+
+    filled_in: a library replaces "auto" by the values of its own arguments.
+    """
     for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
         absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))
         if not absent and not isinstance(config[key], Mapping):
             raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
     for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
-        if (said := get_key(config, f"{key}.enabled")) not in (None, True, False, "auto"):
-            raise InputError(f'"{key}.enabled" is {said!r}; it must be true or false', where=where)
+        if (enabled := get_key(config, f"{key}.enabled")) not in (None, True, False, "auto"):
+            raise InputError(f'"{key}.enabled" is {enabled!r}; it must be true or false', where=where)
     on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
     stage = get_key(config, "zero_optimization.stage")
     if "amp" in on and (stage or "zero_optimization" in config):
@@ -143,24 +147,24 @@ def check_base_config(
 
 
 def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys that DeepSpeed would pass over without a word and that are nearly one of its own, in sentences."""
+    """Return sentences about unknown keys, which DeepSpeed ignores silently, that resemble one of its own."""
     near = {key: get_close_matches(key, _KEYS, n=1, cutoff=0.85) for key in config if key not in _KEYS}
     return tuple(
-        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{found[0]}"?'
-        for key, found in near.items()
-        if found
+        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{names[0]}"?'
+        for key, names in near.items()
+        if names
     )
 
 
 def _check_auto(config: Mapping[str, Any], where: str) -> None:
-    """DeepSpeed itself takes "auto" in some sections; elsewhere the HF Trainer fills it in, and nothing else does."""
+    """Raises InputError for an "auto" that only the Hugging Face Trainer would replace by a value."""
     inside = [f"{place}.{name}" for place in _AUTO_PLACES for name in get_key(config, place) or ()]
     for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
         if get_key(config, key) == "auto":
             raise InputError(
                 f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
                 where=where,
-                hint="give the value that is to be trained with, or leave the key out",
+                hint="give the value to train with, or leave the key out",
             )
 
 
@@ -199,7 +203,7 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 def load_base_config(given: ConfigSource, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
-    """The base config, from a file or as an object, and the name that errors give it. See `check_base_config`."""
+    """Return the checked base config, from a file or an object, and its name for messages."""
     where = str(given) if isinstance(given, (str, os.PathLike)) else "base config"
     base = read_base_config(Path(given)) if isinstance(given, (str, os.PathLike)) else _plain(given, where)
     check_base_config(base, world_size=world_size, where=where, filled_in=filled_in)
@@ -209,7 +213,10 @@ def load_base_config(given: ConfigSource, *, world_size: int, filled_in: bool = 
 def resolve_base_config(
     source: WorkloadSource, given: ConfigSource, precision: str, *, world_size: int, otherwise: str = "bf16"
 ) -> dict[str, Any]:
-    """The workload's base config, or the one `given` in its place, with a precision. Of a script: what goes over it."""
+    """Return the base config with a precision: the one `given`, else the workload's.
+
+    For a script it holds only the keys that win over the script's own config.
+    """
     users = source.base_config if given is None else given
     base, where = load_base_config(users, world_size=world_size, filled_in=fills_in_auto(source))
     if source.kind == "script":
@@ -218,7 +225,7 @@ def resolve_base_config(
 
 
 def parse_size(given: str | int | None, option: str) -> int | None:
-    """Bytes of '80GiB', or of a number."""
+    """Return the bytes of '80GiB', or of a number. Raises InputError that names the option."""
     if given is None:
         return None
     try:
@@ -228,14 +235,14 @@ def parse_size(given: str | int | None, option: str) -> int | None:
 
 
 def check_ranks(gpus: int) -> int:
-    """At least one."""
+    """Return `gpus`. Raises InputError for fewer than one rank."""
     if gpus < 1:
         raise InputError(f"--gpus {gpus}: at least one rank is needed", hint="give --gpus 1 or more")
     return gpus
 
 
 def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int) -> int | None:
-    """The global batch that was asked for, else the base config's."""
+    """Return the given global batch, else the base config's. Raises InputError where ranks cannot share it evenly."""
     users = base.get("train_batch_size")
     total = given if given is not None else users if isinstance(users, int) else None
     if total is not None and (total < 1 or total % ranks):
@@ -249,7 +256,7 @@ def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int)
 
 
 def with_precision(base: Mapping[str, Any], precision: str, where: str, *, otherwise: str = "bf16") -> dict[str, Any]:
-    """The base config with a precision in it: the user's own, else the one asked for, else `otherwise`."""
+    """Return the config with a precision: the one that it enables, else `precision`, else `otherwise` for "auto"."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise InputError(f"there is no precision {precision!r}", hint="give --precision bf16, fp16 or fp32")
     users = enabled_half_precision(base)
@@ -263,7 +270,7 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
 
 
 def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
-    """What goes over a script's own config: its precision is its own affair unless one is asked for."""
+    """Return the keys that win over a script's own config; its precision stays unless one is asked for."""
     if precision == "auto":
         return dict(base)
     asked = with_precision(base, precision, where)
@@ -274,21 +281,21 @@ def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str
 def merge_script_config(
     source: WorkloadSource, own: Mapping[str, Any], asked: Mapping[str, Any], *, world_size: int
 ) -> dict[str, Any]:
-    """The config that a script gave to its engine, under what was asked; an "auto" there means what the script said."""
-    said = {key: value for key, value in asked.items() if get_key(asked, f"{key}.enabled") != "auto"}
-    base = merge(own, said)
+    """Return a script's own config with the keys of `asked` over it; an "auto" in `asked` keeps the script's value."""
+    wanted = {key: value for key, value in asked.items() if get_key(asked, f"{key}.enabled") != "auto"}
+    base = merge(own, wanted)
     where = f"the DeepSpeed config of {source.path}"
     check_base_config(base, world_size=world_size, where=where, filled_in=fills_in_auto(source))
     return base
 
 
 def fills_in_auto(source: WorkloadSource) -> bool:
-    """Whether a library stands between the config and the engine that puts values in place of "auto"."""
+    """Whether a library replaces "auto" by values before the config reaches the engine."""
     return source.script_kind in ("hf_trainer", "accelerate")
 
 
 def parse_precisions(given: str) -> tuple[str, ...]:
-    """'bf16,fp32' → both; the first is what the fit starts with, the others may win the race."""
+    """'bf16,fp32' → ('bf16', 'fp32'). A fit starts with the first; the others may win the race."""
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
     for name in names:
         if name not in ("bf16", "fp16", "fp32") and names != ("auto",):
@@ -297,12 +304,12 @@ def parse_precisions(given: str) -> tuple[str, ...]:
 
 
 def precision_name(base: Mapping[str, Any]) -> str:
-    """'bf16', 'fp16' or 'fp32', as a config says it."""
+    """Return the precision of a config: 'bf16', 'fp16' or 'fp32'."""
     return enabled_half_precision(base) or "fp32"
 
 
 def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """A copy as JSON keeps it: what is tried is what `ds_config.json` will say."""
+    """Return a copy as JSON keeps it, so that trials use exactly the values that `ds_config.json` will hold."""
     try:
         copy: dict[str, Any] = json.loads(json.dumps(dict(base or {}), allow_nan=False))
     except (TypeError, ValueError) as error:

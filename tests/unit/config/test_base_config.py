@@ -33,14 +33,14 @@ def test_comments_and_trailing_commas_are_passed_over_as_deepspeed_does(tmp_path
 def test_what_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"gradient_clipping": NaN}')
-    with pytest.raises(InputError, match="says NaN, which is no JSON"):
+    with pytest.raises(InputError, match="contains NaN, which is not JSON"):
         read_base_config(path)
 
 
 def test_a_key_that_stands_twice_is_refused_as_deepspeed_does(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
-    with pytest.raises(InputError, match='says "stage" twice'):
+    with pytest.raises(InputError, match='has "stage" twice'):
         read_base_config(path)
 
 
