@@ -42,7 +42,7 @@ def rates(seconds: Callable[[float], float], sizes: Sequence[int]) -> dict[int, 
 
 
 @pytest.mark.parametrize("first", range(0, 2000, 500))
-def test_no_larger_micro_batch_is_faster_than_was_promised(first: int) -> None:
+def test_no_larger_micro_batch_exceeds_the_bound(first: int) -> None:
     for seed in range(first, first + 500):
         seconds, sizes, most, least = drawn(seed)
         promised = bound({size: seconds(size) for size in sizes}, most=most, sample_s=least)
@@ -50,7 +50,7 @@ def test_no_larger_micro_batch_is_faster_than_was_promised(first: int) -> None:
         assert promised.rate * CLOSE >= reached, (seed, sizes, promised, reached)
 
 
-def test_the_promise_is_never_less_than_what_was_measured() -> None:
+def test_the_bound_is_at_least_the_measured_rate() -> None:
     draw = random.Random(0)
     for _ in range(500):  # noisy seconds need not be convex
         times = {size: draw.uniform(0.1, 1.0) * size for size in draw.sample(range(1, 65), 4)}
@@ -58,7 +58,7 @@ def test_the_promise_is_never_less_than_what_was_measured() -> None:
         assert promised.rate >= max(size / seconds for size, seconds in times.items())
 
 
-def test_more_room_never_promises_less() -> None:
+def test_more_memory_never_lowers_the_bound() -> None:
     for seed in range(300):
         seconds, sizes, most, least = drawn(seed)
         times = {size: seconds(size) for size in sizes}
@@ -66,18 +66,18 @@ def test_more_room_never_promises_less() -> None:
         assert little <= some * (1 + 1e-9) <= much * (1 + 2e-9)
 
 
-def test_nothing_is_proposed_that_was_measured_or_is_beyond_what_fits() -> None:
+def test_only_new_sizes_up_to_the_limit_are_proposed() -> None:
     for seed in range(1000):
         seconds, sizes, most, least = drawn(seed)
         size = bound({one: seconds(one) for one in sizes}, most=most, sample_s=least).size
         assert size is None or (1 <= size <= most and size not in sizes), (seed, sizes, most, size)
 
 
-def test_of_what_was_never_measured_everything_may_be_hoped() -> None:
+def test_without_measurements_the_bound_is_infinite() -> None:
     assert bound({}, most=8, sample_s=1.0).rate == math.inf
 
 
-def test_a_config_that_was_measured_to_its_limit_promises_what_it_reached() -> None:
+def test_at_its_limit_the_bound_is_the_measured_rate() -> None:
     assert bound({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).rate == 2 / 3
     assert bound({1: 2.0, 2: 3.0}, most=2, sample_s=0.5).size is None
 
@@ -88,7 +88,7 @@ def test_the_largest_is_proposed_where_larger_means_faster() -> None:
     assert promised.rate == pytest.approx(50 / (11.0 + 49 * 0.9 * SURE))
 
 
-def test_without_a_limit_what_a_sample_costs_is_the_limit() -> None:
+def test_without_a_limit_the_cost_of_a_sample_bounds_the_rate() -> None:
     assert bound({1: 11.0}, most=math.inf, sample_s=0.5).rate == pytest.approx(2.0 / SURE)
     assert bound({1: 11.0}, most=math.inf, sample_s=0.0).rate == math.inf
 
@@ -102,7 +102,7 @@ def timed(times: Mapping[int, float]) -> BatchCurve:
     return BatchCurve(micro_step_s=times)
 
 
-def test_a_micro_step_is_an_optimizer_step_shared_among_its_micro_batches() -> None:
+def test_an_optimizer_step_is_divided_by_its_micro_batches() -> None:
     records = [
         record(2, fit(peak_bytes=1, step_s=6.0), accumulation=4),
         record(8, out_of_memory()),
@@ -112,14 +112,14 @@ def test_a_micro_step_is_an_optimizer_step_shared_among_its_micro_batches() -> N
     assert BatchCurve.from_records(records).micro_step_s == {2: 1.5, 4: 2.0}
 
 
-def test_what_a_sample_costs_at_least_is_seen_only_where_sizes_lie_apart() -> None:
+def test_only_sizes_far_apart_show_the_cost_of_a_sample() -> None:
     close, wide, dear = timed({10: 5.0, 11: 5.01}), timed({1: 2.0, 11: 12.0}), timed({1: 2.0, 11: 22.0})
     assert least_sample_s([close]) == 0.0
     assert least_sample_s([close, wide, dear]) == pytest.approx(1.0)  # the cheapest
     assert least_sample_s([timed({1: 5.0, 8: 4.0})]) == 0.0  # noise: no sample costs less than nothing
 
 
-def test_noise_that_hides_how_a_step_grows_is_not_believed() -> None:
+def test_step_time_is_never_extrapolated_below_half_proportion() -> None:
     assert BatchCurve(micro_step_s={1: 1.0, 11: 6.0}).micro_step_at(21) == pytest.approx(11.0)
     noisy = BatchCurve(micro_step_s={12: 18.2, 25: 15.1})
     assert noisy.micro_step_at(172) == pytest.approx(15.1 * 172 / 25 / 2)

@@ -114,7 +114,7 @@ def test_growth_keeps_the_global_batch(global_batch: int) -> None:
     assert growth.grown.best.trial.knobs.train_batch(2) == global_batch
 
 
-def test_growth_takes_the_largest_divisor_of_the_global_batch_that_fits() -> None:
+def test_growth_takes_the_largest_divisor_that_fits() -> None:
     limit = int((100 + 20.5 * 10) * MIB / 0.95)  # 20 samples fit; 48 = 16 × 3 is the share of a rank
     growth = growing(steep(limit), limit=limit, global_batch=96)
     assert growth.grown.largest_micro_batch == 16
@@ -138,7 +138,7 @@ def test_growth_stops_when_throughput_saturates() -> None:
     assert len(growth.trials) <= 4
 
 
-def test_growth_goes_back_to_micro_batch_one_when_larger_ones_are_slower() -> None:
+def test_growth_returns_to_one_sample_when_larger_is_slower() -> None:
     limit = 2**40
 
     def answer(trial: Trial) -> Outcome:
@@ -155,7 +155,7 @@ def test_growth_goes_back_to_micro_batch_one_when_larger_ones_are_slower() -> No
     [(1.0, None, False), (0.004, None, True), (1.0, 64, True)],
     ids=["it was far slower", "noise could be all of it", "it took fewer micro batches a step"],
 )
-def test_micro_batch_one_is_not_timed_again_where_the_walk_saw_that_it_is_far_slower(
+def test_a_far_slower_micro_batch_one_is_not_timed_again(
     overhead_s: float, global_batch: int | None, timed_again: bool
 ) -> None:
     limit = 1100 * MIB  # for 8 or so samples: the first that growing tries is its last
@@ -238,7 +238,7 @@ def test_growth_spends_no_more_trials_than_it_may() -> None:
     assert growth.grown.reason == "all 2 trials are spent: micro batch 64 fits"
 
 
-def test_growth_keeps_the_global_batch_although_timing_micro_batch_one_failed() -> None:
+def test_growth_keeps_the_global_batch_after_a_failed_timing() -> None:
     limit = 110 * MIB
 
     def answer(trial: Trial) -> Outcome:

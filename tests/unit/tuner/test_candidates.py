@@ -90,7 +90,7 @@ def test_what_experts_fix_is_not_tuned() -> None:
     assert "zero_optimization.reduce_bucket_size" in without_fixed_keys(zero2, EXPERTS).tune
 
 
-def test_a_pipeline_without_a_global_batch_is_told_that_its_stages_wait() -> None:
+def test_a_pipeline_without_global_batch_gets_a_warning() -> None:
     assert "2 stages then wait" in str(idle_stages_warning(PIPELINE, None))
     assert idle_stages_warning(PIPELINE, 8) is None
     assert idle_stages_warning(FACTS, None) is None

@@ -60,7 +60,7 @@ def test_the_headroom_of_each_limited_tier_is_in_bytes() -> None:
     assert certificate.headroom_kept is False
 
 
-def test_a_winner_that_fits_only_the_short_batch_backs_off_to_a_smaller_micro_batch() -> None:
+def test_a_winner_backs_off_where_the_longest_batch_lacks_memory() -> None:
     run = certifying(longest(), timed(trial("zero2", 32)))  # 8 fit
     best = run.certified.best
     assert run.certified.certificate.passed
@@ -73,7 +73,7 @@ def test_a_winner_that_fits_only_the_short_batch_backs_off_to_a_smaller_micro_ba
     assert "ran out of device memory in forward" in run.said
 
 
-def test_backing_off_takes_longer_steps_where_nothing_is_known_of_the_shortage() -> None:
+def test_backing_off_takes_ever_longer_steps() -> None:
     def answer(asked: Trial) -> Outcome:
         short = asked.exam == "worst_case" and asked.knobs.micro_batch > 5
         return out_of_memory() if short else passes(asked, 900 * MIB)
@@ -82,7 +82,7 @@ def test_backing_off_takes_longer_steps_where_nothing_is_known_of_the_shortage()
     assert [size for _, size in run.exams] == [40, 20, 5]
 
 
-def test_backing_off_ends_where_the_model_cannot_be_trained_with_fewer_samples() -> None:
+def test_backing_off_ends_at_the_smallest_trainable_batch() -> None:
     too_small = replace(failed(action="fix_code"), wants_larger_batch=True)
     seen = [Record(id=9, trial=trial("ddp", 1), outcome=too_small, seconds=1.0)]
     run = certifying(longest(needs={"zero2": LIMIT}), timed(trial("zero2", 4)), seen=seen)
@@ -90,7 +90,7 @@ def test_backing_off_ends_where_the_model_cannot_be_trained_with_fewer_samples()
     assert not run.certified.certificate.passed
 
 
-def test_a_size_that_did_not_suit_although_a_smaller_one_did_bounds_no_backing_off() -> None:
+def test_a_failed_size_above_one_that_fits_is_no_lower_limit() -> None:
     odd = replace(failed(action="fix_config"), wants_larger_batch=True)
     seen = [Record(id=9, trial=trial("zero2", 9), outcome=odd, seconds=1.0), timed(trial("zero2", 4))]
     run = certifying(longest(), timed(trial("zero2", 12)), seen=seen)
@@ -132,7 +132,7 @@ def test_a_runner_up_that_needs_no_less_is_not_tried() -> None:
     assert run.exams == [("zero2", 1), ("zero3", 4)]
 
 
-def test_the_same_rung_with_recomputing_may_hold_where_it_does_not_without() -> None:
+def test_a_rung_may_hold_only_with_checkpointing() -> None:
     def answer(asked: Trial) -> Outcome:
         short = asked.exam == "worst_case" and not asked.knobs.checkpointing
         return out_of_memory() if short else passes(asked)
@@ -141,7 +141,7 @@ def test_the_same_rung_with_recomputing_may_hold_where_it_does_not_without() -> 
     assert certifying(answer, timed(trial("zero2", 1)), alternates=[leaner]).certified.best is leaner
 
 
-def test_a_runner_up_that_was_never_timed_is_timed_with_the_global_batch() -> None:
+def test_an_untimed_runner_up_is_timed_at_the_global_batch() -> None:
     walked = timed(trial("zero3", 1, steps=Steps()), 51)
     run = certifying(
         longest(needs={"zero2": LIMIT}), timed(trial("zero2", 1, accumulation=8)), alternates=[walked], global_batch=16
@@ -151,7 +151,7 @@ def test_a_runner_up_that_was_never_timed_is_timed_with_the_global_batch() -> No
     assert best.knobs.train_batch(2) == 16
 
 
-def test_what_does_not_grow_with_the_batch_is_not_mended_by_a_smaller_one() -> None:
+def test_memory_apart_from_the_batch_causes_no_smaller_batch() -> None:
     def answer(asked: Trial) -> Outcome:
         if asked.rung == "zero3" and asked.exam == "worst_case":
             return replace(out_of_memory(tier="host"), phase="save")
@@ -190,7 +190,7 @@ def test_a_failed_save_is_said_and_the_config_kept(phase: Phase, part: str, eval
     assert len(run.trials) == 1
 
 
-def test_a_longest_batch_that_the_workload_cannot_make_is_said_and_the_config_kept() -> None:
+def test_a_workload_without_longest_batch_keeps_its_config() -> None:
     def answer(asked: Trial) -> Outcome:
         broken = failed(failure="user_code", action="fix_code", evidence="IndexError: position 4096")
         return replace(broken, phase="forward") if asked.exam else passes(asked)
@@ -223,7 +223,7 @@ def test_what_nobody_says_was_left_out_is_found_missing() -> None:
     assert not certificate.passed
 
 
-def test_a_trial_that_only_ran_its_steps_proves_nothing_of_the_worst_case() -> None:
+def test_steps_alone_prove_nothing_about_the_longest_batch() -> None:
     run = certifying(lambda asked: scripted_fit(peak_bytes=1), timed(trial("zero3", 16)))
     assert not run.certified.certificate.passed
     assert "were not checked" in run.said
@@ -259,7 +259,7 @@ def test_no_more_trials_are_run_than_may_be_and_that_is_said(most_trials: int) -
     assert "trials" in run.certified.reason
 
 
-def test_a_config_that_holds_but_could_not_be_timed_any_more_is_not_taken() -> None:
+def test_a_config_without_a_timed_trial_is_not_taken() -> None:
     winner = timed(trial("zero2", 2))
     run = certifying(longest(needs={"zero2": 850 * MIB}), winner, most_trials=2)
     assert run.exams == [("zero2", 2), ("zero2", 1)]
@@ -267,7 +267,7 @@ def test_a_config_that_holds_but_could_not_be_timed_any_more_is_not_taken() -> N
     assert not run.certified.certificate.passed
 
 
-def test_when_nothing_holds_the_winner_is_told_with_what_it_ran_out_of() -> None:
+def test_when_nothing_holds_the_winner_stays_with_a_reason() -> None:
     winner = timed(trial("zero2", 1))
     run = certifying(longest(state=LIMIT), winner, alternates=[timed(trial("zero3", 1), 51)])
     assert run.certified.best is winner
@@ -287,7 +287,7 @@ def test_nothing_is_run_twice() -> None:
     assert len({repr(one) for one in run.trials}) == len(run.trials)
 
 
-def test_leaner_rungs_are_looked_for_only_when_nothing_that_is_known_holds() -> None:
+def test_leaner_rungs_are_tried_only_when_no_known_config_holds() -> None:
     drawn: list[str] = []
 
     def leaner() -> Iterator[Record]:
@@ -356,7 +356,7 @@ def test_a_certificate_is_plain_json() -> None:
     assert plain["parity"] is None
 
 
-def test_running_out_that_the_machine_is_to_blame_for_does_not_shrink_the_batch() -> None:
+def test_a_machine_fault_does_not_shrink_the_batch() -> None:
     def answer(asked: Trial) -> Outcome:
         return replace(out_of_memory(tier="device", action="fix_environment"), phase="forward")
 
@@ -412,7 +412,7 @@ def test_trials_with_recomputing_say_nothing_of_memory_without() -> None:
     assert run.exams == [("zero2", 12), ("zero2", 6), ("zero2", 9)]
 
 
-def test_a_smaller_batch_that_runs_short_when_it_is_timed_is_not_taken() -> None:
+def test_a_smaller_batch_must_fit_when_it_is_timed() -> None:
     def answer(asked: Trial) -> Outcome:
         size = asked.knobs.micro_batch
         if asked.exam:
@@ -472,7 +472,7 @@ def test_when_the_trials_are_spent_no_leaner_rung_is_looked_for() -> None:
     assert "all 1 trials of the certificate are spent" in run.said
 
 
-def test_the_devices_headroom_is_known_by_the_question_when_no_trial_says_it() -> None:
+def test_headroom_falls_back_on_the_settings_device_limit() -> None:
     def answer(asked: Trial) -> Outcome:
         return replace(passes(asked), memory={"device": TierUse(peak_bytes=900 * MIB)})
 

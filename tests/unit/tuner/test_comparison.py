@@ -95,7 +95,7 @@ def test_noisy_turns_keep_alive_what_quiet_ones_drop() -> None:
     assert len(held(script(**noisy), contestant("a"), contestant("b"), turns=6)[1].trials) == 12
 
 
-def test_a_turn_that_the_budget_does_not_allow_for_all_is_for_the_best_ones() -> None:
+def test_a_short_budget_measures_the_best_ones() -> None:
     runner = ScriptedRunner(script(a=[100, 104], b=[103, 90], c=[102, 103], d=[99]))
     contestants = [contestant(rung) for rung in "abcd"]
     final = finals(
@@ -195,7 +195,7 @@ def test_any_objective_can_decide() -> None:
     assert final.best.trial.rung == "lean"
 
 
-def test_later_finals_of_the_same_are_measured_anew_although_a_journal_answers(tmp_path: Path) -> None:
+def test_later_finals_are_not_answered_by_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     count = itertools.count(1)
 

@@ -61,7 +61,7 @@ def known(asked: Trial, answer: Callable[[Trial], Outcome]) -> Record:
     return Record(id=asked.knobs.micro_batch, trial=asked, outcome=answer(asked), seconds=1.0)
 
 
-def test_the_first_step_back_goes_by_the_length_of_the_longest_batch() -> None:
+def test_the_first_step_down_scales_by_the_longest_batch() -> None:
     model = Model(state=150 * MIB, linear=13 * MIB)  # 61 of the usual texts fit, 7 of the longest
     found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
     assert exams == [59, 7]
@@ -69,13 +69,13 @@ def test_the_first_step_back_goes_by_the_length_of_the_longest_batch() -> None:
     assert found.best.trial.knobs.micro_batch == 7
 
 
-def test_without_a_line_as_many_elements_are_tried_as_were_seen_to_fit() -> None:
+def test_without_a_memory_line_the_length_ratio_decides() -> None:
     model = Model(state=0, linear=13 * MIB)
     _, exams = certified_by(model, (59,), longest_ratio=8.0)
     assert exams[:2] == [59, 7]
 
 
-def test_attention_that_is_written_out_needs_a_further_step() -> None:
+def test_quadratic_attention_needs_a_further_step() -> None:
     model = Model(state=50 * MIB, linear=10 * MIB, square=5 * MIB)  # the square of eight times the length
     assert model.holds(longest=True) == 2
     found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
@@ -84,7 +84,7 @@ def test_attention_that_is_written_out_needs_a_further_step() -> None:
     assert found.certificate.parity is not None
 
 
-def test_a_length_that_nobody_told_is_found_in_longer_steps_and_the_way_back_by_measured_peaks() -> None:
+def test_an_unknown_length_is_found_in_few_exams() -> None:
     model = Model(state=150 * MIB, linear=13 * MIB, tells=False)
     found, exams = certified_by(model, (1, 30, 59), longest_ratio=1.0)
     assert exams == [59, 29, 7]
@@ -109,7 +109,7 @@ MODELS = [
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model.holds(longest=True)])
 @pytest.mark.parametrize("told", [True, False])
-def test_what_holds_is_found_and_compared_within_the_trials_of_a_certificate(model: Model, told: bool) -> None:
+def test_a_holding_size_is_found_within_the_trials(model: Model, told: bool) -> None:
     most, holds, longer = model.holds(longest=False), model.holds(longest=True), model.longer
     found, exams = certified_by(model, (1, most // 2, most), longest_ratio=longer if told else 1.0)
     assert found.certificate.passed
@@ -120,14 +120,14 @@ def test_what_holds_is_found_and_compared_within_the_trials_of_a_certificate(mod
     assert len(exams) <= 5
 
 
-def test_room_above_what_holds_is_used_where_the_comparison_can_still_be_paid() -> None:
+def test_larger_sizes_are_examined_while_trials_are_left() -> None:
     model = Model(state=100 * MIB, linear=10 * MIB, longer=5.0, tells=False)  # 17 of the longest hold
     exams = certified_by(model, (1, 42, 85), longest_ratio=1.0)[1]
     assert exams == [85, 42, 10, 17]
     assert certified_by(model, (1, 42, 85), longest_ratio=1.0, most_trials=6)[1] == [85, 42, 10]
 
 
-def test_the_way_up_does_not_stop_at_one_disappointment() -> None:
+def test_after_one_failure_upwards_the_middle_is_examined() -> None:
     """What a larger batch needs at once bends the line: after it ran short, the middle is tried."""
 
     def answer(asked: Trial) -> Outcome:
@@ -144,7 +144,7 @@ def test_the_way_up_does_not_stop_at_one_disappointment() -> None:
     assert found.certificate.passed
 
 
-def test_only_the_usual_batch_of_the_same_config_makes_its_memory_line() -> None:
+def test_a_memory_line_needs_usual_batches_of_the_same_config() -> None:
     records = [
         Record(id=size, trial=trial("zero1", size), outcome=fit(peak_bytes=100 * (1 + size)), seconds=1.0)
         for size in (1, 4)
@@ -160,7 +160,7 @@ def test_only_the_usual_batch_of_the_same_config_makes_its_memory_line() -> None
     assert usual_memory_line(trial("zero1", 2), [first, *others]) is None
 
 
-def test_a_peak_that_has_not_begun_to_grow_makes_no_line() -> None:
+def test_a_flat_peak_makes_no_memory_line() -> None:
     flat = [
         Record(id=size, trial=trial("zero1", size), outcome=fit(peak_bytes=600 * MIB), seconds=1.0) for size in (1, 14)
     ]

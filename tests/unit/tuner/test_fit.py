@@ -80,7 +80,7 @@ def keys(trials: list[Trial]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(0, 30, 5))
-def test_what_is_found_fits_with_the_headroom_and_is_certified(seed: int) -> None:
+def test_the_answer_fits_with_the_headroom_and_is_certified(seed: int) -> None:
     surface = Surface(seed)
     with folder(seed) as search:
         found, _ = searched(search, seed)
@@ -94,7 +94,7 @@ def test_what_is_found_fits_with_the_headroom_and_is_certified(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_config_that_fits_is_told_as_soon_as_there_is_one_and_whenever_a_better_one_is(seed: int) -> None:
+def test_the_best_config_is_saved_after_each_step(seed: int) -> None:
     surface = Surface(seed)
     with folder(seed) as search:
         told: list[Record] = []
@@ -105,7 +105,7 @@ def test_a_config_that_fits_is_told_as_soon_as_there_is_one_and_whenever_a_bette
 
 
 @pytest.mark.parametrize("seed", range(0, 30, 5))
-def test_no_question_is_asked_twice_in_a_search(seed: int) -> None:
+def test_no_trial_runs_twice_in_a_search(seed: int) -> None:
     with folder(seed) as search:
         _, ran = searched(search, seed)
         assert [count for count in Counter(keys(ran)).values() if count > 1] == []
@@ -152,7 +152,7 @@ def test_a_search_killed_again_and_again_comes_to_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize("budget", [Budget(trials=9), Budget(seconds=75.0)])
-def test_race_and_tune_stop_where_the_budget_is_spent_and_a_resumed_search_does_not_begin_it_anew(
+def test_a_resumed_search_keeps_to_the_spent_budget(
     budget: Budget,
 ) -> None:
     seed = 3
@@ -182,7 +182,7 @@ def test_forecasts_save_trials_and_change_the_answer_by_noise_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_losses_are_compared_with_a_plain_config_at_the_largest_micro_batch_that_it_fitted(seed: int) -> None:
+def test_the_reference_runs_at_its_largest_micro_batch(seed: int) -> None:
     """It trains on the winner's samples: at micro batch 1 that would take many times as long."""
     with folder(seed) as search:
         found, ran = searched(search, seed)

@@ -33,7 +33,7 @@ def growth(
     return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), forecaster
 
 
-def test_rungs_are_forecast_with_as_many_samples_as_the_model_was_seen_to_need() -> None:
+def test_rungs_are_forecast_at_the_smallest_trainable_batch() -> None:
     asked: list[int] = []
 
     def answer(trial: Trial) -> Outcome:
@@ -61,7 +61,7 @@ def test_only_trials_decide_what_may_fit(verdict: Verdict | None) -> None:
     assert tried == ["ddp", "zero1"]
 
 
-def test_where_nothing_fits_the_rung_that_lacks_least_is_tried_all_the_same() -> None:
+def test_where_nothing_fits_the_closest_rung_runs_nevertheless() -> None:
     rungs = [rung.name for rung in SETTINGS.ladder]
     verdicts = {name: said(name, "cannot_fit", low=10 - index) for index, name in enumerate(rungs)}
     walked, tried, _ = growth({}, verdicts)
@@ -110,7 +110,7 @@ def grown(batch: int | None) -> tuple[GrowthResult, ScriptedRunner]:
     return grow(first, rules).result(), runner
 
 
-def test_growth_begins_at_the_foreseen_micro_batch() -> None:
+def test_growth_starts_at_the_forecast_micro_batch() -> None:
     found, runner = grown(52)
     assert runner.trials[1].knobs.micro_batch == 52
     assert found.largest_micro_batch == 52

@@ -53,7 +53,7 @@ def test_walk_tries_every_rung_although_a_faster_one_ran_out() -> None:
     assert walked.winner.trial.rung == "zero3-nvme"
 
 
-def test_walk_asks_with_micro_batch_one_checkpointing_and_buckets_sized_to_the_device() -> None:
+def test_the_walk_starts_with_the_least_memory() -> None:
     _, runner = climb({})
     for trial in runner.trials:
         assert (trial.purpose, trial.steps, trial.limited) == ("walk", STEPS, True)
@@ -96,14 +96,14 @@ def test_a_rung_whose_pinned_memory_ran_out_is_tried_unpinned() -> None:
     assert walked.winner.trial.knobs.settings[pins] is False
 
 
-def test_where_unpinned_runs_out_too_no_rung_is_tried_that_keeps_as_much_on_the_host() -> None:
+def test_rungs_with_as_much_host_memory_are_skipped() -> None:
     walked, runner = climb({"zero2-offload": out_of_memory(tier="pinned")})
     assert [trial.rung for trial in runner.trials].count("zero2-offload") == 2
     assert "zero3-offload" in {skip.rung for skip in walked.skipped}
     assert "zero3-nvme" in rungs_tried(runner)
 
 
-def test_a_rung_whose_allocator_runs_full_in_the_steps_loses_to_a_leaner_one() -> None:
+def test_a_rung_with_a_full_allocator_loses_to_a_leaner_one() -> None:
     walked, _ = climb({"zero1": fit(peak_bytes=1, alloc_retries=3), "zero2": FITS})
     assert walked.winner is not None
     assert walked.winner.trial.rung == "zero2"
@@ -171,7 +171,7 @@ def test_the_walk_accumulates_at_most_twice() -> None:
     assert by_name(replace(SETTINGS, global_batch=2))["ddp"].knobs.accumulation == 1
 
 
-def test_a_global_batch_that_cannot_be_split_is_an_error_not_a_rounding() -> None:
+def test_a_global_batch_that_cannot_be_split_is_an_error() -> None:
     assert accumulation_for(64, 4, 2) == 8
     with pytest.raises(ValueError, match="no multiple of 3 × 2"):
         accumulation_for(64, 3, 2)
@@ -201,7 +201,7 @@ def test_a_limit_that_cannot_be_lifted_leaves_a_lower_bound() -> None:
     assert closest({"zero3": 120}, can_unlimit=False) == ClosestRung(rung="zero3", missing_bytes=3, exact=False)
 
 
-def test_a_peak_below_the_limit_falls_back_on_what_the_allocation_lacked() -> None:
+def test_a_peak_below_the_limit_reports_the_failed_allocation() -> None:
     assert closest({"zero3": 90}) == ClosestRung(rung="zero3", missing_bytes=3, exact=False)
 
 
@@ -219,7 +219,7 @@ def test_the_shortfall_is_measured_without_the_limit() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "pinned"])
-def test_after_the_host_ran_out_no_rung_that_keeps_as_much_there_is_tried(tier: Tier) -> None:
+def test_a_full_host_rules_out_rungs_with_as_much_on_it(tier: Tier) -> None:
     walked, runner = climb({"zero2-offload": replace(OOM, tier=tier), "zero3-nvme": OOM})
     tried = rungs_tried(runner)
     assert "zero3" in tried
@@ -240,7 +240,7 @@ def walked_with_least(least: int) -> tuple[WalkResult, ScriptedRunner]:
     return walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
 
 
-def test_what_cannot_be_trained_with_one_sample_is_tried_with_more_and_no_rung_asks_again() -> None:
+def test_a_model_that_needs_more_samples_gets_them_once() -> None:
     walked, runner = walked_with_least(3)
     sizes = [trial.knobs.micro_batch for trial in runner.trials]
     assert sizes == [1, 2] + [4] * (len(sizes) - 2)

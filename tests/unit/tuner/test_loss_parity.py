@@ -81,7 +81,7 @@ def test_both_run_on_as_many_samples() -> None:
 @pytest.mark.parametrize(
     ("plain", "winner", "size"), [((1, 1), (12, 1), 1), ((5, 1), (12, 1), 4), ((8, 4), (3, 1), 3), ((2, 1), (7, 3), 1)]
 )
-def test_the_reference_takes_the_largest_micro_batch_that_divides_the_samples(
+def test_the_reference_takes_the_largest_dividing_micro_batch(
     plain: tuple[int, int], winner: tuple[int, int], size: int
 ) -> None:
     cut = same_samples(
@@ -140,7 +140,7 @@ def test_checkpointing_that_changes_the_maths_is_taken_back() -> None:
     assert "checkpointing taken back to false" in run.said
 
 
-def test_of_two_knobs_that_change_the_maths_together_one_is_taken_back_and_both_are_named() -> None:
+def test_of_two_guilty_knobs_one_is_reverted_and_both_named() -> None:
     run = against(
         winner_with({OVERLAP: False, BUCKET: 5000}),
         losing(lambda asked: by_overlap(asked) and asked.knobs.settings.get(BUCKET) == 5000),
@@ -150,7 +150,7 @@ def test_of_two_knobs_that_change_the_maths_together_one_is_taken_back_and_both_
     assert differing_knobs(run.certified.best.trial.knobs, PLAIN.trial.knobs) == (BUCKET,)
 
 
-def test_when_no_knob_alone_changes_the_maths_the_rung_or_a_combination_does_and_nothing_passes() -> None:
+def test_without_a_guilty_knob_the_rung_fails() -> None:
     winner = winner_with({OVERLAP: False, BUCKET: 5000}, rung="zero3")
     run = against(winner, losing(lambda asked: asked.rung == "zero3"))
     certificate = run.certified.certificate
@@ -197,7 +197,7 @@ def test_trials_spent_before_the_knob_was_found_are_said() -> None:
     assert f"with {OVERLAP} set back it was not run, all 4 trials of the certificate are spent" in run.said
 
 
-def test_a_config_that_no_longer_fits_without_its_knob_makes_way_for_the_runner_up() -> None:
+def test_the_runner_up_wins_where_a_reverted_config_lacks_memory() -> None:
     def answer(asked: Trial) -> Outcome:
         if asked.rung == "zero1" and asked.exam == "worst_case" and not asked.knobs.checkpointing:
             return out_of_memory()
@@ -259,7 +259,7 @@ def test_a_knob_is_set_back_to_what_the_plain_config_has() -> None:
     assert with_knob_of(knobs, plain, "checkpointing").checkpointing is False
 
 
-def test_the_reference_is_not_run_again_as_the_winner_with_its_knob_set_back() -> None:
+def test_a_reverted_winner_equal_to_the_reference_runs_once() -> None:
     reference = timed(trial("zero2", 4, settings={OVERLAP: True}), 1)
     run = certifying(losing(by_overlap), timed(trial("zero2", 4, settings={OVERLAP: False}), 60), reference=reference)
     assert len(parities(run)) == 2
@@ -267,7 +267,7 @@ def test_the_reference_is_not_run_again_as_the_winner_with_its_knob_set_back() -
     assert run.certified.certificate.passed
 
 
-def test_of_several_knobs_that_mend_the_losses_the_one_that_comes_closest_is_taken_back() -> None:
+def test_the_knob_that_repairs_the_losses_best_is_reverted() -> None:
     def answer(asked: Trial) -> Outcome:
         ran, settings = passes(asked), asked.knobs.settings
         by = 0.01 if by_overlap(asked) else 0.001
@@ -323,7 +323,7 @@ def scripted(answer: Callable[[Trial], Outcome], winner: Record | None = None) -
     return certifying(answer, winner, reference=reference, alike=True)
 
 
-def test_a_script_is_compared_at_the_micro_batch_that_both_configs_fit() -> None:
+def test_a_script_is_compared_at_a_micro_batch_that_both_fit() -> None:
     run = scripted(of_a_script(lambda asked: SAME))
     assert [(one.rung, one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [
         ("zero2", 4, 1),
@@ -335,7 +335,7 @@ def test_a_script_is_compared_at_the_micro_batch_that_both_configs_fit() -> None
     assert run.certified.certificate.passed
 
 
-def test_under_a_global_batch_both_configs_of_a_script_accumulate_alike() -> None:
+def test_a_scripts_configs_accumulate_alike_at_a_global_batch() -> None:
     run = scripted(of_a_script(lambda asked: SAME), timed(trial("zero2", 12, accumulation=2, settings={BUCKET: 7}), 60))
     assert [(one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [(4, 6), (4, 6)]
 
@@ -356,7 +356,7 @@ def test_a_knob_that_changes_a_scripts_losses_is_taken_back() -> None:
         (Trained(samples="12.000000", weights=None), "weights with which it begins were not seen"),
     ],
 )
-def test_losses_of_a_script_that_trained_something_else_accuse_no_knob(other: Trained, why: str) -> None:
+def test_other_samples_in_a_script_accuse_no_knob(other: Trained, why: str) -> None:
     run = scripted(of_a_script(lambda asked: SAME if asked.rung == "ddp" else other, by_overlap))
     certificate = run.certified.certificate
     assert certificate.parity is None

@@ -22,7 +22,7 @@ from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import confirm_gain
 from autods.tuner.forecasts import NoForecaster
-from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, TuneResult, space_of, tune
+from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, TuneResult, has_converged, space_of, tune
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
@@ -130,7 +130,7 @@ def test_the_start_is_told_without_being_run_again(path: Path) -> None:
     assert {record.trial.purpose for record in tuned.records} <= {"tune", "verify"}
 
 
-def test_proposals_stay_in_the_rungs_space_and_leave_other_settings_alone(path: Path) -> None:
+def test_proposals_stay_in_the_rungs_space(path: Path) -> None:
     run = Journaled(hill)
     tuning(run, path, trials=6)
     for trial in run.tuned:
@@ -163,7 +163,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[TuneResult, l
 
 
 @pytest.mark.parametrize("kill_at", [1, 3, 5, 7])  # the first proposal, the GP's first, its last, the confirmation
-def test_a_killed_search_goes_on_to_the_same_answer_without_running_anything_twice(
+def test_a_killed_search_resumes_to_the_same_answer(
     undisturbed: tuple[TuneResult, list[Trial]], path: Path, kill_at: int
 ) -> None:
     run = Journaled(hill)
@@ -292,7 +292,7 @@ def test_a_search_that_ended_early_ends_there_again_after_a_kill(tmp_path: Path)
     assert (tuning(run, tmp_path / "killed.jsonl", trials=20), run.ran) == (undisturbed, whole.ran)
 
 
-def test_the_search_ends_when_it_may_not_go_on_and_what_it_found_is_confirmed(path: Path) -> None:
+def test_a_spent_budget_still_confirms_the_leaders(path: Path) -> None:
     granted = iter([True, True, True, True])  # the start, the usual settings, and two more
     run = Journaled(lambda trial: fit(peak_bytes=1, samples_per_second=100 if trial.knobs == KNOBS else 150))
     tuned = tuning(run, path, may_go_on=lambda: next(granted, False))
@@ -356,7 +356,7 @@ def measured(speed: float, settings: dict[str, Scalar]) -> Record:
     return Record(id=1, trial=trial, outcome=fit(peak_bytes=1, samples_per_second=speed), seconds=1.0)
 
 
-def test_of_leaders_within_the_noise_the_best_when_measured_again_is_taken() -> None:
+def test_leaders_within_the_noise_are_measured_again() -> None:
     start, lucky, steady = measured(100.0, {}), measured(121.0, {OVERLAP: True}), measured(120.0, {OVERLAP: False})
     speeds = {None: 100.0, True: 108.0, False: 118.0}
     runner = ScriptedRunner(
@@ -398,7 +398,7 @@ def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     assert confirmed.records == ()
 
 
-def test_a_confirmed_leader_is_reported_with_the_slower_new_measurement() -> None:
+def test_a_confirmed_leader_has_its_new_measurement() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
     confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
@@ -428,3 +428,33 @@ def test_reading_the_search_loads_neither_optuna_nor_torch() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"optuna", "torch", "ray", "deepspeed"} & set(loaded)
+
+
+def test_a_search_goes_on_while_it_gains() -> None:
+    scores = [100.0 * 1.02**number for number in range(4 * WAIT)]
+    assert not any(has_converged(scores[:count], 0.01) for count in range(len(scores) + 1))
+
+
+def test_it_ends_when_the_last_trials_gained_less_than_asked() -> None:
+    scores = [100.0] * (STARTUP - 1) + [120.0] + [120.5] * WAIT
+    assert has_converged(scores, 0.01)
+    assert not has_converged(scores[:-1], 0.01)
+    assert not has_converged(scores, 0.001)
+
+
+def test_small_gains_add_up() -> None:
+    assert not has_converged([100.0] * STARTUP + [100 + 1.5 * number / WAIT for number in range(1, WAIT + 1)], 0.01)
+
+
+def test_the_first_trials_are_never_held_against_it() -> None:
+    assert not any(has_converged([100.0] * count, 0.01) for count in range(STARTUP + WAIT))
+    assert has_converged([100.0] * (STARTUP + WAIT), 0.01)
+
+
+def test_what_does_not_fit_gains_nothing() -> None:
+    assert has_converged([100.0] * STARTUP + [None] * WAIT, 0.01)
+    assert not has_converged([None] * 3 * WAIT, 0.01)
+
+
+def test_zero_never_ends_it() -> None:
+    assert not has_converged([100.0] * 5 * WAIT, 0.0)

@@ -212,14 +212,14 @@ def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Call
     assert found.raced.reasons["zero3"].endswith("times as fast as ddp")
 
 
-def test_a_rung_that_cannot_fit_by_its_forecast_is_not_tried_and_says_so(raced: Callable[..., FitResult]) -> None:
+def test_a_rival_that_cannot_fit_by_its_forecast_is_skipped(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=40)})
     found = raced(machine)
     assert machine.sizes("zero3") == []
     assert found.raced.reasons["zero3"] == "cannot fit by the forecast: needs 40 GiB"
 
 
-def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_runs_out(
+def test_a_rival_enters_at_the_leaders_batch_or_smaller(
     raced: Callable[..., FitResult],
 ) -> None:
     class Hopeful(Foreseeing):
@@ -236,9 +236,7 @@ def test_a_rival_enters_at_the_leaders_batch_and_is_tried_smaller_where_that_run
 
 
 @pytest.mark.parametrize("tier", ["host", "pinned"])
-def test_where_the_host_is_full_rungs_that_keep_as_much_there_are_passed_over(
-    raced: Callable[..., FitResult], tier: Tier
-) -> None:
+def test_a_full_host_rules_out_rivals_with_as_much_on_it(raced: Callable[..., FitResult], tier: Tier) -> None:
     offloading = Rung(full="host")
     machine = Machine({"ddp": Rung(gib=3), "zero2-offload": offloading, "zero3": Rung(gib=3), "zero3-offload": Rung()})
     found = raced(machine)
@@ -249,7 +247,7 @@ def test_where_the_host_is_full_rungs_that_keep_as_much_there_are_passed_over(
     assert machine.sizes("zero3") != []
 
 
-def test_a_host_that_is_full_at_a_large_batch_only_says_nothing_against_the_others(
+def test_a_host_full_at_a_large_batch_rules_out_no_rival(
     raced: Callable[..., FitResult],
 ) -> None:
     full = Rung(gib=3, full="host", full_from=4)
@@ -258,7 +256,7 @@ def test_a_host_that_is_full_at_a_large_batch_only_says_nothing_against_the_othe
     assert "samples/s" in found.raced.reasons["zero3-offload"]
 
 
-def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Callable[..., FitResult]) -> None:
+def test_a_rival_that_fits_unpinned_rules_out_no_other(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=12), "zero2-offload": Rung(full="pinned"), "zero3-offload": Rung(full="pinned")})
     found = raced(machine)
     assert won(found)[0] == "zero2-offload"
@@ -266,7 +264,7 @@ def test_a_rival_that_fits_unpinned_says_nothing_against_the_others(raced: Calla
     assert machine.sizes("zero3-offload") != []
 
 
-def test_without_checkpointing_it_is_faster_and_wins_where_memory_allows(raced: Callable[..., FitResult]) -> None:
+def test_no_checkpointing_wins_where_memory_allows(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3, fixed_s=0.05), "zero3": Rung(gib=3, fixed_s=0.1)}, kept_gib=0.5)
     found = raced(machine, checkpointing=True)
     assert found.best.trial.rung == "ddp"
@@ -285,7 +283,7 @@ def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., 
     assert not found.best.trial.knobs.checkpointing
 
 
-def test_without_checkpointing_it_loses_where_the_batch_gets_too_small(raced: Callable[..., FitResult]) -> None:
+def test_no_checkpointing_loses_where_the_batch_gets_small(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=10, fixed_s=1.0)}, kept_gib=2.0)  # room for 10 samples, and for 2
     found = raced(machine, checkpointing=True)
     assert won(found) == ("ddp", 10)
@@ -369,7 +367,7 @@ def take_first_fit(raced: Callable[..., FitResult], machine: Machine, **asked: A
     return raced(machine, stop="first-fit", checkpointing=True, **asked)
 
 
-def test_first_fit_recomputes_nothing_where_memory_is_not_what_ends_growth(raced: Callable[..., FitResult]) -> None:
+def test_first_fit_drops_checkpointing_where_memory_is_ample(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
     found = take_first_fit(raced, machine)
     assert not found.best.trial.knobs.checkpointing
@@ -377,7 +375,7 @@ def test_first_fit_recomputes_nothing_where_memory_is_not_what_ends_growth(raced
     assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
 
 
-def test_first_fit_recomputes_where_that_makes_room_for_a_batch_that_pays(raced: Callable[..., FitResult]) -> None:
+def test_first_fit_keeps_checkpointing_that_pays(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})  # room for 3 samples without, for 13 with
     found = take_first_fit(raced, machine)
     assert found.best.trial.knobs.checkpointing
@@ -386,7 +384,7 @@ def test_first_fit_recomputes_where_that_makes_room_for_a_batch_that_pays(raced:
     assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
 
 
-def test_first_fit_recomputes_nothing_where_a_larger_batch_does_not_pay_for_it(raced: Callable[..., FitResult]) -> None:
+def test_first_fit_drops_checkpointing_that_does_not_pay(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=6, fixed_s=0.01)})
     found = take_first_fit(raced, machine)
     assert not found.best.trial.knobs.checkpointing
@@ -416,7 +414,7 @@ def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., Fit
     assert "NVMe" in reasons_in_report(found, machine)["zero3-nvme"]
 
 
-def test_of_two_sizes_that_lie_close_only_the_larger_is_measured_again(raced: Callable[..., FitResult]) -> None:
+def test_of_two_close_sizes_only_the_larger_is_remeasured(raced: Callable[..., FitResult]) -> None:
     """Its speed is the higher one but for the noise."""
     machine = Machine({"ddp": Rung(gib=2, fixed_s=3.0), "zero1": Rung(gib=2, fixed_s=3.0)})
     raced(machine)

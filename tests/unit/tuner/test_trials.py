@@ -28,7 +28,7 @@ def test_of_long_steps_as_many_are_run_as_the_budget_has_room_for(step_s: float,
     assert (said.warmup, said.timed, said.most_timed) == (warmup, timed, 12)
 
 
-def test_a_fixed_number_of_steps_stays_fixed_and_is_never_less_than_what_proves_something() -> None:
+def test_a_fixed_number_of_steps_keeps_its_minimum() -> None:
     exam = Steps(warmup=0, timed=6, most_timed=6, budget_s=20.0)
     said = fit_steps_to_budget(exam, 7.0, least=4)
     assert (said.warmup, said.timed, said.most_timed) == (0, 4, 4)
@@ -62,7 +62,7 @@ class Model:
         return Growth(rules=rules, first=Trial(rung=rung, knobs=Knobs(), purpose="walk"), like=like)
 
 
-def test_a_rival_that_begins_with_a_large_batch_goes_by_the_shortest_step_of_another() -> None:
+def test_a_rivals_longest_step_counts_other_configs() -> None:
     model = Model()
     leader = model.growth("ddp")
     leader.walked = model.runner.run(leader.first)
@@ -92,7 +92,7 @@ def test_a_rivals_first_trial_is_as_short_as_its_steps_are_long() -> None:
     assert leader.records[0].trial.steps.timed <= 2
 
 
-def test_where_time_ends_the_growth_a_little_more_is_not_worth_a_trial() -> None:
+def test_a_slightly_larger_batch_is_not_worth_a_long_step() -> None:
     model = Model()
     growth = model.growth("ddp")
     growth.walked = model.runner.run(growth.first)
