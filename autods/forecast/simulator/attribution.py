@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...trial import training
 from .ledger import Ledger
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUCKETS, _OTHER = range(len(KINDS))
+_BUILD = training.build.__code__
 _LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long
 _BY_PHASE = {"init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER}
 # By file of DeepSpeed and part of the function's name; the first row that matches the nearest frame decides.
@@ -69,8 +71,8 @@ class KindByCaller:
                     if file == source and part in name:
                         return kind
                 return by_phase
-            if "/autods/trial/training.py" in path:
-                return _PARAMETERS if frame.f_code.co_name == "build" else by_phase
+            if path == _BUILD.co_filename:
+                return _PARAMETERS if frame.f_code is _BUILD else by_phase
             frame = frame.f_back
         return by_phase
 

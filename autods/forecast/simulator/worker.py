@@ -94,8 +94,8 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str) -> _Prepared:
 def _serve(client: socket.socket, prepared: _Prepared) -> None:
     """Fork a process for each request, until the client is gone.
 
-    Engines that can share a model come from a child that has built it: it is forked for the first of them, and gets
-    their requests passed on.
+    Engines that can share a model come from a child that has built it. It is forked for the first of them, and their
+    requests are passed on to it.
     """
     parent = os.getpid()
     children: set[int] = set()
