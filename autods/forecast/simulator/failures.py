@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...trial.patching import SymbolMissing
 from .protocol import Failure
 
 
@@ -60,6 +61,9 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     """The failure that an exception means; `where` is the innermost line of the user's file."""
     if isinstance(error, Refused):
         return Failure(kind=error.kind, what=error.what, hint=error.hint)
+    if isinstance(error, SymbolMissing):
+        what, _, hint = str(error).partition("\n")
+        return Failure(kind="engine", what=what, hint=hint.strip())
     from ...trial.job import describe_error
 
     described = describe_error(error, user_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autods.forecast.simulator.failures import Refused, explain_optimizer_errors, failure_of, unsupported
+from autods.trial.patching import Patch, SymbolMissing
 
 
 def explained(error: Exception, config: dict[str, object]) -> Refused:
@@ -42,6 +43,16 @@ def test_other_errors_pass_through() -> None:
 def test_a_refusal_keeps_its_words() -> None:
     failure = failure_of(unsupported("no such kernel", "use another"), "model.py")
     assert (failure.kind, failure.what, failure.hint) == ("unsupported", "no such kernel", "use another")
+
+
+def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
+    patch = Patch(symbol="pytest.nothing", why="it is a test")
+    with pytest.raises(SymbolMissing) as missing:
+        patch.original()
+    failure = failure_of(missing.value, "model.py")
+    assert failure.what == f"pytest {pytest.__version__} has no pytest.nothing, which autods replaces: it is a test"
+    assert failure.hint is not None
+    assert "constraints.txt" in failure.hint
 
 
 def test_an_error_of_the_users_file_names_its_line() -> None:
