@@ -25,7 +25,7 @@ PINS = tuple(f"{ZERO}.offload_{part}.pin_memory" for part in ("param", "optimize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """What DeepSpeed knows, as the file has it."""
+    """The keys of a DeepSpeed config, as the file lists them."""
 
     scalars: tuple[str, ...]
     sections: tuple[str, ...]
@@ -36,14 +36,14 @@ class Keys:
 
 @cache
 def read_known_keys() -> Keys:
-    """The shipped file."""
+    """Read the shipped file."""
     path = data_folder("configs") / "deepspeed" / "keys.toml"
     hint = "reinstall autods"
     return read_checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), hint=hint)
 
 
 def check_key(key: str, axis: str) -> None:
-    """Raises InputError when DeepSpeed has no such key, or something else decides it; `axis` is how it was asked."""
+    """Raise InputError when DeepSpeed has no such key or a rung or another axis decides it."""
     keys = read_known_keys()
     if key in keys.instead:
         raise InputError(f"{axis}: a rung or another axis decides it", hint=f"give --vary {keys.instead[key]}")
@@ -63,14 +63,14 @@ def check_key(key: str, axis: str) -> None:
 
 
 def list_keys() -> tuple[str, ...]:
-    """Every key that is known in full."""
+    """Return every key that is known in full."""
     keys = read_known_keys()
     inside = [f"{part}.{key}" for part, names in keys.offload.items() for key in names]
     return (*(f"{ZERO}.{key}" for key in (*keys.zero_optimization, *inside)), *keys.scalars)
 
 
 def why_ineffective(key: str, rung: Rung) -> str | None:
-    """Why the key means nothing under a rung; None: it does mean something."""
+    """Return why the key has no effect under a rung; None when it has one."""
     first, _, rest = key.partition(".")
     if first == "aio" and "nvme" not in rung.places.values():
         return "nothing lies on NVMe"
@@ -88,11 +88,11 @@ _STATES = {"param": "parameters", "optimizer": "optimizer states"}
 
 
 def unknown_axis(axis: str, name: str) -> InputError:
-    """There is no such axis: the nearest ones, and what is possible at all."""
+    """Return the error for an axis that does not exist, with the nearest names and all that are possible."""
     possible = (*AXES, *list_keys())
     short = {key.rpartition(".")[2]: key for key in reversed(possible)}
     near = get_close_matches(name, possible, n=3)
-    near = near or [short[one] for one in get_close_matches(name.rpartition(".")[2], short, n=3)]
+    near = near or [short[key] for key in get_close_matches(name.rpartition(".")[2], short, n=3)]
     closest = f"did you mean {' or '.join(near)}? " if near else ""
     return InputError(
         f"{axis}: there is nothing of that name to vary",
@@ -101,17 +101,17 @@ def unknown_axis(axis: str, name: str) -> InputError:
     )
 
 
-# Names that are no key of a DeepSpeed config.
+# Axes that are not keys of a DeepSpeed config.
 AXES = (
     "rung", "precision", "micro_batch", "accumulation", "checkpointing", "pin_memory", "gpus", "seq_len", "target_len",
     "build_model.NAME", "build_batch.NAME", "args.NAME", "env.NAME",
 )  # fmt: skip
 
 
-# None: an environment variable that is not set.
+# None stands for an environment variable that is not set.
 Value = Scalar | None
-# What autods itself sets for the ranks, or needs as it is.
-_OURS = (
+# Variables that autods sets for the ranks, or must not change.
+_RESERVED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
     "THP_MEM_ALLOC_ENABLE", "TOKENIZERS_PARALLELISM", "PATH", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR",
@@ -125,14 +125,14 @@ _EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """Something that is varied, and its values in the order in which they were given."""
+    """A name that is varied, and its values in the given order."""
 
     name: str
     values: tuple[Value, ...]
 
 
 def read_axes(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[str, Rung]) -> tuple[Axis, ...]:
-    """The axes that were asked for: lines 'NAME=A,B', or names and values. Raises InputError for a wrong one."""
+    """Read axes from lines 'NAME=A,B' or from names and values. Raises InputError."""
     given = vary.items() if isinstance(vary, Mapping) else [split_axis(line) for line in vary]
     axes: dict[str, Axis] = {}
     for name, values in given:
@@ -144,20 +144,20 @@ def read_axes(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[
 
 
 def read_axis(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
-    """One axis, its values by what they mean for that name."""
-    said = f"--vary {name}"
+    """Read one axis; the name decides how its values are read."""
+    option = f"--vary {name}"
     if isinstance(values, str):
         values = [parse_value(part) for part in values.split(",")]
-    found = list(values) if isinstance(values, Iterable) else [values]
-    if not found:
-        raise InputError(f"{said}: no value", hint="give at least one: NAME=A,B,C")
+    given = list(values) if isinstance(values, Iterable) else [values]
+    if not given:
+        raise InputError(f"{option}: no value", hint="give at least one: NAME=A,B,C")
     name = _ALIASES.get(name, name)
-    read = _reader(name, said, rungs)
-    return Axis(name=name, values=tuple(_distinct(read(value) for value in found)))
+    read = _reader(name, option, rungs)
+    return Axis(name=name, values=tuple(_distinct(read(value) for value in given)))
 
 
 def parse_value(text: str) -> Value:
-    """A value as JSON has it: true, 2, 1.5, "text", null; 1e6 is a whole number, and anything else is text."""
+    """Read a value as JSON: true, 2, 1.5, "text", null. 1e6 is a whole number, and anything else is text."""
     text = text.strip()
     if _EXPONENT.fullmatch(text) and (number := float(text)).is_integer():
         return int(number)
@@ -169,7 +169,7 @@ def parse_value(text: str) -> Value:
 
 
 def split_axis(line: str) -> tuple[str, str]:
-    """'NAME=A,B' → name and values."""
+    """Split 'NAME=A,B' into name and values."""
     name, equals, values = line.partition("=")
     if not equals or not name.strip() or not values.strip():
         raise InputError(f"--vary {line}: it is NAME=A,B,C", hint="such as --vary rung=zero1,zero2")
@@ -177,73 +177,75 @@ def split_axis(line: str) -> tuple[str, str]:
 
 
 def _distinct(values: Iterable[Value]) -> Iterable[Value]:
-    """Each once; to Python True is 1."""
+    """Return each value once; True and 1 are different values."""
     return {(type(value), value): value for value in values}.values()
 
 
-def _reader(name: str, said: str, rungs: Mapping[str, Rung]) -> Callable[[Any], Value]:
-    """How a value of that name is read; a name that nothing has is refused here."""
+def _reader(name: str, option: str, rungs: Mapping[str, Rung]) -> Callable[[Any], Value]:
+    """Return how a value of that name is read. Raises InputError for a name that does not exist."""
     first, _, rest = name.partition(".")
     if name == "rung":
-        return lambda value: _one_of(value, said, tuple(rungs), "the rungs are")
+        return lambda value: _one_of(value, option, tuple(rungs), "the rungs are")
     if name == "precision":
-        return lambda value: _one_of(value, said, ("bf16", "fp16", "fp32"), "a model trains in")
+        return lambda value: _one_of(value, option, ("bf16", "fp16", "fp32"), "a model trains in")
     if name in _COUNTS:
-        return lambda value: _count(value, said)
+        return lambda value: _count(value, option)
     if name in ("checkpointing", "pin_memory"):
-        return lambda value: _switch(value, said)
+        return lambda value: _switch(value, option)
     if first == "env" and rest:
-        if rest in _OURS:
-            raise InputError(f"{said}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO")
-        return lambda value: _environment(value, said)
+        if rest in _RESERVED:
+            raise InputError(
+                f"{option}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO"
+            )
+        return lambda value: _environment(value, option)
     if first in ("args", *FUNCTIONS) and rest:
-        return lambda value: _plain(value, said)
+        return lambda value: _plain(value, option)
     if first in ("env", "args", *FUNCTIONS):
-        raise unknown_axis(said, name)
-    check_key(name, said)
-    return lambda value: _plain(value, said)
+        raise unknown_axis(option, name)
+    check_key(name, option)
+    return lambda value: _plain(value, option)
 
 
-def _one_of(value: object, said: str, known: Sequence[str], words: str) -> str:
+def _one_of(value: object, option: str, known: Sequence[str], words: str) -> str:
     if value not in known:
-        raise InputError(f"{said}: there is no {value!r}", hint=f"{words}: {', '.join(known)}")
+        raise InputError(f"{option}: there is no {value!r}", hint=f"{words}: {', '.join(known)}")
     return str(value)
 
 
-def _count(value: object, said: str) -> int:
+def _count(value: object, option: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{said}: {value!r} is no whole number above 0")
+        raise InputError(f"{option}: {value!r} is not a whole number above 0")
     return value
 
 
-def _switch(value: object, said: str) -> bool:
+def _switch(value: object, option: str) -> bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.lower() not in _SWITCHES:
-        raise InputError(f"{said}: {value!r} is neither on nor off", hint="give on,off or true,false")
+        raise InputError(f"{option}: {value!r} is neither on nor off", hint="give on,off or true,false")
     return _SWITCHES[value.lower()]
 
 
-def _environment(value: object, said: str) -> str | None:
-    """As text, for that is what a process gets; null: not set."""
+def _environment(value: object, option: str) -> str | None:
+    """Read a variable's value as text; null leaves it unset."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, int | float):
-        raise InputError(f"{said}: {value!r} is no text")
+        raise InputError(f"{option}: {value!r} is not text")
     return str(value)
 
 
-def _plain(value: object, said: str) -> Scalar:
+def _plain(value: object, option: str) -> Scalar:
     if not isinstance(value, bool | int | float | str):
-        raise InputError(f"{said}: {value!r} is no number, true, false or text")
+        raise InputError(f"{option}: {value!r} is not a number, true, false or text")
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """Axes by name, as the file has them."""
+    """Axes by name, as a file has them."""
 
     name: str
     vary: Mapping[str, tuple[Any, ...]]
@@ -251,7 +253,7 @@ class Experiment:
 
 
 def read_experiment(name: str) -> Experiment:
-    """A shipped experiment by name, or any TOML file by path. Raises InputError."""
+    """Read a shipped experiment by name, or a TOML file by path. Raises InputError."""
     folder = data_folder("configs") / "experiments"
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
@@ -269,7 +271,7 @@ def _check(experiment: Experiment) -> None:
 def add_experiment(
     name: str | Path | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
 ) -> Sequence[str] | Mapping[str, Iterable[Any]]:
-    """The experiment's axes, then those that were asked for; one of the same name takes its place."""
+    """Return the experiment's axes and those of the request, which replace axes of the same name."""
     if name is None:
         return vary
     given = vary if isinstance(vary, Mapping) else _by_name(vary)
@@ -278,7 +280,7 @@ def add_experiment(
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, Any]:
-    """'NAME=A,B' by name; what is no such line is refused where axes are read."""
+    """Return the values of lines 'NAME=A,B' by name. Raises InputError."""
     named: dict[str, Any] = {}
     for name, values in map(split_axis, lines):
         if name in named:

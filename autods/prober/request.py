@@ -1,4 +1,4 @@
-"""What a user asked of `autods probe`, checked against the machine."""
+"""Check a request of `autods probe` against the workload and the machine, and resolve it to settings."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def choose_machine(
     host_memory: str | int | None,
     on: str | None,
 ) -> Machine:
-    """The machine that was named or described; else this one's cards. Raises InputError."""
+    """Return the machine that options name or describe, else this one. Raises InputError."""
     asked, host = parse_size(gpu_memory, "--gpu-memory"), parse_size(host_memory, "--host-memory")
     if on is not None:
         if asked is not None or device == "cpu":
             raise InputError(
-                "--on names a card, so --gpu-memory and --device cpu say nothing", hint="drop one of the two"
+                "--on names a card and contradicts --gpu-memory and --device cpu", hint="drop one of the two"
             )
         named = find_machines(on)
         if len(named) > 1:
@@ -61,7 +61,7 @@ def choose_machine(
 
 
 def describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
-    """The machine as `settings.resolve` looks at one: with as many cards as there are ranks."""
+    """Return hardware with as many cards of the machine as there are ranks."""
     cards = tuple(
         Card(index=index, name=machine.title, total_bytes=machine.device_bytes, free_bytes=machine.device_bytes)
         for index in range(ranks)
@@ -72,36 +72,36 @@ def describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
     )
 
 
-# The arguments of a function of the workload; None: any, or nobody knows.
+# From a function of the workload to its arguments; None where it takes any, or they are not known.
 Arguments = Callable[[str], Sequence[str] | None]
 
 
 def check_contradictions(
-    named: Mapping[str, Sequence[Value]], source: WorkloadSource, asked: Mapping[str, Any], *, capacity: bool
+    named: Mapping[str, Sequence[Value]], source: WorkloadSource, options: Mapping[str, Any], *, capacity: bool
 ) -> None:
-    """An axis and an option must not say the same thing differently."""
-    options = {
-        "precision": asked.get("precision", "auto") != "auto",
+    """Raise InputError where an axis and an option contradict each other."""
+    given = {
+        "precision": options.get("precision", "auto") != "auto",
         "seq_len": source.seq_len is not None,
         "target_len": source.target_len is not None,
-        "accumulation": asked.get("global_batch") is not None,
+        "accumulation": options.get("global_batch") is not None,
     }
-    for name, said in options.items():
-        if said and name in named:
+    for name, is_set in given.items():
+        if is_set and name in named:
             option = "--global-batch" if name == "accumulation" else f"--{name.replace('_', '-')}"
             raise InputError(f"--vary {name}=… and {option} contradict each other", hint="drop one of the two")
     if capacity and "micro_batch" in named:
         raise InputError(
             "--capacity looks for the largest micro batch itself", hint="drop --vary micro_batch=…, or --capacity"
         )
-    if "," in str(asked.get("precision", "")):
+    if "," in str(options.get("precision", "")):
         raise InputError(
-            "--precision names one; several are an axis", hint=f"give --vary precision={asked['precision']}"
+            "--precision names one; several are an axis", hint=f"give --vary precision={options['precision']}"
         )
 
 
 def check_packed(ranks: int, settings: Settings) -> None:
-    """Ranks of a cell fill whole nodes, or a part of one."""
+    """Raise InputError unless the ranks of a cell fill whole nodes or a part of one."""
     each = settings.ranks_per_node
     if ranks > each and ranks % each:
         raise InputError(
@@ -111,7 +111,7 @@ def check_packed(ranks: int, settings: Settings) -> None:
 
 
 def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> None:
-    """Raises InputError when the workload has no such argument, and lists those that it has."""
+    """Raise InputError, with the arguments that there are, when the workload has no such argument."""
     if source.kind == "script" or name.startswith(ARGS):
         _check_script(name, source)
         return
@@ -140,7 +140,7 @@ def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> N
 
 
 def _check_script(name: str, source: WorkloadSource) -> None:
-    """A script is called by its command line, and `args.NAME` stands for {NAME} there."""
+    """Check an axis of a script, where `args.NAME` stands for {NAME} in its command line."""
     if source.kind != "script":
         raise InputError(f"--vary {name}: it is for a training script's arguments", where=source.path)
     if name in LENGTHS or name.partition(".")[0] in FUNCTIONS or name == "checkpointing":
@@ -170,12 +170,15 @@ PLAINEST = "ddp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
-    """One probe. `settings` are those of the most ranks; its ladder holds the rungs that are varied.
+    """The resolved request of a probe.
 
-    repeats: how often each cell is measured. capacity: look for the largest micro batch of each cell. parallel: cells
-    that are searched for it at a time. forecast_only: without a trial, for `machine`. as_written: buckets are the base
-    config's, or DeepSpeed's own, and not sized as a fit would start. machine: what is forecast for; None: this one.
-    assumed: what nobody said, in sentences.
+    settings: those of the most ranks; their ladder holds the rungs that are varied.
+    repeats: how often each cell is measured.
+    capacity: whether the largest micro batch of each cell is searched for; `parallel` cells at a time.
+    forecast_only: whether there are no trials, but forecasts for `machine`.
+    as_written: whether buckets are the base config's or DeepSpeed's own, not sized as a fit would start.
+    machine: the one that is forecast for; None for this one.
+    assumed: sentences about what was not given.
     """
 
     settings: Settings
@@ -190,14 +193,14 @@ class ProbeSettings:
     assumed: tuple[str, ...] = ()
 
     def cells(self) -> Iterable[dict[str, Value]]:
-        """Axis → value of each cell; the last axis changes fastest."""
+        """Yield the values of each cell by axis; the last axis changes fastest."""
         for values in product(*(axis.values for axis in self.axes)):
             yield dict(zip((axis.name for axis in self.axes), values, strict=True))
 
     def fingerprint(self) -> str:
-        """Equal for probes whose trials answer each other's; more repeats go on with those that are there."""
+        """Return equal text for probes that can share trials. The number of repeats does not matter."""
         axes = [asdict(axis) for axis in self.axes]
-        said = [
+        identity = [
             self.settings.fingerprint(),
             axes,
             asdict(self.steps),
@@ -205,7 +208,7 @@ class ProbeSettings:
             self.as_written,
             repr(self.machine),
         ]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def build_probe_settings(
@@ -226,34 +229,34 @@ def build_probe_settings(
     ladder: tuple[str, ...] = (),
     strategies: tuple[Path, ...] = (),
     out: str | Path | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> ProbeSettings:
-    """Check what was asked. `asked`: the rest, as `settings.resolve` takes it. Raises InputError.
+    """Check and resolve a request. Raises InputError.
 
-    arguments: what the workload's functions take. ladder: the rungs, where no axis names them. machine: one that need
-    not be here; it is forecast for, and `hardware` has to be its own.
+    arguments: those of the workload's functions. ladder: the rungs, where no axis names them. machine: the one that is
+    forecast for, whose `hardware` is given. `options` are the other fields of `FitRequest`.
     """
     capacity = capacity or machine is not None
     folders = (experiment_rungs(), *strategies)
     rungs = read_rungs(folders)
     axes = _with_gpus(read_axes(vary, rungs), gpus)
     if ladder and any(axis.name == "rung" for axis in axes):
-        raise InputError("--ladder and an axis both say the rungs", hint="give them once: --vary rung=…")
+        raise InputError("--ladder and an axis both name the rungs", hint="give them once: --vary rung=…")
     axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
     named = {axis.name: axis.values for axis in axes}
-    check_contradictions(named, source, asked, capacity=capacity)
+    check_contradictions(named, source, options, capacity=capacity)
     for name in named:
         check_argument(name, source, arguments)
     counts = [count for count in named.get("gpus", gpus) if isinstance(count, int)]
-    nvme_path = asked.pop("nvme_path", None) if machine is not None else None  # it need not be here
+    nvme_path = options.pop("nvme_path", None) if machine is not None else None  # it need not be here
     fit = FitRequest(
         source.path, gpus=max(counts, default=None), base_config=base_config, config=config, out=out,
-        ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **asked,
+        ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **options,
     )  # fmt: skip
     settings = resolve_fit(fit, source, hardware=hardware)
     for count in counts:  # a base config, or a global batch, may suit some and not others
         base, _ = load_base_config(source.base_config if base_config is None else base_config, world_size=count)
-        resolve_global_batch(asked.get("global_batch"), base, count)
+        resolve_global_batch(options.get("global_batch"), base, count)
         check_packed(count, settings)
     if machine is not None:
         settings = replace(settings, nvme_path=nvme_place(nvme_path, machine))
@@ -279,15 +282,15 @@ def build_probe_settings(
 
 
 def experiment_rungs() -> Path:
-    """Rungs beside the ladder that experiments compare; any probe may name them."""
+    """Return the folder of rungs that are not in the ladder; experiments compare them, and any probe may name them."""
     return data_folder("configs") / "experiments" / "strategies"
 
 
 def _with_gpus(axes: tuple[Axis, ...], gpus: Sequence[int]) -> tuple[Axis, ...]:
-    """Several numbers of ranks are an axis, however they are given."""
+    """Return the axes with one for several numbers of ranks."""
     if any(axis.name == "gpus" for axis in axes):
         if gpus:
-            raise InputError("--vary gpus=… and --gpus both say the ranks", hint="drop one of the two")
+            raise InputError("--vary gpus=… and --gpus both give the ranks", hint="drop one of the two")
         return axes
     for count in gpus:
         check_ranks(count)
@@ -295,14 +298,14 @@ def _with_gpus(axes: tuple[Axis, ...], gpus: Sequence[int]) -> tuple[Axis, ...]:
 
 
 def _rungs_of(ladder: tuple[str, ...], rungs: Mapping[str, Rung], config: str, *, capacity: bool) -> tuple[str, ...]:
-    """The rungs where no axis names any; of an experiment, where nobody named any, the plainest."""
+    """Return the rungs where no axis names any: a ladder's, or none for timed cells without a ladder."""
     if not ladder and not capacity:
         return ()
     return tuple(rung.name for rung in select_rungs(ladder or read_profile(config).ladder, rungs))
 
 
 def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
-    """Every cell has a rung; what was assumed for it."""
+    """Return the axes with one of rungs, and a sentence where a rung had to be assumed."""
     if any(axis.name == "rung" for axis in axes):
         return axes, ()
     assumed = () if names else (f"rung {PLAINEST} (--vary rung=…)",)
@@ -310,7 +313,7 @@ def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Ax
 
 
 def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
-    """How long a trial is: the config's, or so many timed steps."""
+    """Return the steps of a trial: those of the profile, or as many timed ones as were requested."""
     steps = settings.profile.walk if capacity else settings.profile.timed
     if asked is None:
         return steps
@@ -319,7 +322,7 @@ def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
 
 
 def _parallel(trials: int, *, capacity: bool) -> int:
-    """Only trials that are not timed may run side by side."""
+    """Return the number of trials at a time; timed trials run alone."""
     if trials > 1 and not capacity:
         raise InputError(
             f"--parallel-trials {trials}: trials of a probe are timed, and would slow each other down",
@@ -329,7 +332,7 @@ def _parallel(trials: int, *, capacity: bool) -> int:
 
 
 def _patient(settings: Settings) -> Settings:
-    """The largest micro batch may take minutes for one phase: that alone is no hang."""
+    """Return settings without the limit on a stalled phase: the largest micro batch may take minutes for one."""
     limits = settings.profile.limits
     return replace(settings, profile=replace(settings.profile, limits=replace(limits, stall_s=limits.init_s)))
 
@@ -351,48 +354,48 @@ def resolve_probe(
     forecast_only: bool = False,
     on: str | None = None,
     host_memory: str | int | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> ProbeSettings:
-    """Check what was asked, by the names of `api.probe`. Raises InputError."""
-    said = Path(workload) if isinstance(workload, str) else workload
+    """Check and resolve a request, given by the arguments of `api.probe`. Raises InputError."""
+    workload = Path(workload) if isinstance(workload, str) else workload
     vary = add_experiment(experiment, vary)
     counts = _counts(gpus)
     machine = None
-    if forecast_only and (asked.get("nodes") is not None or asked.get("address") is not None):
+    if forecast_only and (options.get("nodes") is not None or options.get("address") is not None):
         raise InputError(
             "--forecast-only runs nothing on a cluster", hint="`autods plan --nodes` forecasts several nodes"
         )
     if forecast_only:
         machine = choose_machine(
             hardware,
-            device=asked.get("device", "cuda"),
-            gpu_memory=asked.get("gpu_memory"),
+            device=options.get("device", "cuda"),
+            gpu_memory=options.get("gpu_memory"),
             host_memory=host_memory,
             on=on,
         )
-        if asked.get("device", "cuda") == "cuda":
-            asked = {**asked, "gpu_memory": None}  # the machine's card is of that size
+        if options.get("device", "cuda") == "cuda":
+            options = {**options, "gpu_memory": None}  # the machine's card is of that size
             hardware = describe_hardware(machine, max(_ranks(counts, vary)), hardware)
-        if not asked.get("forecast", True):
+        if not options.get("forecast", True):
             raise InputError("--forecast-only and --no-forecast contradict each other", hint="drop one of the two")
     elif on is not None or host_memory is not None:
         option = "--on" if on is not None else "--host-memory"
-        raise InputError(f"{option} is of another machine: trials run on this one", hint="add --forecast-only")
+        raise InputError(f"{option} describes another machine, and trials run on this one", hint="add --forecast-only")
     return build_probe_settings(
-        source, lambda function: argument_names(said, source, function), hardware=hardware, vary=vary, gpus=counts,
-        machine=machine, **asked,
+        source, lambda function: argument_names(workload, source, function), hardware=hardware, vary=vary, gpus=counts,
+        machine=machine, **options,
     )  # fmt: skip
 
 
 def count_most_ranks(
     gpus: int | str | Sequence[int] | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
 ) -> int | None:
-    """The most ranks of any cell, as far as they are said. Raises InputError."""
-    return max(_said(_counts(gpus), vary), default=None)
+    """Return the most ranks of any cell; None where none are given. Raises InputError."""
+    return max(_given_ranks(_counts(gpus), vary), default=None)
 
 
 def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
-    """'1,2,4' → three numbers."""
+    """Return the numbers in text such as '1,2,4'."""
     if gpus is None or isinstance(gpus, int):
         return () if gpus is None else (gpus,)
     try:
@@ -400,17 +403,19 @@ def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
             return tuple(int(part) for part in gpus.split(","))
         return tuple(check_count("gpus", part) for part in gpus)
     except (ValueError, TypeError):
-        raise InputError(f"--gpus {gpus}: these are no numbers", hint="give --gpus 8, or --gpus 1,2,4,8") from None
+        raise InputError(
+            f"--gpus {gpus}: this is not a list of numbers", hint="give --gpus 8, or --gpus 1,2,4,8"
+        ) from None
 
 
 def _ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
-    """How many cards the machine that is forecast for must show: all that any cell asks for."""
-    if not (found := _said(counts, vary)):
+    """Return the ranks of all cells. Raises InputError where none are given."""
+    if not (ranks := _given_ranks(counts, vary)):
         raise InputError("say how many ranks to forecast for", hint="give --gpus 8, or --gpus 1,2,4,8")
-    return found
+    return ranks
 
 
-def _said(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
+def _given_ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
     lines = vary.items() if isinstance(vary, Mapping) else (line.partition("=")[::2] for line in vary)
     named = [values for name, values in lines if name.strip() == "gpus"]
     parts = [part for values in named for part in (values.split(",") if isinstance(values, str) else values)]
@@ -418,19 +423,19 @@ def _said(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any
 
 
 def list_notes(question: ProbeSettings) -> tuple[str, ...]:
-    """Sentences: what was assumed, and what this device cannot show."""
+    """Return sentences about what was assumed and what this device cannot show."""
     names = [axis.name for axis in question.axes]
-    said = [f"assumed: {one}" for one in question.assumed]
+    notes = [f"assumed: {assumption}" for assumption in question.assumed]
     if not question.capacity and "micro_batch" not in names:
         micro_batch = question.settings.base.get("train_micro_batch_size_per_gpu")
-        said += [] if isinstance(micro_batch, int) else ["assumed: micro batch 1 (--vary micro_batch=…)"]
+        notes += [] if isinstance(micro_batch, int) else ["assumed: micro batch 1 (--vary micro_batch=…)"]
     if question.settings.device != "cpu" or question.forecast_only:
-        return tuple(said)
+        return tuple(notes)
     if any(name.startswith("env.NCCL_") for name in names):
-        said.append("CPU ranks talk through gloo: NCCL's variables change nothing here")
+        notes.append("CPU ranks talk through gloo: NCCL's variables change nothing here")
     if any("pin_memory" in name for name in names):
-        said.append("on CPU ranks no memory is pinned for the CPU's Adam: pin_memory shows on GPUs")
+        notes.append("on CPU ranks no memory is pinned for the CPU's Adam: pin_memory shows on GPUs")
     rungs = {rung.name: rung for rung in question.settings.ladder}
     if any("host" in rung.places.values() for rung in rungs.values()):
-        said.append("on CPU ranks the device's memory is host memory: offloading to the CPU saves nothing here")
-    return tuple(said)
+        notes.append("on CPU ranks the device's memory is host memory: offloading to the CPU saves nothing here")
+    return tuple(notes)

@@ -68,9 +68,9 @@ def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
         ("rung=", "NAME=A,B,C"),
         ("rung=zero9", "the rungs are: ddp, zero1"),
         ("precision=int8", "bf16, fp16, fp32"),
-        ("micro_batch=0", "no whole number above 0"),
-        ("micro_batch=two", "no whole number above 0"),
-        ("gpus=true", "no whole number above 0"),
+        ("micro_batch=0", "not a whole number above 0"),
+        ("micro_batch=two", "not a whole number above 0"),
+        ("gpus=true", "not a whole number above 0"),
         ("checkpointing=maybe", "neither on nor off"),
         ("reduce_bucket=1,2", "did you mean zero_optimization.reduce_bucket_size"),
         ("zero_optimization.nonsense=1", "possible are rung, precision"),
@@ -82,7 +82,7 @@ def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
         ("env.MASTER_PORT=1,2", "autods sets MASTER_PORT itself"),
         ("env=1", "nothing of that name"),
         ("build_model=1", "nothing of that name"),
-        ("build_model.n_layer=null", "no number, true, false or text"),
+        ("build_model.n_layer=null", "not a number, true, false or text"),
     ],
 )
 def test_a_wrong_axis_is_refused_with_what_is_possible(line: str, said: str) -> None:
@@ -128,9 +128,9 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
 @pytest.mark.parametrize(
     ("vary", "asked", "said"),
     [
-        (("gpus=1,2",), {"gpus": 2}, "both say the ranks"),
-        (("rung=zero1",), {"ladder": ("zero2",)}, "both say the rungs"),
-        ((), {"ladder": ("zero2",), "experiment": "stages"}, "both say the rungs"),
+        (("gpus=1,2",), {"gpus": 2}, "both give the ranks"),
+        (("rung=zero1",), {"ladder": ("zero2",)}, "both name the rungs"),
+        ((), {"ladder": ("zero2",), "experiment": "stages"}, "both name the rungs"),
         (("seq_len=1,2",), {"text": BARE}, "no argument 'seq_len'"),
         (("build_model.depth=1",), {}, "it has n_layer"),
         (("build_batch.micro_batch_size=1",), {}, "it has seq_len, width"),
@@ -141,7 +141,7 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
         ((), {"precision": "bf16,fp32"}, "--vary precision=bf16,fp32"),
         ((), {"repeats": 0}, "--repeats 0"),
         ((), {"steps": 0}, "--steps 0"),
-        ((), {"gpus": "2,x"}, "these are no numbers"),
+        ((), {"gpus": "2,x"}, "not a list of numbers"),
         ((), {"gpus": "0,2"}, "at least one rank"),
         ((), {"on": "a100-80gb"}, "add --forecast-only"),
         ((), {"forecast_only": True, "gpu_memory": None, "device": "cuda"}, "say which device"),
