@@ -62,8 +62,8 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     if isinstance(error, Refused):
         return Failure(kind=error.kind, what=error.what, hint=error.hint)
     if isinstance(error, SymbolMissing):
-        what, _, hint = str(error).partition("\n")
-        return Failure(kind="engine", what=what, hint=hint.strip())
+        what, _, advice = str(error).partition("\n")
+        return Failure(kind="engine", what=what, hint=advice.strip())
     from ...trial.job import describe_error
 
     described = describe_error(error, user_file)
