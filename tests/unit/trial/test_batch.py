@@ -27,7 +27,7 @@ def test_the_largest_of_the_draws_is_taken() -> None:
     assert longest.draws == DRAWS
 
 
-def test_the_workloads_own_longest_batch_is_not_drawn() -> None:
+def test_build_longest_batch_is_used_instead_of_draws() -> None:
     workload = Workload(
         build_model=torch.nn.Module,
         build_batch=lambda n: pytest.fail("drawn"),
@@ -37,7 +37,7 @@ def test_the_workloads_own_longest_batch_is_not_drawn() -> None:
     assert (longest.shape, longest.draws) == ((4, 64), 0)
 
 
-def test_a_longest_batch_of_another_size_is_refused_by_its_name() -> None:
+def test_a_longest_batch_of_a_wrong_size_is_refused() -> None:
     workload = Workload(
         build_model=torch.nn.Module,
         build_batch=lambda n: (torch.zeros(n),),
@@ -56,11 +56,11 @@ def of_lengths(usual: int, longest: int | None) -> Workload:
 
 
 @pytest.mark.parametrize(("longest", "ratio"), [(None, 1.0), (64, 8.0), (4, 1.0)])
-def test_a_look_at_the_workload_says_how_much_longer_its_longest_batch_is(longest: int | None, ratio: float) -> None:
+def test_a_survey_reports_the_ratio_of_the_longest_batch(longest: int | None, ratio: float) -> None:
     assert survey(of_lengths(8, longest))["longest_ratio"] == ratio
 
 
-def test_a_longest_batch_that_cannot_be_made_is_the_exams_to_tell() -> None:
+def test_a_longest_batch_that_fails_does_not_fail_the_survey() -> None:
     def cannot(micro_batch_size: int) -> tuple[torch.Tensor, ...]:
         raise IndexError(micro_batch_size)
 

@@ -1,4 +1,4 @@
-"""What is counted of DeepSpeed's collectives, on a backend that moves nothing."""
+"""Count the collectives of a backend that moves nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autods.trial.collectives import Traffic
 
 @dataclass(frozen=True)
 class Block:
-    """As much of a tensor as is counted."""
+    """The part of a tensor's interface that counting needs."""
 
     elements: int
     each: int = 2
@@ -91,7 +91,7 @@ def test_an_all_reduce_sends_its_tensor_nearly_twice() -> None:
     assert counted(traffic, "all_reduce") == (1, 200, 300)  # 2 × 3/4 of 200
 
 
-def test_gathering_and_scattering_count_the_whole_and_send_all_but_a_rank_s_part() -> None:
+def test_gather_and_scatter_send_all_but_a_ranks_own_part() -> None:
     backend = Backend(world_size=4)
     traffic = listening(backend)
     with traffic.step():
@@ -122,7 +122,7 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert counted(traffic, "all_reduce") == (1, 200, 0)
 
 
-def test_what_one_rank_sends_to_another_is_counted_once() -> None:
+def test_a_point_to_point_transfer_is_counted_once() -> None:
     backend = Backend()
     traffic = listening(backend)
     with traffic.step():
@@ -132,7 +132,7 @@ def test_what_one_rank_sends_to_another_is_counted_once() -> None:
     assert counted(traffic, "recv") == (1, 200, 0)
 
 
-def test_only_the_last_step_counts_and_nothing_between_steps() -> None:
+def test_only_collectives_of_the_last_step_count() -> None:
     backend = Backend()
     traffic = listening(backend)
     with traffic.step():
@@ -168,18 +168,18 @@ def test_a_counted_step_waits_for_nothing() -> None:
     assert traffic.describe()["ops"]["all_reduce"]["seconds"] is None
 
 
-def test_a_step_alone_waits_for_each_collective_and_times_it() -> None:
+def test_a_step_alone_times_each_collective() -> None:
     backend = Backend()
     traffic = listening(backend)
     with traffic.step(alone=True):
         backend.all_reduce(Block(100), async_op=True)
         backend.all_gather_into_tensor(Block(100), Block(25))
-    said = traffic.describe()
+    described = traffic.describe()
     assert backend.work.waited == 2
-    assert 0 < sum(op["seconds"] for op in said["ops"].values()) < said["step_s"]
+    assert 0 < sum(op["seconds"] for op in described["ops"].values()) < described["step_s"]
 
 
-def test_what_needs_a_peer_is_never_waited_for_and_so_not_timed() -> None:
+def test_point_to_point_transfers_are_not_timed() -> None:
     backend = Backend()
     traffic = listening(backend)
     with traffic.step(alone=True):

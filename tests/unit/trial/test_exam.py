@@ -1,4 +1,4 @@
-"""What a worst-case exam does with an engine; a made-up one that keeps its weight in a file."""
+"""The worst-case exam, with a fake engine that keeps its weight in a file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def pass_exam(engine: Engine, folder: Path, *, no_loss: bool = False) -> tuple[d
     return examine(engine, ops, ALONE, longest=LONGEST, folder=folder / "checkpoint", index=2), seen
 
 
-def test_a_step_follows_the_evaluation_with_the_save_and_another_the_load(tmp_path: Path) -> None:
+def test_one_step_follows_the_save_and_another_the_load(tmp_path: Path) -> None:
     _, seen = pass_exam(Engine(), tmp_path)
     assert seen == [("evaluate", 2), ("save", 2), ("step", 2), ("load", 3), ("evaluate", 3), ("step", 3)]
 
@@ -93,17 +93,15 @@ def test_a_load_that_brings_nothing_back_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "same"), [(6.9375, 6.96875, True), (6.9375, 7.0, False), (6.94, 6.97, False)]
 )
-def test_a_loss_that_has_only_bfloat16s_digits_may_come_back_one_step_off(
-    tmp_path: Path, saved: float, loaded: float, same: bool
-) -> None:
+def test_a_bfloat16_loss_may_come_back_one_step_off(tmp_path: Path, saved: float, loaded: float, same: bool) -> None:
     losses = iter([saved, loaded])
     engine = Engine()
     ops = EngineOps(step=engine.step, evaluate=lambda: next(losses), observe=lambda *_: None, synchronize=lambda: None)
-    found = examine(engine, ops, ALONE, longest=LONGEST, folder=tmp_path / "checkpoint", index=2)
-    assert found["restored"] is same
+    examined = examine(engine, ops, ALONE, longest=LONGEST, folder=tmp_path / "checkpoint", index=2)
+    assert examined["restored"] is same
 
 
-def test_a_checkpoint_that_cannot_be_found_again_is_a_failure(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_that_does_not_load_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="found nothing to load"):
         pass_exam(Engine(loses=True), tmp_path)
 
@@ -114,13 +112,15 @@ def test_weights_in_parts_are_gathered(tmp_path: Path) -> None:
     assert examined["left_out"] == ()
 
 
-def test_gathering_that_the_config_turns_off_is_said(tmp_path: Path) -> None:
+def test_gathering_that_the_config_turns_off_is_reported(tmp_path: Path) -> None:
     examined, _ = pass_exam(Engine(sharded=True, gathers=False), tmp_path)
     assert examined["gathered"] is None
     assert GATHER in examined["left_out"][0]
 
 
-def test_a_full_disk_leaves_the_checkpoint_out_with_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_skips_the_checkpoint_and_reports_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     examined, seen = pass_exam(Engine(), tmp_path)
     assert examined["checkpoint_bytes"] is None
@@ -133,7 +133,7 @@ class Unfinished(Engine):
         raise NotImplementedError("no states of this kind")
 
 
-def test_what_deepspeed_has_not_made_is_left_out_in_its_own_words(tmp_path: Path) -> None:
+def test_an_unsupported_part_is_left_out_with_deepspeeds_reason(tmp_path: Path) -> None:
     examined, seen = pass_exam(Unfinished(), tmp_path)
     assert examined["save_s"] is None
     assert examined["left_out"] == ("DeepSpeed cannot save a checkpoint here: no states of this kind",)
@@ -150,7 +150,7 @@ def test_any_other_failure_of_a_save_is_the_trials(tmp_path: Path) -> None:
         pass_exam(Full(), tmp_path)
 
 
-def test_a_model_without_a_loss_in_evaluation_is_said(tmp_path: Path) -> None:
+def test_a_model_without_a_loss_in_evaluation_is_reported(tmp_path: Path) -> None:
     examined, _ = pass_exam(Engine(), tmp_path, no_loss=True)
     assert examined["restored"] is None
     assert "no finite loss" in examined["left_out"][0]
@@ -158,5 +158,5 @@ def test_a_model_without_a_loss_in_evaluation_is_said(tmp_path: Path) -> None:
 
 def test_the_users_word_on_gathering_is_kept() -> None:
     assert allow_gathering({})["zero_optimization"] == {GATHER: True}
-    said = {"zero_optimization": {"stage": 3, GATHER: False}}
-    assert allow_gathering(said) == said
+    config = {"zero_optimization": {"stage": 3, GATHER: False}}
+    assert allow_gathering(config) == config

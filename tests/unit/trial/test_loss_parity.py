@@ -1,4 +1,4 @@
-"""Two configs get the same samples, and what makes their losses incomparable is said."""
+"""Two configs train on the same samples, and incomparable losses are refused with the reason."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def test_nested_batches_are_joined_at_every_depth() -> None:
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(8, 1), (1, 8)])
-def test_samples_of_different_lengths_are_refused_alike_by_every_config(micro_batch: int, accumulation: int) -> None:
+def test_samples_of_different_lengths_are_refused_by_all_configs(micro_batch: int, accumulation: int) -> None:
     lengths = workload(lambda n: (torch.zeros(n, random.randint(1, 100)),))
     with pytest.raises(Incomparable, match="differ in shape"):
         draw_share(lengths, ALONE, micro_batch=micro_batch, accumulation=accumulation, seed=0)
 
 
-def test_samples_from_a_generator_of_their_own_are_refused() -> None:
+def test_samples_that_ignore_the_seed_are_refused() -> None:
     own = random.Random(0)
     with pytest.raises(Incomparable, match="another sample under the same seed"):
         draw_share(workload(lambda n: (torch.full((n,), own.random()),)), ALONE, micro_batch=1, accumulation=2, seed=0)
 
 
-def test_no_dropout_is_left_though_the_model_trains() -> None:
+def test_no_dropout_is_left_in_training_mode() -> None:
     config = T5Config(
         vocab_size=64,
         d_model=16,
@@ -108,14 +108,14 @@ def test_no_dropout_is_left_though_the_model_trains() -> None:
     assert torch.equal(first, second)
 
 
-def test_attention_that_drops_by_a_rate_of_its_own_drops_no_more() -> None:
+def test_dropout_rates_of_attention_layers_become_zero() -> None:
     layer = torch.nn.MultiheadAttention(8, 2, dropout=0.5).train()
     turn_off_dropout(layer)
     x = torch.ones(3, 1, 8)
     assert torch.equal(layer(x, x, x)[0], layer(x, x, x)[0])
 
 
-def test_an_optimizer_that_counted_a_step_without_gradients_starts_anew() -> None:
+def test_step_counts_of_an_optimizer_are_reset() -> None:
     def trained(*, dummy_step: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.Adam([weight], lr=0.1)
@@ -130,7 +130,7 @@ def test_an_optimizer_that_counted_a_step_without_gradients_starts_anew() -> Non
     assert torch.equal(trained(dummy_step=True), trained(dummy_step=False))
 
 
-def test_random_numbers_drawn_in_forward_are_noticed_and_those_before_it_are_not() -> None:
+def test_only_random_numbers_of_the_forward_pass_are_noticed() -> None:
     seen: list[tuple[str, int]] = []
     listening = RandomnessWatch(lambda phase, step: seen.append((phase, step)))
     torch.rand(1)

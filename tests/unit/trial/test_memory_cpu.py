@@ -12,7 +12,7 @@ from autods.trial.memory_cpu import CpuMeter, status_bytes
 MIB = 2**20
 
 
-def apart(done: Callable[[], str]) -> str:
+def run_in_process(done: Callable[[], str]) -> str:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(done).result()
 
@@ -48,14 +48,14 @@ def beyond_a_hard_limit() -> str:
     return "began"
 
 
-def test_a_rank_runs_out_at_its_budget_and_may_write_its_result_after_that() -> None:
-    assert apart(within_the_budget) == "ran out, then held 96 MiB"
+def test_a_rank_runs_out_at_its_budget_until_it_is_lifted() -> None:
+    assert run_in_process(within_the_budget) == "ran out, then held 96 MiB"
 
 
-def test_where_the_shell_has_a_hard_limit_the_budget_holds_and_only_that_limit_is_left_after_it() -> None:
-    assert apart(under_a_hard_limit) == "ran out, then held 96 MiB, True"
+def test_lifting_the_budget_leaves_the_shells_hard_limit() -> None:
+    assert run_in_process(under_a_hard_limit) == "ran out, then held 96 MiB, True"
 
 
-def test_a_budget_that_the_shell_forbids_is_no_smaller_budget() -> None:
-    said = apart(beyond_a_hard_limit)
-    assert "ulimit -Hd lets a process hold 2.0 GiB" in said
+def test_a_budget_above_the_shells_hard_limit_is_refused() -> None:
+    message = run_in_process(beyond_a_hard_limit)
+    assert "ulimit -Hd lets a process hold 2.0 GiB" in message

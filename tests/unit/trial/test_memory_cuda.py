@@ -12,7 +12,7 @@ MIB = 2**20
 
 @dataclass
 class FakeCuda:
-    """As much of `torch.cuda` as a meter asks: one card, whose context takes context_bytes when it is chosen."""
+    """A fake `torch.cuda` with one card, whose context takes `context_bytes` once it is set."""
 
     card: FakeCard
     context_bytes: int = 500 * MIB
@@ -81,7 +81,7 @@ def meter_on(card: FakeCard, limit: int | None = None, **cuda: Any) -> tuple[Cud
     return CudaMeter(limit, 0, cuda=fake, nvml=nvml, accelerator=accelerator), fake, accelerator
 
 
-def test_allocated_reserved_and_what_nvml_saw_are_three_measures() -> None:
+def test_allocated_reserved_and_nvml_bytes_are_measured() -> None:
     meter, cuda, _ = meter_on(FakeCard(total_bytes=80 * GIB))
     meter.start()
     cuda.reserve(10 * GIB, used=8 * GIB)
@@ -93,14 +93,14 @@ def test_allocated_reserved_and_what_nvml_saw_are_three_measures() -> None:
     assert peaks["device_card"] == 10 * GIB + 1100 * MIB
 
 
-def test_what_others_held_before_is_not_counted_as_this_ranks() -> None:
+def test_bytes_of_other_processes_are_not_counted() -> None:
     meter, cuda, _ = meter_on(FakeCard(used_bytes=3 * GIB))
     meter.start()
     cuda.reserve(2 * GIB, used=GIB)
     assert meter.peaks()["device_card"] == 2 * GIB + 500 * MIB
 
 
-def test_without_nvml_the_allocators_own_measures_are_left() -> None:
+def test_without_nvml_only_the_allocator_is_measured() -> None:
     card = FakeCard()
     meter = CudaMeter(None, 0, cuda=FakeCuda(card=card), nvml=FakeNvml(problem=NVMLError("no", 9)))
     meter.start()
@@ -109,7 +109,7 @@ def test_without_nvml_the_allocators_own_measures_are_left() -> None:
     assert (peaks["device"], peaks["device_card"], peaks["device_beside"]) == (GIB, None, None)
 
 
-def test_a_smaller_card_is_emulated_for_the_allocator_and_for_deepspeed() -> None:
+def test_torch_and_deepspeed_both_see_the_emulated_card() -> None:
     meter, cuda, accelerator = meter_on(FakeCard(total_bytes=80 * GIB), limit=16 * GIB)
     meter.start()
     assert cuda.fraction == pytest.approx(0.2)
@@ -118,7 +118,7 @@ def test_a_smaller_card_is_emulated_for_the_allocator_and_for_deepspeed() -> Non
     assert meter.free_bytes() == accelerator.available_memory() == GIB
 
 
-def test_a_card_as_it_is_keeps_deepspeeds_own_questions() -> None:
+def test_deepspeed_is_not_patched_for_a_whole_card() -> None:
     for limit in (None, 16 * GIB):
         meter, cuda, accelerator = meter_on(FakeCard(total_bytes=16 * GIB), limit=limit)
         meter.start()
@@ -126,7 +126,7 @@ def test_a_card_as_it_is_keeps_deepspeeds_own_questions() -> None:
         assert not vars(accelerator)
 
 
-def test_nvml_stays_open_for_deepspeed_which_expects_it_so() -> None:
+def test_nvml_stays_open_for_deepspeed() -> None:
     meter, _, _ = meter_on(FakeCard())
     meter.start()
     meter.peaks()
@@ -159,7 +159,7 @@ def test_clocks_wait_for_the_card() -> None:
     assert (cuda.chosen, cuda.waited) == (0, [0])
 
 
-def test_a_sandbox_whose_proc_tells_little_still_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_without_private_memory_is_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autods.trial.memory_cuda.status_bytes", lambda *names: {"VmRSS": 300 * MIB})
     meter, _, _ = meter_on(FakeCard())
     meter.start()

@@ -7,9 +7,7 @@ from autods.trial import ops
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_the_lock_of_a_killed_build_is_taken_away_and_that_of_a_running_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool
-):
+def test_only_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool):
     monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path)
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "lock").touch()

@@ -1,0 +1,67 @@
+"""The environment in which an agent starts a zygote."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from autods.runner import agent
+from autods.types import Device, WorkloadSource
+from tests.support.scripted_nvml import four
+
+SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
+
+
+def start_environment(device: Device, monkeypatch: pytest.MonkeyPatch, **users: str) -> dict[str, str]:
+    """Return the environment in which a zygote is started."""
+    seen: dict[str, str] = {}
+
+    class Process:
+        pid = 1
+
+        def __init__(self, argv: Any, *, env: dict[str, str], **rest: Any) -> None:
+            seen.update(env)
+
+    monkeypatch.setattr(agent.subprocess, "Popen", Process)
+    agent.start_zygote(SOURCE, device, 0, "/dev/null", users).connection.close()
+    return seen
+
+
+def test_a_cuda_zygote_numbers_cards_like_nvml_and_logs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    environment = start_environment("cuda", monkeypatch, PATH="/bin", PYTORCH_ALLOC_CONF="expandable_segments:True")
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert environment["NCCL_DEBUG"] == "WARN"
+    assert environment["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert not {"MALLOC_ARENA_MAX", "DS_ACCELERATOR"} & set(environment)
+
+
+def test_the_users_settings_for_cards_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # as Ray gives them to the actor
+    environment = start_environment(
+        "cuda", monkeypatch, NCCL_DEBUG="INFO", CUDA_DEVICE_ORDER="FASTEST_FIRST", OMP_NUM_THREADS="6",
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
+    )  # fmt: skip
+    assert (environment["NCCL_DEBUG"], environment["CUDA_DEVICE_ORDER"]) == ("INFO", "FASTEST_FIRST")
+    assert environment["OMP_NUM_THREADS"] == "1"  # the zygote forks; a rank gets those six
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
+def test_cards_named_by_uuid_are_given_to_ranks_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", four())  # type: ignore[arg-type]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-d,GPU-b")
+    environment = start_environment("cuda", monkeypatch, CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
+
+
+def test_a_zygote_of_cpu_ranks_sees_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    environment = start_environment("cpu", monkeypatch, CUDA_VISIBLE_DEVICES="0", MALLOC_ARENA_MAX="8")
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["DS_ACCELERATOR"], environment["MALLOC_ARENA_MAX"]) == (
+        "",
+        "cpu",
+        "1",
+    )

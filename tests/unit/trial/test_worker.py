@@ -1,0 +1,28 @@
+"""The environment of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autods.trial.job import RankJob
+from autods.trial.worker import environment
+from autods.types import Device, WorkloadSource
+
+SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
+
+
+def job(device: Device, ranks: int = 2) -> RankJob:
+    return RankJob(
+        job="train", source=SOURCE, device=device, folder="/f", scratch="/s", world_size=ranks,
+        local_ranks=tuple(range(ranks)),
+    )  # fmt: skip
+
+
+def test_a_rank_gets_its_share_of_the_cores_or_the_users_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.trial.worker.threads_per_rank", lambda ranks: max(1, 16 // ranks))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
+    assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
+    assert environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
+    assert environment(replace(job("cuda"), threads=4), 0, 1)["MKL_NUM_THREADS"] == "4"
