@@ -1,4 +1,4 @@
-"""The error tree. Only what ends a fit is an exception; an out-of-memory is a value (`outcomes.OutOfMemory`).
+"""The error tree. Only what ends a fit is an exception; an out-of-memory is a value (`types.OutOfMemory`).
 
 AutodsError
 ├── InputError        the user's input is wrong                       exit code 2
@@ -16,7 +16,7 @@ class AutodsError(Exception):
 
 
 class InputError(AutodsError):
-    """The user's input is wrong. `where` names the place, `hint` says how to fix it."""
+    """The user's input is wrong. `what` is the problem, `where` its place, and `hint` the fix."""
 
     exit_code = 2
 
@@ -27,7 +27,7 @@ class InputError(AutodsError):
 
 
 class EnvironmentBroken(AutodsError):
-    """The machine or the installation lacks something; the message says the command that mends it."""
+    """The machine or the installation lacks something; the message names the command that fixes it."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""What a fit tells its listener while it works."""
+"""Events that a fit or a probe sends to its listener while it works."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .types import Phase, Record, Skipped, Trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A sentence for a person who waits: starting Ray, building an op, resuming."""
+    """A sentence about progress: starting Ray, building an op, resuming."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStarted:
-    """A trial begins to run (not sent for one that the journal answers)."""
+    """A trial begins to run. Trials that the journal answers send only `TrialFinished`."""
 
     id: int
     trial: Trial
@@ -25,7 +25,7 @@ class TrialStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialMoved:
-    """The slowest rank's heartbeat, a few times a second."""
+    """The heartbeat of the slowest rank, a few times a second."""
 
     id: int
     phase: Phase
@@ -34,7 +34,7 @@ class TrialMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFinished:
-    """A trial ended; `replayed` when the journal knew its outcome from an earlier run."""
+    """A trial ended. replayed: its outcome comes from the journal of an earlier run."""
 
     record: Record
     replayed: bool = False

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def read_as(kind: type[T], data: object, *, name: str | None = None) -> T:
-    """`data` as a `kind`, a frozen dataclass. Raises ValueError that says which field is missing, unknown or ill-typed.
+    """Read `data` as a `kind`, a frozen dataclass. Raises ValueError that names a missing, unknown or ill-typed field.
 
-    Fields with a default may be missing. Of a union of dataclasses the one is taken that has the data's `kind`.
-    name: what the error calls it; None: the class's name.
+    Fields with a default may be missing. The data's `kind` selects the member of a union of dataclasses. name: the name
+    of the data in messages; None: the class's name.
     """
     return cast(T, _read(kind, data, name or kind.__name__))
 
@@ -90,7 +90,7 @@ def _fields(kind: type) -> Mapping[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file; InputError names the file and line when it is not one."""
+    """Read a TOML file. Raises InputError with file and line."""
     try:
         return tomllib.loads(path.read_bytes().decode())  # TOML is UTF-8, whatever the locale
     except OSError as error:
@@ -109,9 +109,9 @@ def read_checked(
     hint: str,
     refusal: str | None = None,
 ) -> T:
-    """A file's data as a `kind`, by its types and by `check`, which raises ValueError. Raises InputError.
+    """Read the data of a file as a `kind`. Raises InputError where the types or `check`, by ValueError, refuse it.
 
-    name: what the file holds, 'rung' say. refusal: how the message begins; None: 'is not a rung'.
+    name: the content of the file, such as 'rung'. refusal: the beginning of the message; None: 'is not a rung'.
     """
     try:
         file = read_as(kind, data, name=name)

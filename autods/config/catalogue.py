@@ -1,4 +1,4 @@
-"""The catalogue: common GPUs and the nodes they stand in, read from `configs/hardware/*.toml`, one file a machine."""
+"""The catalogue of machines: common GPUs and their nodes, one file a machine in `configs/hardware/*.toml`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import InputError
 from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 
-ASKED, HERE = "asked", "here"  # names of machines that are not of the catalogue: of that size, and this one
+ASKED, HERE = "asked", "here"  # machines outside the catalogue: one described by options, and this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """How data travels: the kind of link and its GB/s."""
+    """The links between GPUs and to the host, and their speed in GB/s."""
 
     between_gpus: str
     between_gpus_gb_per_s: float
@@ -25,10 +25,10 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a forecast is made for: one rank's device and the node around it.
+    """The target of a forecast: one rank's device, and the node that holds it.
 
-    device_bytes: what the driver leaves to programs. host_bytes, nvme_bytes: of a node; None when not known or, for
-    NVMe, when there is none. gpus: of a node.
+    device_bytes: memory that the driver leaves to programs. gpus, host_bytes, nvme_bytes: of a node; None where
+    unknown, or where it has no NVMe.
     """
 
     name: str
@@ -68,31 +68,31 @@ class _File:
 
 
 def read_catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
-    """Every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
+    """Return every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
     paths = sorted((folder or data_folder("configs") / "hardware").glob("*.toml"))
-    machines = [_machine(path) for path in paths]
+    machines = [_read_machine(path) for path in paths]
     machines.sort(key=lambda machine: (machine.device_bytes, machine.host_bytes or 0, machine.name))
     return {machine.name: machine for machine in machines}
 
 
 def find_machines(names: str) -> tuple[Machine, ...]:
-    """The machines of 'a100-80gb,h100-80gb' or 'all', smallest device first; the path of a .toml file is one, too."""
+    """Return the machines named by 'a100-80gb,h100-80gb', 'all' or the path of a .toml file, smallest device first."""
     known = read_catalogue()
     wanted = list(known) if names.strip() == "all" else [name.strip() for name in names.split(",")]
-    found = {machine.name: machine for machine in (_one(name, known) for name in wanted)}
-    return tuple(sorted(found.values(), key=lambda machine: machine.device_bytes))
+    machines = {machine.name: machine for machine in (_find_machine(name, known) for name in wanted)}
+    return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
 
 
-def _one(name: str, known: Mapping[str, Machine]) -> Machine:
+def _find_machine(name: str, known: Mapping[str, Machine]) -> Machine:
     if name.endswith(".toml"):
-        return _machine(Path(name))
+        return _read_machine(Path(name))
     machine = known.get(name.lower())
     if machine is None:
         raise InputError(f"--on {name}: the catalogue has no such machine", hint=f"give all, or of: {', '.join(known)}")
     return machine
 
 
-def _machine(path: Path) -> Machine:
+def _read_machine(path: Path) -> Machine:
     hint = "compare with configs/hardware/a100-80gb.toml"
     file = read_checked(_File, read_toml(path), _check, name="machine", where=str(path), hint=hint)
     return Machine(
@@ -109,6 +109,6 @@ def _machine(path: Path) -> Machine:
 
 
 def _check(file: _File) -> None:
-    """Raises ValueError."""
+    """Raises ValueError for sizes that make no sense."""
     if min(file.device.bytes, file.node.gpus, file.node.host_bytes) <= 0:
         raise ValueError("bytes and gpus must be above 0")

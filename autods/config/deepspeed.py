@@ -11,16 +11,16 @@ from ..types import Knobs, ModelFacts, Scalar
 from .strategies import Rung
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# The rung decides these; whatever the base config says of them is replaced.
+# The rung sets these keys; values of the base config are replaced.
 _RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params")
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
-# What logs to the user's dashboards, and what makes one step of all a slow one.
+# Sections that log to the user's dashboards or profile a step; trials leave them out.
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 _NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A new dict: `over` wins, nested dicts are merged."""
+    """Return a new dict in which `over` wins; nested dicts are merged."""
     merged = copy.deepcopy(dict(base))
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -29,7 +29,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_key(config: Mapping[str, Any], dotted: str) -> Any:
-    """The value at 'zero_optimization.stage', or None."""
+    """Return the value at a dotted key such as 'zero_optimization.stage'; None where there is none."""
     value: Any = config
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -37,7 +37,7 @@ def get_key(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def enabled_half_precision(config: Mapping[str, Any]) -> str | None:
-    """'bf16' or 'fp16', whichever is enabled; None: fp32."""
+    """Return 'bf16' or 'fp16', whichever is enabled; None: fp32."""
     return next((kind for kind in ("bf16", "fp16") if get_key(config, f"{kind}.enabled")), None)
 
 
@@ -48,7 +48,7 @@ def nest_key(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def start_settings(rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts) -> dict[str, Scalar]:
-    """The first values of what the rung sizes. A smaller value of the user's wins: buckets never grow unasked."""
+    """Return the first values of the keys that the rung sizes. A smaller value of the user's base config wins."""
     sized: dict[str, Scalar] = {}
     for key, sizing in rung.start.items():
         value, users = sizing.value(device_bytes=device_bytes, facts=facts), get_key(base, key)
@@ -85,19 +85,18 @@ def compose(
 
 
 def strip_rung_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what the rung and the batch decide."""
+    """Return the config without the keys that the rung and the batch set."""
     zero = {key: value for key, value in dict(config.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
     return {key: value for key, value in config.items() if key not in BATCH_KEYS} | {"zero_optimization": zero}
 
 
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
-    """For a trial: nothing is logged to the user's dashboards, their packages need not be installed here, and no step
-    that is timed or forecast is profiled."""
+    """Return the config for a trial: without monitors, whose packages may be missing here, and without the profiler."""
     return {key: value for key, value in config.items() if key not in _MONITORS}
 
 
 def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The DeepSpeed ops that this config makes the engine load, and so build when they are not cached."""
+    """Return the DeepSpeed ops that the engine loads with this config; ops that are not cached are built first."""
     offload = get_key(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     ops = []
     name = str(get_key(config, "optimizer.type")).lower()
@@ -160,7 +159,7 @@ _ALSO_OURS = "zero_optimization."  # filled in where it says "auto", and never c
 
 
 def to_trainer_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with "auto" exactly where the Trainer would compare, so that nothing can contradict its arguments.
+    """Return the config with "auto" wherever the Trainer compares a key with its arguments.
 
     train_batch_size is left out: DeepSpeed multiplies, and accelerate counts CPU ranks as one process.
     """
@@ -172,5 +171,5 @@ def to_trainer_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_lightning_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without accumulation steps: the strategy takes them from `accumulate_grad_batches`, and refuses the key."""
+    """Return the config without batch size and accumulation, which Lightning's strategy refuses to find there."""
     return {key: value for key, value in ds_config.items() if key not in BATCH_KEYS[::2]}

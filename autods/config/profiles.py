@@ -27,16 +27,17 @@ class GrowLimits:
 class RaceLimits:
     """How the rungs that fit compete.
 
-    stop: "first-fit" takes the first rung of the ladder that fits; "fastest" races the others against it. noise: share
-    by which a short timing may be wrong. most_trials: of a rival's climb. steps: of its trials;
-    finals: of the last comparison. checkpointing: race without it, too.
+    stop: "first-fit" takes the first rung of the ladder that fits; "fastest" races the others against it. noise: the
+    relative error of a short timing. most_trials: trials that grow a rival's batch. steps, finals: the steps of a
+    rival's trials, and of the last comparison. turns: how often that comparison repeats. checkpointing: also race
+    without it.
     """
 
     stop: Stop
     noise: float
     most_trials: int
     finalists: int
-    turns: int  # how often the leaders are measured again, side by side
+    turns: int
     steps: Steps
     finals: Steps
     checkpointing: bool = True
@@ -44,8 +45,10 @@ class RaceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertifyLimits:
-    """What the winner has to stand. most_trials: of the worst case; 0 certifies nothing. parity: None compares no
-    losses."""
+    """The proofs that the winner has to pass.
+
+    most_trials: trials of the worst case; 0 skips the certificate. parity: steps that compare losses; None skips them.
+    """
 
     most_trials: int
     steps: Steps
@@ -54,7 +57,7 @@ class CertifyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What race and tune may spend together with all before them; 0: as much as they like."""
+    """Limits after which nothing more is raced or tuned, counted from the start of the fit; 0: no limit."""
 
     trials: int = 0
     seconds: float = 0.0
@@ -62,7 +65,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneLimits:
-    """How long Optuna may search, and by how much its answer has to win."""
+    """How many trials Optuna may run, and by which factor its answer has to win."""
 
     trials: int
     gain: float
@@ -71,7 +74,7 @@ class TuneLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimits:
-    """Seconds before a trial counts as stuck. `init_s` holds while building and initialising."""
+    """Seconds after which a trial counts as stuck. `init_s` replaces `stall_s` while it builds and initialises."""
 
     stall_s: float
     init_s: float
@@ -105,7 +108,7 @@ class Profile:
 
 
 def read_profile(name: str) -> Profile:
-    """A shipped profile by name, or any TOML file by path."""
+    """Read a shipped profile by name, or any TOML file by path. Raises InputError."""
     folder = data_folder("configs")
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():

@@ -1,7 +1,7 @@
-"""What NVML says of the cards: how much programs may have, who else is on them, which driver. Starts no CUDA.
+"""The cards as NVML reports them: memory, other processes, driver. It starts no CUDA.
 
-NVML counts all cards in the order of the PCI bus; what CUDA shows of them is worked out here. Every function takes the
-`pynvml` module, so that a scripted one can stand in for it.
+NVML lists all cards in the order of the PCI bus; this module finds those that CUDA shows. Every function takes the
+`pynvml` module, so that tests can pass a scripted one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from ..units import format_bytes
 
-# Less than any process with a CUDA context holds: the driver's own, a few MiB.
-_NOBODY_BYTES = 64 * 2**20
+# Below this only the driver uses the card; a process with a CUDA context holds more.
+_IDLE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One GPU, or MIG slice, that CUDA shows. `index` is NVML's, of a slice its place on the card.
+    """One GPU or MIG slice that CUDA shows.
 
-    total_bytes: what programs may have, as CUDA says it: without what the driver keeps for itself. others_bytes: held
-    by processes that were there before us; pids: of those that this user may see.
+    index: NVML's number, or the place of a slice on its card. total_bytes: memory for programs, without the driver's
+    reserve, as CUDA counts it. others_bytes: held by other processes. pids: those of them that this user may see.
     """
 
     index: int
@@ -37,13 +37,13 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for a rank."""
+        """Bytes that a rank may use."""
         return self.total_bytes - self.others_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlReading:
-    """One look. driver: its version; cuda: the newest CUDA that it runs, (13, 0) say; problem: why NVML cannot tell."""
+    """The visible cards. driver: its version. cuda: the newest that it runs, (13, 0) say. problem: why NVML failed."""
 
     cards: tuple[Card, ...] = ()
     driver: str | None = None
@@ -52,25 +52,25 @@ class NvmlReading:
 
 
 def read_nvml(visible: str | None, nvml: Any = None) -> NvmlReading:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, in its order; all when it is None.
+    """Return the cards that CUDA_VISIBLE_DEVICES (`visible`) shows, in its order; None shows all.
 
-    As for CUDA, the first name that no card has ends the list, and of a card in MIG mode a process gets one slice: the
-    one that is named, else the first. Without a driver nothing is seen, and nothing is wrong.
+    As in CUDA, the first unknown name ends the list, and a process gets one MIG slice: the named one, else the first.
+    Without a driver there are no cards and no problem.
     """
     with _open(nvml) as (api, problem):
         if api is None:
             return NvmlReading(problem=problem)
         try:
-            cards = tuple(_card(api, handle) for handle in _shown(api, visible))
+            cards = tuple(_read_card(api, handle) for handle in _visible_handles(api, visible))
         except api.NVMLError as error:
             return NvmlReading(problem=f"NVML: {error}")
         return NvmlReading(cards=cards, driver=_driver(api), cuda=_cuda(api))
 
 
 def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:
-    """Sentences about cards that are not ours alone."""
+    """Return a sentence for each card that other processes use as well."""
     return tuple(
-        f"card {card.index} ({card.name}): other processes{_who(card.pids)} hold "
+        f"card {card.index} ({card.name}): other processes{_format_pids(card.pids)} hold "
         f"{format_bytes(card.others_bytes)} of its {format_bytes(card.total_bytes)}, "
         f"{format_bytes(card.usable_bytes)} are left for a rank"
         for card in cards
@@ -78,15 +78,14 @@ def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:
     )
 
 
-def _who(pids: tuple[int, ...]) -> str:
+def _format_pids(pids: tuple[int, ...]) -> str:
     return f" (pid {', '.join(map(str, pids))})" if pids else ""
 
 
 def uuids_to_indices(visible: str, nvml: Any = None) -> str:
-    """CUDA_VISIBLE_DEVICES with the numbers of cards in place of their UUIDs, where that can be said.
+    """Return CUDA_VISIBLE_DEVICES with numbers in place of UUIDs; unchanged for MIG slices, which have no number.
 
-    DeepSpeed 0.19.8 takes each name for a number when ZeRO-1 and -2 ask how much of the card is free. A MIG slice has
-    no number.
+    DeepSpeed 0.19.8 parses each name as a number when ZeRO-1 and ZeRO-2 ask for the card's free memory.
     """
     if not any(name.strip().startswith("GPU-") for name in visible.split(",")):
         return visible
@@ -97,7 +96,7 @@ def uuids_to_indices(visible: str, nvml: Any = None) -> str:
 
 
 def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...]:
-    """What a person should know of the names that they gave to cards."""
+    """Return warnings about names in CUDA_VISIBLE_DEVICES that DeepSpeed cannot read."""
     names = [] if visible is None else [name.strip() for name in visible.split(",")]
     if any(name.startswith("MIG-") for name in names):
         return ("CUDA_VISIBLE_DEVICES names a MIG slice, which DeepSpeed's ZeRO-1 and -2 cannot read: they will fail",)
@@ -111,19 +110,19 @@ def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...
 
 
 def read_used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:
-    """What is held of each card that CUDA shows, by whomever; None where NVML does not tell."""
+    """Return the used bytes of each card that CUDA shows, by all processes; None where NVML fails."""
     with _open(nvml) as (api, _):
         if api is None:
             return None
         try:
-            return tuple(_memory(api, handle)[2] for handle in _shown(api, visible))
+            return tuple(_memory(api, handle)[2] for handle in _visible_handles(api, visible))
         except api.NVMLError:
             return None
 
 
 @contextlib.contextmanager
 def _open(nvml: Any) -> Iterator[tuple[Any, str | None]]:
-    """NVML for a moment, or None with what is wrong, if anything is."""
+    """Yield NVML, or None with the problem, if there is one."""
     if nvml is None:
         nvml = importlib.import_module("pynvml")
     try:
@@ -141,8 +140,8 @@ def _open(nvml: Any) -> Iterator[tuple[Any, str | None]]:
             nvml.nvmlShutdown()
 
 
-def _shown(api: Any, visible: str | None) -> Iterator[Any]:
-    """Handles, as CUDA enumerates: a process has one MIG slice at most, and beside whole cards none that is not named.
+def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
+    """Return handles as CUDA enumerates them: one MIG slice at most, and an unnamed one only without whole cards.
 
     Source: NVIDIA's MIG user guide, "CUDA device enumeration".
     """
@@ -166,21 +165,21 @@ def _shown(api: Any, visible: str | None) -> Iterator[Any]:
 
 
 def _slices(api: Any, handle: Any) -> list[Any] | None:
-    """The MIG slices of a card; None where it is not in MIG mode."""
+    """Return the MIG slices of a card; None where it is not in MIG mode."""
     try:
         if not api.nvmlDeviceGetMigMode(handle)[0]:
             return None
         most = api.nvmlDeviceGetMaxMigDeviceCount(handle)
     except api.NVMLError:  # a card that knows no MIG
         return None
-    found = []
+    slices = []
     for place in range(most):
         with contextlib.suppress(api.NVMLError):  # places may be empty
-            found.append(api.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
-    return found
+            slices.append(api.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
+    return slices
 
 
-def _card(api: Any, handle: Any) -> Card:
+def _read_card(api: Any, handle: Any) -> Card:
     total, free, used = _memory(api, handle)
     uuid = _uuid(api, handle)
     return Card(
@@ -188,7 +187,7 @@ def _card(api: Any, handle: Any) -> Card:
         name=_text(api.nvmlDeviceGetName(handle)),
         total_bytes=total,
         free_bytes=free,
-        others_bytes=used if used >= _NOBODY_BYTES else 0,
+        others_bytes=used if used >= _IDLE_BYTES else 0,
         pids=_pids(api, handle),
         uuid=uuid,
         slice=uuid is not None and uuid.startswith("MIG-"),
@@ -196,9 +195,9 @@ def _card(api: Any, handle: Any) -> Card:
 
 
 def _memory(api: Any, handle: Any) -> tuple[int, int, int]:
-    """Total, free and used bytes of what CUDA counts.
+    """Return total, free and used bytes as CUDA counts them.
 
-    The first version of the call adds the driver's reserve to the total and to what is used: 0.5 GiB of an 80 GiB card.
+    The first version of the NVML call adds the driver's reserve to total and used: 0.5 GiB of an 80 GiB card.
     """
     version = getattr(api, "nvmlMemory_v2", None)
     if version is not None:
@@ -210,22 +209,22 @@ def _memory(api: Any, handle: Any) -> tuple[int, int, int]:
 
 
 def _pids(api: Any, handle: Any) -> tuple[int, ...]:
-    """Of processes with a context there; in a container NVML may know none, or other numbers."""
-    found: list[int] = []
+    """Return the processes that use the card. In a container NVML may list none, or pids of another namespace."""
+    pids: list[int] = []
     for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
-        ask = getattr(api, name, None)
-        if ask is not None:
+        query = getattr(api, name, None)
+        if query is not None:
             with contextlib.suppress(api.NVMLError):
-                found += [int(one.pid) for one in ask(handle)]
-    return tuple(dict.fromkeys(found))
+                pids += [int(process.pid) for process in query(handle)]
+    return tuple(dict.fromkeys(pids))
 
 
 def _uuid(api: Any, handle: Any) -> str | None:
-    ask = getattr(api, "nvmlDeviceGetUUID", None)
-    if ask is None:
+    query = getattr(api, "nvmlDeviceGetUUID", None)
+    if query is None:
         return None
     with contextlib.suppress(api.NVMLError):
-        return _text(ask(handle))
+        return _text(query(handle))
     return None
 
 
@@ -237,10 +236,10 @@ def _driver(api: Any) -> str | None:
 
 def _cuda(api: Any) -> tuple[int, int] | None:
     with contextlib.suppress(api.NVMLError, AttributeError):
-        said = int(api.nvmlSystemGetCudaDriverVersion_v2())  # 13020
-        return said // 1000, said % 1000 // 10
+        version = int(api.nvmlSystemGetCudaDriverVersion_v2())  # 13020
+        return version // 1000, version % 1000 // 10
     return None
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else str(said)
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""This machine: memory, control groups, processors, versions, and where autods keeps its data."""
+"""This machine: memory, control groups, processors, versions, and the folders of autods."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import psutil
 from ..errors import InputError
 from .gpus import Card, NvmlReading, read_nvml
 
-_NONE = 2**60  # version 1 says "no limit" by a number near 2^63
+_NO_LIMIT = 2**60  # version 1 has a number near 2^63 where there is no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGroup:
-    """One memory cgroup. Files are read anew at each call."""
+    """One memory cgroup, of version 1 or 2. Its files are read at each call."""
 
     folder: Path
     version: int
 
     def limit_bytes(self) -> int | None:
-        """What its processes may hold together; None when nothing limits them."""
+        """Return the limit of its processes together; None where there is none."""
         limit = _number(self.folder / ("memory.max" if self.version == 2 else "memory.limit_in_bytes"))
-        return limit if limit is not None and limit < _NONE else None
+        return limit if limit is not None and limit < _NO_LIMIT else None
 
     def free_bytes(self) -> int | None:
-        """What is left of the limit; file pages that can be dropped at once count as free."""
+        """Return the bytes left of the limit; droppable file pages count as free."""
         limit = self.limit_bytes()
         used = _number(self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
         if limit is None or used is None:
@@ -42,14 +42,14 @@ class MemoryGroup:
         return max(0, limit - used + (cached or 0))
 
     def oom_kills(self) -> int | None:
-        """Processes that the killer has ended in it so far; with version 2 in the groups below it too."""
+        """Return how many of its processes the OOM killer has ended; version 2 counts the groups below as well."""
         return _field(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
 
 
 def find_memory_groups(
     of: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> tuple[MemoryGroup, ...]:
-    """The group that limits this process and those above it, innermost first; none where there is no such cgroup."""
+    """Return the cgroups that limit the memory of this process, innermost first."""
     try:
         lines = of.read_text().splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def find_memory_groups(
 
 
 def machine_oom_kills() -> int | None:
-    """Processes that any OOM killer of this kernel has ended since it started."""
+    """Return how many processes the OOM killers of this kernel have ended since it started."""
     return _field(Path("/proc/vmstat"), "oom_kill")
 
 
@@ -94,25 +94,26 @@ def _field(path: Path, name: str) -> int | None:
         lines = path.read_text().splitlines()
     except OSError:
         return None
-    found = next((words[1] for line in lines if (words := line.split()) and words[0] == name and len(words) == 2), None)
-    return int(found) if found is not None and found.isdigit() else None
+    rows = (line.split() for line in lines)
+    value = next((row[1] for row in rows if len(row) == 2 and row[0] == name), "")
+    return int(value) if value.isdigit() else None
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Threads of each of so many ranks on this node. Processors that share a core count once, as for torch itself."""
+    """Return the threads of a rank when so many share this node. Hyper-threads of a core count once, as in torch."""
     usable = len(os.sched_getaffinity(0))
     cores = psutil.cpu_count(logical=False) or usable
     return max(1, min(usable, cores) // ranks)
 
 
 def requested_threads() -> int | None:
-    """What OMP_NUM_THREADS asks for; None where it is not set, or is no number, which OpenMP ignores as well."""
-    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(said) if said.isdigit() and int(said) > 0 else None
+    """Return the number in OMP_NUM_THREADS; None where it is not set or not a number, which OpenMP ignores too."""
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(value) if value.isdigit() and int(value) > 0 else None
 
 
 def data_folder(name: str) -> Path:
-    """`strategies` or `configs`: inside the installed package, else beside it in a checkout."""
+    """Return the folder `strategies` or `configs`: inside the installed package, else beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
         if folder.is_dir():
@@ -121,7 +122,7 @@ def data_folder(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """AUTODS_CACHE, or `autods` in the user's cache folder. It need not exist."""
+    """Return AUTODS_CACHE, or `autods` in the user's cache folder. It need not exist."""
     root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
     return Path(root).expanduser()
 
@@ -131,11 +132,10 @@ _VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One node, as seen by the driver.
+    """One node.
 
-    driver, cuda: the GPU driver's version and the newest CUDA that it runs. unusable: why the cards that there may be
-    cannot be used, with the command that mends it. process_bytes: the private memory that one process may hold, where
-    `ulimit -Hd` bounds it.
+    driver, cuda: version of the GPU driver, and the newest CUDA that it runs. unusable: why its cards cannot be used,
+    with the command that fixes it. process_bytes: the private memory of one process, where `ulimit -Hd` limits it.
     """
 
     cpu: str
@@ -151,14 +151,14 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Of a node: what programs may hold together, and what is left of it."""
+    """Host memory of a node: what programs may use together, and what is free of it."""
 
     total_bytes: int
     free_bytes: int
 
 
 def read_hardware() -> Hardware:
-    """Host memory by psutil and the cgroup's limit, cards by NVML; CUDA_VISIBLE_DEVICES is honoured."""
+    """Read this node: memory from psutil and cgroups, cards from NVML. CUDA_VISIBLE_DEVICES is honoured."""
     memory = read_host_memory(find_memory_groups())
     seen = read_nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Hardware(
@@ -180,7 +180,7 @@ def _process_bytes() -> int | None:
 
 
 def read_host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
-    """The machine's, or less where one of the cgroups that hold this process, a container's say, has a limit."""
+    """Return the memory of the machine, or less where a cgroup of this process, such as a container's, has a limit."""
     memory = psutil.virtual_memory()
     limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
     free = [left for group in groups if (left := group.free_bytes()) is not None]
@@ -188,28 +188,28 @@ def read_host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
 
 
 def find_interface(address: str) -> str | None:
-    """The name of this machine's network interface that has this address."""
+    """Return the name of the network interface with this address; None where this machine has none."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(known.address.partition("%")[0] == address for known in addresses):
             return name
     return None
 
 
 def visible_cards(visible: str | None) -> tuple[Card, ...]:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, see `gpus.read_nvml`."""
+    """Return the cards that CUDA_VISIBLE_DEVICES (`visible`) shows, see `gpus.read_nvml`."""
     return read_nvml(visible).cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """Which CUDA an installed torch was built with, (13, 0) say; None: with none."""
+    """The installed torch. cuda: the CUDA that it was built with, (13, 0) say; None: a build without CUDA."""
 
     version: str
     cuda: tuple[int, int] | None
 
 
 def torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Read from torch's version.py: importing it takes seconds. None where there is no such file."""
+    """Read torch's version.py, because importing torch takes seconds. None where there is no such file."""
     if folder is None:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -219,16 +219,16 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
         text = (folder / "version.py").read_text()
     except OSError:
         return None
-    said = {name: value for name, value in _VERSION.findall(text) if value}
-    if "__version__" not in said or "hip" in said:  # ROCm's has no CUDA and needs none
+    values = {name: value for name, value in _VERSION.findall(text) if value}
+    if "__version__" not in values or "hip" in values:  # a ROCm build needs no CUDA
         return None
-    major, _, minor = said.get("cuda", "").partition(".")
+    major, _, minor = values.get("cuda", "").partition(".")
     cuda = (int(major), int(minor or 0)) if major.isdigit() else None
-    return TorchBuild(version=said["__version__"], cuda=cuda)
+    return TorchBuild(version=values["__version__"], cuda=cuda)
 
 
 def _unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
-    """Within a major version of CUDA each driver runs all minor ones."""
+    """Return why torch cannot use the cards. A driver runs all minor versions of its major version of CUDA."""
     if seen.problem is not None:
         return (
             f"{seen.problem}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
@@ -238,7 +238,7 @@ def _unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA\n  install a CUDA build of torch: pytorch.org/get-started"
     if seen.cuda is not None and torch.cuda[0] > seen.cuda[0]:
-        needs, runs = (".".join(map(str, one)) for one in (torch.cuda, seen.cuda))
+        needs, runs = (".".join(map(str, version)) for version in (torch.cuda, seen.cuda))
         return (
             f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {runs} at most\n"
             f"  update the driver, or install a build of torch for CUDA {seen.cuda[0]}"
@@ -247,14 +247,14 @@ def _unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides the result."""
-    found = {"python": platform.python_version()}
+    """Return the versions of the packages that decide the result."""
+    versions = {"python": platform.python_version()}
     for name in ("autods", "torch", "deepspeed", "ray", "optuna", "transformers"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _cpu_name() -> str:
