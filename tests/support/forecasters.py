@@ -9,14 +9,14 @@ from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.types import Trial
 
 
-def said(rung: str, verdict: Verdict, *, low: int = 1, limit: int = 1) -> RungForecast:
+def scripted_forecast(rung: str, verdict: Verdict, *, low: int = 1, limit: int = 1) -> RungForecast:
     device = TierForecast(peak_bytes=low, low_bytes=low, high_bytes=low, limit_bytes=limit)
     return RungForecast(rung=rung, verdict=verdict, reason="needs more", micro_batch=1, memory={"device": device})
 
 
 @dataclass(slots=True)
-class Scripted:
-    """Foresight by a function; what it was asked is in `asked`."""
+class ScriptedForecaster:
+    """Forecasts by a function. `asked` and `prepared` list the rungs of the calls."""
 
     answer: Callable[[Trial], RungForecast | None]
     batch: int | None = None

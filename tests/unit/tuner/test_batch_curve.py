@@ -1,4 +1,4 @@
-"""How fast a config may still become: never less than it is, and what to measure to find out."""
+"""The curve of a config: its bound on throughput, its step times, and the cost of a sample."""
 
 from __future__ import annotations
 

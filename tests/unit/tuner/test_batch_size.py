@@ -1,4 +1,4 @@
-"""Growing the micro batch: how large, in how many trials, and why it stops."""
+"""Growth of the micro batch: its size, the number of trials, and the reason to stop."""
 
 from __future__ import annotations
 

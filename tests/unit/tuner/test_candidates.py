@@ -1,4 +1,4 @@
-"""Which rungs a model's parts leave, in a fit and in a plan."""
+"""The rungs that a pipeline or a model with experts allows, in a fit and in a plan."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def first(facts: ModelFacts, gpus: int, global_batch: int | None = None) -> Cand
 
 
 def test_a_pipeline_leaves_the_rungs_that_keep_gradients_whole() -> None:
-    found = skips(PIPELINE, gpus=4)
-    assert {name for name, reason in found.items() if reason is None} == {"ddp", "zero1"}
-    assert "pipeline with ZeRO-2: DeepSpeed refuses it" in str(found["zero2-offload"])
-    assert "pipeline with ZeRO-3: DeepSpeed refuses it" in str(found["zero3"])
+    result = skips(PIPELINE, gpus=4)
+    assert {name for name, reason in result.items() if reason is None} == {"ddp", "zero1"}
+    assert "pipeline with ZeRO-2: DeepSpeed refuses it" in str(result["zero2-offload"])
+    assert "pipeline with ZeRO-3: DeepSpeed refuses it" in str(result["zero3"])
 
 
 def test_one_replica_of_a_pipeline_has_no_sharding_to_gain() -> None:
@@ -45,9 +45,9 @@ def test_one_replica_of_a_pipeline_has_no_sharding_to_gain() -> None:
 
 
 def test_experts_leave_all_rungs_but_stage_3() -> None:
-    found = skips(EXPERTS, gpus=2)
-    assert {name for name, reason in found.items() if reason is None} == {"ddp", "zero1", "zero2", "zero2-offload"}
-    assert "experts with ZeRO-3" in str(found["zero3"])
+    result = skips(EXPERTS, gpus=2)
+    assert {name for name, reason in result.items() if reason is None} == {"ddp", "zero1", "zero2", "zero2-offload"}
+    assert "experts with ZeRO-3" in str(result["zero3"])
 
 
 def test_a_model_of_plain_layers_keeps_every_rung() -> None:

@@ -1,4 +1,4 @@
-"""Certifying the winner on the worst case: what is examined, how it backs off, and what is said."""
+"""The certificate: the exams, backing off, and the sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finals: who is measured again, who drops out when, and that no first measurement decides."""
+"""Finals: repeated measurements, dropping out, and the winner."""
 
 from __future__ import annotations
 

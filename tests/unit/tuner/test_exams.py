@@ -1,4 +1,4 @@
-"""How the certificate finds the micro batch that holds on the longest batch: in few exams, and not too small a one."""
+"""The search for the micro batch that holds on the longest batch."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def known(asked: Trial, answer: Callable[[Trial], Outcome]) -> Record:
 
 def test_the_first_step_down_scales_by_the_longest_batch() -> None:
     model = Model(state=150 * MIB, linear=13 * MIB)  # 61 of the usual texts fit, 7 of the longest
-    found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
+    result, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
     assert exams == [59, 7]
-    assert found.certificate.passed
-    assert found.best.trial.knobs.micro_batch == 7
+    assert result.certificate.passed
+    assert result.best.trial.knobs.micro_batch == 7
 
 
 def test_without_a_memory_line_the_length_ratio_decides() -> None:
@@ -78,24 +78,24 @@ def test_without_a_memory_line_the_length_ratio_decides() -> None:
 def test_quadratic_attention_needs_a_further_step() -> None:
     model = Model(state=50 * MIB, linear=10 * MIB, square=5 * MIB)  # the square of eight times the length
     assert model.holds(longest=True) == 2
-    found, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
+    result, exams = certified_by(model, (1, 30, 59), longest_ratio=8.0)
     assert exams == [59, 7, 1, 2]
-    assert found.certificate.passed
-    assert found.certificate.parity is not None
+    assert result.certificate.passed
+    assert result.certificate.parity is not None
 
 
 def test_an_unknown_length_is_found_in_few_exams() -> None:
     model = Model(state=150 * MIB, linear=13 * MIB, tells=False)
-    found, exams = certified_by(model, (1, 30, 59), longest_ratio=1.0)
+    result, exams = certified_by(model, (1, 30, 59), longest_ratio=1.0)
     assert exams == [59, 29, 7]
     longer = replace(model, linear=2.0 * MIB, longer=16.0)  # 25 of the longest fit
-    found, exams = certified_by(longer, (1, 64, 200), longest_ratio=1.0)
+    result, exams = certified_by(longer, (1, 64, 200), longest_ratio=1.0)
     assert exams == [200, 100, 25]
-    assert found.certificate.passed
+    assert result.certificate.passed
     between = replace(model, linear=1.0 * MIB, longer=8.0)  # 100 fit; 3/4 of the way between two steps
-    found, exams = certified_by(between, (1, 200, 799), longest_ratio=1.0)
+    result, exams = certified_by(between, (1, 200, 799), longest_ratio=1.0)
     assert exams == [799, 399, 99]
-    assert found.certificate.passed
+    assert result.certificate.passed
 
 
 # Attention's share of what linear layers take on the usual text: none, little, as much.
@@ -111,10 +111,10 @@ MODELS = [
 @pytest.mark.parametrize("told", [True, False])
 def test_a_holding_size_is_found_within_the_trials(model: Model, told: bool) -> None:
     most, holds, longer = model.holds(longest=False), model.holds(longest=True), model.longer
-    found, exams = certified_by(model, (1, most // 2, most), longest_ratio=longer if told else 1.0)
-    assert found.certificate.passed
-    assert found.certificate.parity is not None
-    size = found.best.trial.knobs.micro_batch
+    result, exams = certified_by(model, (1, most // 2, most), longest_ratio=longer if told else 1.0)
+    assert result.certificate.passed
+    assert result.certificate.parity is not None
+    size = result.best.trial.knobs.micro_batch
     # Exams may fill the headroom, too: they only have to fit.
     assert holds * 0.8 - 1 <= size, (exams, holds)
     assert len(exams) <= 5
@@ -138,10 +138,10 @@ def test_after_one_failure_upwards_the_middle_is_examined() -> None:
         return passes(asked, peak)
 
     assert certified_by(answer, (1, 40, 80), longest_ratio=1.0, most_trials=7)[1] == [80, 40, 10, 39]
-    found, exams = certified_by(answer, (1, 40, 80), longest_ratio=1.0)
+    result, exams = certified_by(answer, (1, 40, 80), longest_ratio=1.0)
     assert exams == [80, 40, 10, 39, 19]
-    assert found.best.trial.knobs.micro_batch == 10
-    assert found.certificate.passed
+    assert result.best.trial.knobs.micro_batch == 10
+    assert result.certificate.passed
 
 
 def test_a_memory_line_needs_usual_batches_of_the_same_config() -> None:

@@ -1,4 +1,4 @@
-"""The whole search on made-up machines: the answer holds, and a search that was killed goes on to the same one."""
+"""Whole searches of made-up machines: the answer holds, and a killed search resumes to the same one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autods.journal import TrialStore, trial_key
 from autods.tuner.fit import Search
 from autods.tuner.fit_result import FitResult
 from autods.types import Fit, ModelFacts, Record, Trial
-from tests.support.forecasters import Scripted
+from tests.support.forecasters import ScriptedForecaster
 from tests.support.surfaces import Surface, searching
 
 SEEDS = (0, 3, 6, 16)  # of 3 and 16 several rungs climb
@@ -61,17 +61,17 @@ def started(search: Search, runner: Killable) -> Search:
 
 def searched(search: Search, seed: int, at: int | None = None) -> tuple[FitResult, list[Trial]]:
     runner = Killable(Surface(seed), at)
-    found = started(search, runner).run()
-    assert isinstance(found, FitResult)
-    return found, runner.ran
+    result = started(search, runner).run()
+    assert isinstance(result, FitResult)
+    return result, runner.ran
 
 
-def answer(found: FitResult) -> tuple[object, ...]:
+def answer(result: FitResult) -> tuple[object, ...]:
     """All that a report says of what was found."""
-    assert found.certified is not None
+    assert result.certified is not None
     return (
-        found.best, found.walked.skipped, found.raced.best, found.raced.others, found.raced.reasons,
-        found.raced.grown, found.tuned.reason, found.certified.certificate, found.certified.reason,
+        result.best, result.walked.skipped, result.raced.best, result.raced.others, result.raced.reasons,
+        result.raced.grown, result.tuned.reason, result.certified.certificate, result.certified.reason,
     )  # fmt: skip
 
 
@@ -83,14 +83,14 @@ def keys(trials: list[Trial]) -> list[str]:
 def test_the_answer_fits_with_the_headroom_and_is_certified(seed: int) -> None:
     surface = Surface(seed)
     with folder(seed) as search:
-        found, _ = searched(search, seed)
-        assert isinstance(found.best.outcome, Fit)
-        assert surface.peak_bytes(found.best.trial) <= search.usable_bytes
-        assert found.certified is not None
-        assert found.certified.certificate.passed
+        result, _ = searched(search, seed)
+        assert isinstance(result.best.outcome, Fit)
+        assert surface.peak_bytes(result.best.trial) <= search.usable_bytes
+        assert result.certified is not None
+        assert result.certified.certificate.passed
         rungs = [rung.name for rung in search.settings.ladder]
         best, _ = surface.optimum(search.usable_bytes, rungs)
-        assert surface.rate(found.best.trial) >= 0.8 * best
+        assert surface.rate(result.best.trial) >= 0.8 * best
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -98,8 +98,8 @@ def test_the_best_config_is_saved_after_each_step(seed: int) -> None:
     surface = Surface(seed)
     with folder(seed) as search:
         told: list[Record] = []
-        found, _ = searched(replace(search, save_best=told.append), seed)
-        assert told == [found.walked.winner, found.raced.best, found.tuned.best]
+        result, _ = searched(replace(search, save_best=told.append), seed)
+        assert told == [result.walked.winner, result.raced.best, result.tuned.best]
         rates = [surface.rate(record.trial) for record in told]
         assert rates[0] <= 1.05 * rates[-1]
 
@@ -174,8 +174,8 @@ def test_forecasts_save_trials_and_change_the_answer_by_noise_alone() -> None:
     rates, counts = [], []
     for blind in (False, True):
         with folder(3, blind=blind) as search:
-            found, ran = searched(search, 3)
-            rates.append(Surface(3).rate(found.best.trial))
+            result, ran = searched(search, 3)
+            rates.append(Surface(3).rate(result.best.trial))
             counts.append(len(ran))
     assert counts[0] < counts[1]
     assert rates[1] == pytest.approx(rates[0], rel=0.1)
@@ -185,10 +185,10 @@ def test_forecasts_save_trials_and_change_the_answer_by_noise_alone() -> None:
 def test_the_reference_runs_at_its_largest_micro_batch(seed: int) -> None:
     """It trains on the winner's samples: at micro batch 1 that would take many times as long."""
     with folder(seed) as search:
-        found, ran = searched(search, seed)
+        result, ran = searched(search, seed)
         usable = search.usable_bytes
-    assert found.walked.winner is not None
-    plain, surface = found.walked.winner.trial, Surface(seed)
+    assert result.walked.winner is not None
+    plain, surface = result.walked.winner.trial, Surface(seed)
 
     def is_plain(trial: Trial) -> bool:
         same = (trial.rung, trial.knobs.checkpointing, trial.knobs.settings)
@@ -212,8 +212,8 @@ class PipelineSurface(Surface):
 
 
 def test_a_pipeline_is_not_forecast() -> None:
-    forecaster = Scripted(lambda trial: pytest.fail(f"{trial.rung} was forecast"))
+    forecaster = ScriptedForecaster(lambda trial: pytest.fail(f"{trial.rung} was forecast"))
     with folder(3, forecaster=forecaster) as search:
-        found = replace(search, runner=PipelineSurface(3)).run()
-    assert isinstance(found, FitResult)
+        result = replace(search, runner=PipelineSurface(3)).run()
+    assert isinstance(result, FitResult)
     assert forecaster.prepared == []

@@ -1,4 +1,4 @@
-"""What the search does with forecasts: it saves trials, proves what it is told, and never loses an answer by them."""
+"""Forecasts in the search: they save trials and never lose an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import WalkResult, walk
 from autods.tuner.optuna_search import TuneResult, tune
 from autods.types import Outcome, Trial
-from tests.support.forecasters import Scripted, said
+from tests.support.forecasters import ScriptedForecaster, scripted_forecast
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
@@ -26,9 +26,9 @@ GIB = 2**30
 
 def growth(
     answers: Mapping[str, Outcome], verdicts: Mapping[str, RungForecast]
-) -> tuple[WalkResult, list[str], Scripted]:
+) -> tuple[WalkResult, list[str], ScriptedForecaster]:
     runner = ScriptedRunner(lambda trial: answers.get(trial.rung, OOM))
-    forecaster = Scripted(lambda trial: verdicts.get(trial.rung))
+    forecaster = ScriptedForecaster(lambda trial: verdicts.get(trial.rung))
     walked = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS, forecaster=forecaster)
     return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), forecaster
 
@@ -40,14 +40,16 @@ def test_rungs_are_forecast_at_the_smallest_trainable_batch() -> None:
         fits_or_not = FITS if trial.rung == "zero2" else OOM
         return TOO_SMALL if trial.knobs.micro_batch < 2 else fits_or_not
 
-    forecaster = Scripted(lambda trial: asked.append(trial.knobs.micro_batch))
+    forecaster = ScriptedForecaster(lambda trial: asked.append(trial.knobs.micro_batch))
     walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, forecaster=forecaster)
     assert asked == [1] + [2] * (len(asked) - 1)
     assert len(asked) > 1
 
 
 def test_a_rung_that_cannot_fit_is_not_tried_and_the_reason_is_said() -> None:
-    walked, tried, _ = growth({"zero2": FITS}, {"ddp": said("ddp", "cannot_fit"), "zero1": said("zero1", "tight")})
+    walked, tried, _ = growth(
+        {"zero2": FITS}, {"ddp": scripted_forecast("ddp", "cannot_fit"), "zero1": scripted_forecast("zero1", "tight")}
+    )
     assert tried == ["zero1", "zero2"]
     assert {skip.rung: skip.reason for skip in walked.skipped} == {"ddp": "cannot fit by the forecast: needs more"}
     assert walked.winner is not None
@@ -56,21 +58,21 @@ def test_a_rung_that_cannot_fit_is_not_tried_and_the_reason_is_said() -> None:
 
 @pytest.mark.parametrize("verdict", ["fits", "tight", None])
 def test_only_trials_decide_what_may_fit(verdict: Verdict | None) -> None:
-    verdicts = {} if verdict is None else {"ddp": said("ddp", verdict)}
+    verdicts = {} if verdict is None else {"ddp": scripted_forecast("ddp", verdict)}
     _, tried, _ = growth({"zero1": FITS}, verdicts)
     assert tried == ["ddp", "zero1"]
 
 
 def test_where_nothing_fits_the_closest_rung_runs_nevertheless() -> None:
     rungs = [rung.name for rung in SETTINGS.ladder]
-    verdicts = {name: said(name, "cannot_fit", low=10 - index) for index, name in enumerate(rungs)}
+    verdicts = {name: scripted_forecast(name, "cannot_fit", low=10 - index) for index, name in enumerate(rungs)}
     walked, tried, _ = growth({}, verdicts)
     assert tried == [rungs[-1]]
     assert rungs[-1] not in {skip.rung for skip in walked.skipped}
 
 
 def test_a_forecast_that_was_wrong_costs_no_answer() -> None:
-    verdicts = {rung.name: said(rung.name, "cannot_fit") for rung in SETTINGS.ladder}
+    verdicts = {rung.name: scripted_forecast(rung.name, "cannot_fit") for rung in SETTINGS.ladder}
     walked, _, _ = growth({rung.name: FITS for rung in SETTINGS.ladder}, verdicts)
     assert walked.winner is not None
 
@@ -91,7 +93,7 @@ def test_no_simulation_runs_beside_a_trial() -> None:
         forecaster.settled = False  # what is prepared after it begins anew
         return FITS if trial.rung == "zero2" else OOM
 
-    forecaster = Scripted(lambda trial: None)
+    forecaster = ScriptedForecaster(lambda trial: None)
     walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, forecaster=forecaster)
     assert seen == [("ddp", True), ("zero1", True), ("zero2", True)]
     assert forecaster.prepared == [*rungs, *rungs[1:], *rungs[2:]]
@@ -105,7 +107,8 @@ def grown(batch: int | None) -> tuple[GrowthResult, ScriptedRunner]:
     first = runner.run(Trial(rung="zero2", knobs=list_candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk"))
     rules = GrowthRules(
         run=runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
-        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None, forecaster=Scripted(lambda trial: None, batch),
+        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None,
+        forecaster=ScriptedForecaster(lambda trial: None, batch),
     )  # fmt: skip
     return grow(first, rules).result(), runner
 
@@ -122,7 +125,7 @@ def test_growth_finds_the_same_micro_batch_by_a_wrong_forecast(wrong: int) -> No
     assert abs(grown(wrong)[0].largest_micro_batch - grown(None)[0].largest_micro_batch) <= 3
 
 
-def tuned(tmp_path: Path, forecaster: Scripted) -> tuple[TuneResult, ScriptedRunner]:
+def tuned(tmp_path: Path, forecaster: ScriptedForecaster) -> tuple[TuneResult, ScriptedRunner]:
     runner = ScriptedRunner(ANSWER)
     candidate = list_candidates(SETTINGS, FACTS, {})[2]
     start = runner.run(Trial(rung="zero2", knobs=replace(candidate.knobs, micro_batch=8), purpose="grow"))
@@ -139,14 +142,14 @@ def test_tuning_runs_no_setting_that_cannot_fit(tmp_path: Path) -> None:
 
     def too_large(trial: Trial) -> RungForecast | None:
         large = int(trial.knobs.settings[key]) > SMALL
-        return said("zero2", "cannot_fit", low=17 * GIB, limit=16 * GIB) if large else None
+        return scripted_forecast("zero2", "cannot_fit", low=17 * GIB, limit=16 * GIB) if large else None
 
     SMALL = int(list_candidates(SETTINGS, FACTS, {})[2].knobs.settings[key])
-    found, runner = tuned(tmp_path, Scripted(too_large))
+    found, runner = tuned(tmp_path, ScriptedForecaster(too_large))
     assert all(int(trial.knobs.settings[key]) <= SMALL for trial in runner.trials)
     assert "cannot fit by the forecast" in found.reason
 
 
 def test_the_same_search_without_forecasts_asks_for_more_trials(tmp_path: Path) -> None:
-    blind, trials = tuned(tmp_path, Scripted(lambda trial: None))
+    blind, trials = tuned(tmp_path, ScriptedForecaster(lambda trial: None))
     assert len(blind.records) == len(trials.trials) - 1 == 6

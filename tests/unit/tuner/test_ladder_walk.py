@@ -1,4 +1,4 @@
-"""Walking the ladder: which rung is tried, which wins, and what is said when none does."""
+"""The ladder's walk: the rungs it tries and skips, the winner, and the closest rung when none fits."""
 
 from __future__ import annotations
 
@@ -148,10 +148,10 @@ def test_a_rung_that_fails_twice_is_left() -> None:
 
 
 def test_one_rank_has_no_sharding_to_gain() -> None:
-    found = by_name(replace(SETTINGS, gpus=1))
-    skipped = {name for name, one in found.items() if one.skip}
+    result = by_name(replace(SETTINGS, gpus=1))
+    skipped = {name for name, one in result.items() if one.skip}
     assert skipped == {"zero1", "zero2", "zero3"}
-    assert found["zero1"].skip == "one rank: no sharding to gain"
+    assert result["zero1"].skip == "one rank: no sharding to gain"
 
 
 def test_rungs_that_lack_something_are_skipped_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""Parity: losses beside a plain config's on the same samples; which knob parts them; what is then done."""
+"""Loss parity: the comparison with a plain config, and the knob that changes the losses."""
 
 from __future__ import annotations
 

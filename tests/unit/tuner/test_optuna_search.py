@@ -1,4 +1,4 @@
-"""Tuning: what is proposed, what is run, what survives a kill, and when the start stays."""
+"""Tuning: proposals, trials, resumption after a kill, convergence, and when the start stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The race: which rung wins with which micro batch, who is let in, who drops out when, and what is said of each."""
+"""The race: which rung wins at which micro batch, who enters, who drops out, and the reasons."""
 
 from __future__ import annotations
 
@@ -158,33 +158,33 @@ def raced(tmp_path: Path) -> Callable[..., FitResult]:
             journal, journal.open(fingerprint="race"), lambda trial, id: machine.run(trial, id=id), lambda event: None
         )
         settings = replace(SETTINGS, device_bytes=LIMIT, profile=profile, **asked)
-        found = Search(
+        result = Search(
             settings=settings, runner=machine, memory=memory, forecaster=forecaster or Foreseeing(machine),
             study=tmp_path / "study.jsonl", check=lambda record: record,
         ).run()  # fmt: skip
-        assert isinstance(found, FitResult)
+        assert isinstance(result, FitResult)
         assert {one.knobs.accumulation for one in machine.ran if one.purpose != "walk"} == {1} or settings.global_batch
-        return found
+        return result
 
     return search
 
 
-def won(found: FitResult) -> tuple[str, int]:
-    return found.raced.best.trial.rung, found.raced.best.trial.knobs.micro_batch
+def won(result: FitResult) -> tuple[str, int]:
+    return result.raced.best.trial.rung, result.raced.best.trial.knobs.micro_batch
 
 
-def reasons_in_report(found: FitResult, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
+def reasons_in_report(result: FitResult, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
     records = [Record(id=1, trial=trial, outcome=fit(peak_bytes=1), seconds=1.0) for trial in machine.ran]
-    return fit_report(settings, found, records, ({}, {}), 1.0).reasons
+    return fit_report(settings, result, records, ({}, {}), 1.0).reasons
 
 
 def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})  # room for 4 samples, and for 24
-    found = raced(machine)
-    assert won(found) == ("zero3", 24)
-    assert found.raced.grown.largest_micro_batch == 24
-    assert found.raced.reasons["zero3"].startswith("fastest of 2 that fit: zero3 with micro batch 24")
-    assert "ddp" in found.raced.reasons
+    result = raced(machine)
+    assert won(result) == ("zero3", 24)
+    assert result.raced.grown.largest_micro_batch == 24
+    assert result.raced.reasons["zero3"].startswith("fastest of 2 that fit: zero3 with micro batch 24")
+    assert "ddp" in result.raced.reasons
 
 
 def test_the_same_is_found_without_forecasts(raced: Callable[..., FitResult]) -> None:
@@ -196,27 +196,27 @@ def test_the_same_is_found_without_forecasts(raced: Callable[..., FitResult]) ->
 
 def test_a_rung_that_ran_out_keeps_no_other_from_racing(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero2": Rung(gib=40), "zero3": Rung(gib=3)})
-    found = raced(machine, forecaster=NO_FORECASTER)
-    assert won(found)[0] == "zero3"
-    assert found.raced.reasons["zero2"] == "ran out of device memory"
+    result = raced(machine, forecaster=NO_FORECASTER)
+    assert won(result)[0] == "zero3"
+    assert result.raced.reasons["zero2"] == "ran out of device memory"
 
 
 def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3), "zero1": Rung(gib=2, sample_s=0.5), "zero3": Rung(gib=2, sample_s=0.4)})
-    found = raced(machine)
-    assert won(found)[0] == "ddp"
+    result = raced(machine)
+    assert won(result)[0] == "ddp"
     assert 1 <= len(machine.sizes("zero1")) <= 2
     assert 1 <= len(machine.sizes("zero3")) <= 2
-    assert "samples/s with micro batch" in found.raced.reasons["zero3"]
-    assert "by its steps at most 0." in found.raced.reasons["zero3"]
-    assert found.raced.reasons["zero3"].endswith("times as fast as ddp")
+    assert "samples/s with micro batch" in result.raced.reasons["zero3"]
+    assert "by its steps at most 0." in result.raced.reasons["zero3"]
+    assert result.raced.reasons["zero3"].endswith("times as fast as ddp")
 
 
 def test_a_rival_that_cannot_fit_by_its_forecast_is_skipped(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=40)})
-    found = raced(machine)
+    result = raced(machine)
     assert machine.sizes("zero3") == []
-    assert found.raced.reasons["zero3"] == "cannot fit by the forecast: needs 40 GiB"
+    assert result.raced.reasons["zero3"] == "cannot fit by the forecast: needs 40 GiB"
 
 
 def test_a_rival_enters_at_the_leaders_batch_or_smaller(
@@ -228,22 +228,22 @@ def test_a_rival_enters_at_the_leaders_batch_or_smaller(
             return RungForecast(rung=trial.rung, verdict="fits", reason="", memory={"device": fits}, micro_batch=1)
 
     machine = Machine({"ddp": Rung(gib=3), "zero3": Rung(gib=7, sample_s=0.05)})  # room for 24 samples, and for 16
-    found = raced(machine, forecaster=Hopeful(machine))
+    result = raced(machine, forecaster=Hopeful(machine))
     entry, smaller, *_ = machine.sizes("zero3")
     assert entry == 2 * 24  # memory is what ended the leader's climb
     assert smaller == 24
-    assert won(found) == ("zero3", 16)
+    assert won(result) == ("zero3", 16)
 
 
 @pytest.mark.parametrize("tier", ["host", "pinned"])
 def test_a_full_host_rules_out_rivals_with_as_much_on_it(raced: Callable[..., FitResult], tier: Tier) -> None:
     offloading = Rung(full="host")
     machine = Machine({"ddp": Rung(gib=3), "zero2-offload": offloading, "zero3": Rung(gib=3), "zero3-offload": Rung()})
-    found = raced(machine)
-    assert found.raced.reasons["zero2-offload"] == "ran out of host memory"
+    result = raced(machine)
+    assert result.raced.reasons["zero2-offload"] == "ran out of host memory"
     assert machine.sizes("zero3-offload") == []
     said = "it needs as much host memory as zero2-offload, which ran out of it"
-    assert found.raced.reasons["zero3-offload"] == said
+    assert result.raced.reasons["zero3-offload"] == said
     assert machine.sizes("zero3") != []
 
 
@@ -251,26 +251,26 @@ def test_a_host_full_at_a_large_batch_rules_out_no_rival(
     raced: Callable[..., FitResult],
 ) -> None:
     full = Rung(gib=3, full="host", full_from=4)
-    found = raced(machine := Machine({"ddp": Rung(gib=3), "zero2-offload": full, "zero3-offload": full}))
+    result = raced(machine := Machine({"ddp": Rung(gib=3), "zero2-offload": full, "zero3-offload": full}))
     assert machine.sizes("zero3-offload") != []
-    assert "samples/s" in found.raced.reasons["zero3-offload"]
+    assert "samples/s" in result.raced.reasons["zero3-offload"]
 
 
 def test_a_rival_that_fits_unpinned_rules_out_no_other(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=12), "zero2-offload": Rung(full="pinned"), "zero3-offload": Rung(full="pinned")})
-    found = raced(machine)
-    assert won(found)[0] == "zero2-offload"
-    assert unpinned(found.best.trial)
+    result = raced(machine)
+    assert won(result)[0] == "zero2-offload"
+    assert unpinned(result.best.trial)
     assert machine.sizes("zero3-offload") != []
 
 
 def test_no_checkpointing_wins_where_memory_allows(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3, fixed_s=0.05), "zero3": Rung(gib=3, fixed_s=0.1)}, kept_gib=0.5)
-    found = raced(machine, checkpointing=True)
-    assert found.best.trial.rung == "ddp"
-    assert not found.best.trial.knobs.checkpointing
-    assert found.raced.reasons["ddp without checkpointing"].startswith("fastest of ")
-    assert found.raced.reasons["ddp"].endswith("times as fast as ddp without checkpointing")
+    result = raced(machine, checkpointing=True)
+    assert result.best.trial.rung == "ddp"
+    assert not result.best.trial.knobs.checkpointing
+    assert result.raced.reasons["ddp without checkpointing"].startswith("fastest of ")
+    assert result.raced.reasons["ddp"].endswith("times as fast as ddp without checkpointing")
 
 
 def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., FitResult]) -> None:
@@ -278,23 +278,23 @@ def test_a_rung_that_leads_only_without_checkpointing_wins(raced: Callable[..., 
     machine = Machine(
         {"ddp": Rung(gib=14, fixed_s=0.01), "zero3": Rung(gib=3, fixed_s=0.05, sample_s=0.116)}, kept_gib=2.1
     )
-    found = raced(machine, checkpointing=True)
-    assert won(found)[0] == "zero3"
-    assert not found.best.trial.knobs.checkpointing
+    result = raced(machine, checkpointing=True)
+    assert won(result)[0] == "zero3"
+    assert not result.best.trial.knobs.checkpointing
 
 
 def test_no_checkpointing_loses_where_the_batch_gets_small(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=10, fixed_s=1.0)}, kept_gib=2.0)  # room for 10 samples, and for 2
-    found = raced(machine, checkpointing=True)
-    assert won(found) == ("ddp", 10)
-    assert found.best.trial.knobs.checkpointing
-    assert "times as fast as ddp" in found.raced.reasons["ddp without checkpointing"]
+    result = raced(machine, checkpointing=True)
+    assert won(result) == ("ddp", 10)
+    assert result.best.trial.knobs.checkpointing
+    assert "times as fast as ddp" in result.raced.reasons["ddp without checkpointing"]
 
 
 def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., FitResult], tmp_path: Path) -> None:
-    found = raced(Machine({"ddp": Rung(gib=3)}, fp16=1.5), precisions=("fp16",))
-    assert found.best.trial.knobs.settings["fp16.enabled"] is True
-    assert found.raced.reasons["ddp in fp16"].startswith("fastest of 2 that fit")
+    result = raced(Machine({"ddp": Rung(gib=3)}, fp16=1.5), precisions=("fp16",))
+    assert result.best.trial.knobs.settings["fp16.enabled"] is True
+    assert result.raced.reasons["ddp in fp16"].startswith("fastest of 2 that fit")
     (tmp_path / "journal.jsonl").unlink()
     machine = Machine({"ddp": Rung(gib=3)}, fp16=1.5)
     assert "fp16.enabled" not in raced(machine).best.trial.knobs.settings
@@ -302,10 +302,10 @@ def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., Fi
 
 def test_of_equal_rungs_the_earlier_of_the_ladder_wins(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(), "zero1": Rung(), "zero3": Rung()})
-    found = raced(machine)
-    assert won(found) == ("ddp", 26)
-    assert found.best.trial.rung == "ddp"
-    assert "1.00 times as fast" in found.raced.reasons["zero1"]
+    result = raced(machine)
+    assert won(result) == ("ddp", 26)
+    assert result.best.trial.rung == "ddp"
+    assert "1.00 times as fast" in result.raced.reasons["zero1"]
 
 
 def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Callable[..., FitResult]) -> None:
@@ -313,54 +313,54 @@ def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Calla
         return 1.2 if (trial.rung, trial.purpose) == ("zero1", "grow") else 1.0
 
     machine = Machine({"ddp": Rung(sample_s=0.1), "zero1": Rung(sample_s=0.12)}, flattery=flattered)
-    found = raced(machine)
-    assert won(found)[0] == "ddp"
+    result = raced(machine)
+    assert won(result)[0] == "ddp"
     final = [trial for trial in machine.ran if trial.purpose == "race"]
     assert {"ddp", "zero1"} <= {trial.rung for trial in final}
     finals = SETTINGS.profile.race.finals
     assert {(trial.steps.most_timed, trial.steps.spread) for trial in final} == {(finals.most_timed, finals.spread)}
     assert all(2 <= trial.steps.timed < finals.timed for trial in final)  # each takes seconds
-    assert "measured again" in found.raced.reasons["ddp"]
-    flattered_one = found.raced.reasons["zero1"]  # its first timing was above the winner's
+    assert "measured again" in result.raced.reasons["ddp"]
+    flattered_one = result.raced.reasons["zero1"]  # its first timing was above the winner's
     assert float(flattered_one.partition("measured again in turn, ")[2].partition(" times as fast as ddp")[0]) < 1
-    assert found.best.outcome == machine.answer(found.best.trial)
+    assert result.best.outcome == machine.answer(result.best.trial)
 
 
 @pytest.mark.parametrize("budget", [Budget(trials=4), Budget(seconds=40.0)])
 def test_a_spent_budget_ends_the_race_and_the_reasons_say_so(raced: Callable[..., FitResult], budget: Budget) -> None:
     machine = Machine({name: Rung(gib=3) for name in ("ddp", "zero1", "zero2", "zero3")})
-    found = raced(machine, budget=budget, checkpointing=True)
+    result = raced(machine, budget=budget, checkpointing=True)
     assert len(machine.ran) <= 5  # what is under way is not cut short
-    assert found.best.trial.rung == "ddp"
-    assert found.raced.reasons["zero3"] == "not tried: the budget is spent"
-    assert found.raced.reasons["ddp"].endswith("was the fastest, and none was measured again") or (
-        "had no other to be compared with" in found.raced.reasons["ddp"]
+    assert result.best.trial.rung == "ddp"
+    assert result.raced.reasons["zero3"] == "not tried: the budget is spent"
+    assert result.raced.reasons["ddp"].endswith("was the fastest, and none was measured again") or (
+        "had no other to be compared with" in result.raced.reasons["ddp"]
     )
 
 
 def test_every_rival_keeps_the_global_batch(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero1": Rung(gib=9), "zero3": Rung(gib=3)}, fp16=1.1)
-    found = raced(machine, global_batch=48, checkpointing=True, precisions=("fp16",))
+    result = raced(machine, global_batch=48, checkpointing=True, precisions=("fp16",))
     timed = [trial for trial in machine.ran if trial.purpose != "walk"]
     assert {trial.rung for trial in timed} == {"ddp", "zero1", "zero3"}
     assert {trial.knobs.train_batch(SETTINGS.gpus) for trial in timed} == {48}
-    assert found.best.trial.rung == "zero3"
+    assert result.best.trial.rung == "zero3"
 
 
 def test_for_memory_the_smallest_peak_wins(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=9), "zero1": Rung(gib=5), "zero3": Rung(gib=3, fixed_s=9.0)})
-    found = raced(machine, objective="memory")
-    assert won(found) == ("zero3", 1)
+    result = raced(machine, objective="memory")
+    assert won(result) == ("zero3", 1)
     assert {size for name in machine.rungs for size in machine.sizes(name)} == {1}
-    assert "fast" not in " ".join(found.raced.reasons.values())
+    assert "fast" not in " ".join(result.raced.reasons.values())
 
 
 def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=13), "zero3": Rung(gib=3)})
-    found = raced(machine, stop="first-fit")
-    assert found.best.trial.rung == "zero1"
+    result = raced(machine, stop="first-fit")
+    assert result.best.trial.rung == "zero1"
     assert set(machine.sizes("zero3") + machine.sizes("zero2")) == set()
-    assert found.raced.reasons == {"zero1": "the first rung of the ladder that fits"}
+    assert result.raced.reasons == {"zero1": "the first rung of the ladder that fits"}
 
 
 def take_first_fit(raced: Callable[..., FitResult], machine: Machine, **asked: Any) -> FitResult:
@@ -369,26 +369,26 @@ def take_first_fit(raced: Callable[..., FitResult], machine: Machine, **asked: A
 
 def test_first_fit_drops_checkpointing_where_memory_is_ample(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
-    found = take_first_fit(raced, machine)
-    assert not found.best.trial.knobs.checkpointing
+    result = take_first_fit(raced, machine)
+    assert not result.best.trial.knobs.checkpointing
     assert {one.knobs.micro_batch for one in machine.ran if one.knobs.checkpointing} == {1}  # the walk's look only
-    assert found.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
+    assert result.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
 
 
 def test_first_fit_keeps_checkpointing_that_pays(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=9, fixed_s=2.0)})  # room for 3 samples without, for 13 with
-    found = take_first_fit(raced, machine)
-    assert found.best.trial.knobs.checkpointing
-    assert found.best.trial.knobs.micro_batch > 3
-    assert found.raced.reasons["zero1"] == "the first rung of the ladder that fits"
-    assert found.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
+    result = take_first_fit(raced, machine)
+    assert result.best.trial.knobs.checkpointing
+    assert result.best.trial.knobs.micro_batch > 3
+    assert result.raced.reasons["zero1"] == "the first rung of the ladder that fits"
+    assert result.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
 
 
 def test_first_fit_drops_checkpointing_that_does_not_pay(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"zero1": Rung(gib=6, fixed_s=0.01)})
-    found = take_first_fit(raced, machine)
-    assert not found.best.trial.knobs.checkpointing
-    assert found.raced.reasons["zero1"].endswith("times as fast as zero1 without checkpointing")
+    result = take_first_fit(raced, machine)
+    assert not result.best.trial.knobs.checkpointing
+    assert result.raced.reasons["zero1"].endswith("times as fast as zero1 without checkpointing")
 
 
 @pytest.mark.parametrize("forecaster", [None, NO_FORECASTER])
@@ -396,22 +396,22 @@ def test_first_fit_recomputes_where_nothing_fits_without(
     raced: Callable[..., FitResult], forecaster: Forecaster | None
 ) -> None:
     machine = Machine({"zero1": Rung(gib=14)})  # 14.5 GiB for a sample that is recomputed, 16 and no headroom without
-    found = take_first_fit(raced, replace(machine, kept_gib=4.0), forecaster=forecaster)
-    assert found.best.trial.knobs.checkpointing
-    reason = found.raced.reasons["zero1 without checkpointing"]
+    result = take_first_fit(raced, replace(machine, kept_gib=4.0), forecaster=forecaster)
+    assert result.best.trial.knobs.checkpointing
+    reason = result.raced.reasons["zero1 without checkpointing"]
     assert "cannot fit by the forecast" in reason if forecaster is None else "ran out of device memory" in reason
 
 
 def test_what_first_fit_did_not_recompute_may_back_off_to_recomputing(raced: Callable[..., FitResult]) -> None:
-    found = take_first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
-    assert [one.trial.knobs.checkpointing for one in found.raced.others] == [True]
+    result = take_first_fit(raced, Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1))
+    assert [one.trial.knobs.checkpointing for one in result.raced.others] == [True]
 
 
 def test_no_rung_passes_through_nvme_while_another_fits(raced: Callable[..., FitResult]) -> None:
     machine = Machine({name: Rung() for name in RUNGS})
-    found = raced(machine)
+    result = raced(machine)
     assert machine.sizes("zero3-nvme") == []
-    assert "NVMe" in reasons_in_report(found, machine)["zero3-nvme"]
+    assert "NVMe" in reasons_in_report(result, machine)["zero3-nvme"]
 
 
 def test_of_two_close_sizes_only_the_larger_is_remeasured(raced: Callable[..., FitResult]) -> None:
@@ -432,9 +432,9 @@ def test_every_rung_of_the_ladder_has_a_reason_in_the_report(
     raced: Callable[..., FitResult], stop: str, budget: Budget
 ) -> None:
     machine = replace(CROWD, ran=[])
-    found = raced(machine, stop=stop, budget=budget, checkpointing=True, precisions=("fp16",))
+    result = raced(machine, stop=stop, budget=budget, checkpointing=True, precisions=("fp16",))
     profile = replace(SETTINGS.profile, race=replace(SETTINGS.profile.race, stop=stop))  # type: ignore[arg-type]
-    reasons = reasons_in_report(found, machine, replace(SETTINGS, profile=profile))
+    reasons = reasons_in_report(result, machine, replace(SETTINGS, profile=profile))
     assert set(RUNGS) <= set(reasons)
     assert all(reasons.values())
     if stop == "fastest":

@@ -1,4 +1,4 @@
-"""How many steps a trial times, and which micro batches are too slow to be timed: minutes that would teach nothing."""
+"""The number of steps that a trial times, and micro batches whose steps are too long."""
 
 from __future__ import annotations
 
