@@ -29,9 +29,9 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardUse:
-    """Peak bytes of the fullest rank's card: given out by torch's allocator, reserved by it, and what NVML saw of all.
+    """Peak bytes of the fullest rank's card: allocated and reserved by torch's allocator, and used as NVML counts.
 
-    The last has the CUDA context, NCCL and the kernels' code, too; None where NVML did not tell.
+    nvml_bytes: includes the CUDA context, NCCL and kernels; None where NVML failed.
     """
 
     allocated_bytes: int
@@ -52,10 +52,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """What a `worst_case` trial did. A part that was not done is None, and `left_out` says why in a sentence.
+    """The results of a `worst_case` trial. A part that was skipped is None, and `left_out` says why in a sentence.
 
-    batch_shape: of the largest tensor of the batch it ran on. draws: that batch is the longest of so many that
-    `build_batch` made; 0: the workload's own `build_longest_batch` made it.
+    batch_shape: shape of the largest tensor of the batch. draws: the batch is the longest of so many that
+    `build_batch` made; 0: `build_longest_batch` made it.
     """
 
     batch_shape: tuple[int, ...]
@@ -64,15 +64,17 @@ class Examined:
     checkpoint_bytes: int | None = None  # on disk, of all ranks of the fullest node
     save_s: float | None = None
     load_s: float | None = None
-    gathered: bool | None = None  # the whole weights, which stage 3 has to gather for; None: nothing to gather
+    gathered: bool | None = None  # stage 3 gathered the whole weights; None: nothing to gather
     restored: bool | None = None  # the loaded engine evaluates to the loss of the saved one
     left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a script's parity trial trained: a mark of all that its engine was given, on all ranks, and the sum of the
-    magnitudes of its first weights. Losses of two trials compare where both are alike; None: it was not seen."""
+    """A digest of the samples that a script's parity trial trained on, and the sum of its first weights' magnitudes.
+
+    Losses of two trials can be compared when both values agree. None: it was not observed.
+    """
 
     samples: str | None
     weights: float | None
@@ -80,10 +82,10 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What one kind of collective did in an optimizer step, on the rank that did most of it.
+    """One kind of collective in an optimizer step, on the rank that used it most.
 
-    bytes: of the whole tensors, all ranks' parts together. sent_bytes: what a rank has to send for that at least, by
-    the ring algorithm. seconds: with nothing beside it and without waiting for slower ranks; None: not measured.
+    bytes: size of the whole tensors. sent_bytes: the least that a rank sends for them, by the ring algorithm. seconds:
+    without overlap and without waiting for slower ranks; None: not measured.
     """
 
     calls: int
@@ -94,9 +96,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """What DeepSpeed communicated in one optimizer step: all_reduce, all_gather, reduce_scatter, … → what it did.
+    """The collectives of one optimizer step by name: all_reduce, all_gather, reduce_scatter, …
 
-    step_s: of the step in which the collectives were timed one by one, so that nothing overlapped; None: not timed.
+    step_s: seconds of the step in which they were timed one by one, without overlap; None: not timed.
     """
 
     ops: Mapping[str, Collective]
@@ -104,16 +106,16 @@ class Communication:
 
     @property
     def sent_bytes(self) -> int:
-        """Of all collectives."""
+        """Bytes sent by all collectives."""
         return sum(op.sent_bytes for op in self.ops.values())
 
     @property
     def share(self) -> float | None:
-        """Of the step in which nothing overlapped; None where a collective was not timed."""
+        """Their share of the step without overlap; None where a collective was not timed."""
         seconds = [op.seconds for op in self.ops.values()]
         if self.step_s is None or None in seconds:
             return None
-        return sum(one for one in seconds if one is not None) / self.step_s
+        return sum(value for value in seconds if value is not None) / self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class Fit:
 class OutOfMemory:
     """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit.
 
-    Rank −1: no rank, the process that forks them. action and advice: what to do, as the failure oracle says.
+    Rank −1: the process that forks the ranks. action, advice: what to do about it, see `diagnosis`.
     """
 
     tier: Tier
@@ -161,7 +163,7 @@ class OutOfMemory:
 
     @property
     def missing_bytes(self) -> int | None:
-        """A lower bound of what was missing: the allocation that failed less what was free."""
+        """A lower bound of the bytes that were missing: the failed allocation less the free bytes."""
         if self.wanted_bytes is None:
             return None
         return max(1, self.wanted_bytes - (self.free_bytes or 0))
@@ -169,10 +171,10 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The trial died of something that is not memory (or not known to be). Rank −1: no rank, the node or driver.
+    """The trial failed for a reason other than memory, or an unknown one. Rank −1: the node or the driver.
 
-    op: the DeepSpeed op that is broken; only rungs that need it share the failure. wants_larger_batch: it cannot be
-    trained with so small a micro batch (batch normalisation of one sample, say).
+    op: the broken DeepSpeed op; only rungs that need it fail alike. wants_larger_batch: the model cannot train with so
+    small a micro batch (batch normalisation of one sample, say).
     """
 
     failure: FailureKind
@@ -191,17 +193,17 @@ Outcome = Fit | OutOfMemory | Failed
 
 
 def failed_after_the_steps(outcome: Outcome) -> bool:
-    """In what an exam does after its first steps, which is the certificate's to tell."""
+    """Whether an exam failed after its training steps: in evaluating, saving or loading."""
     return not isinstance(outcome, Fit) and outcome.phase in ("evaluate", "save", "load")
 
 
 def is_machines_fault(outcome: Outcome) -> bool:
-    """Something has to be mended on the machine (a full disk, a lost GPU, a compiler) before this can be tried."""
+    """Whether the machine needs a fix first: a full disk, a lost GPU, a missing compiler."""
     return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
 
 
 def first_line(text: str, most: int = 160) -> str:
-    """Of evidence or advice: the first line with something in it, cut to `most` characters."""
+    """Return the first line that is not blank, cut to `most` characters."""
     line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
@@ -237,7 +239,7 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How many optimizer steps a trial runs: untimed ones, then timed ones until their spread is small."""
+    """The optimizer steps of a trial: untimed ones, then timed ones until their spread is small."""
 
     warmup: int = 1
     timed: int = 1
@@ -279,19 +281,19 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A rung that was not tried, and why."""
+    """A rung that was skipped, and why."""
 
     rung: str
     reason: str
 
 
-# How the search asks for a trial. A journaled runner answers from the journal when it knows the answer.
+# How the search runs a trial. A `journal.TrialStore` answers from the journal where it can.
 Run = Callable[[Trial], Record]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a look at the workload (no training, no budget) found out.
+    """Facts about the workload from its survey: it is built once, without training and without a budget.
 
     config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
     config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
@@ -312,7 +314,7 @@ class ModelFacts:
     longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
     def replicas(self, world_size: int) -> int:
-        """How many train on samples of their own: the data-parallel size, which the batch identity multiplies by."""
+        """The data-parallel size, by which the batch identity multiplies."""
         return world_size // self.replica_ranks
 
 

@@ -1,4 +1,4 @@
-"""Small facts about processes on Linux: who lives, who is stopped, what they left behind."""
+"""Processes on Linux: their state, their end, and the files that they leave behind."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent dies, however the parent dies."""
+    """Have the kernel kill this process when its parent dies, however the parent dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(97)
 
 
 def machine_id() -> str:
-    """Equal for two processes that can find each other by pid: of one boot of one kernel and one pid namespace."""
+    """Return an id that two processes share when they see each other's pids: one boot, one pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
 
 
 @functools.cache
 def has_pidfd() -> bool:
-    """Whether the kernel has descriptors of processes. Sandboxes such as gVisor, in which cards are let, may not."""
+    """Whether the kernel has descriptors of processes; sandboxes such as gVisor may lack them."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):
@@ -43,9 +43,10 @@ def has_pidfd() -> bool:
 
 
 def fork_watched() -> tuple[int, int, int]:
-    """(pid, a descriptor that becomes readable when the child ends, −1); in the child (0, −1, what it must keep open).
+    """Fork. Return (pid, a descriptor that becomes readable when the child ends, −1).
 
-    Without pidfd it is a pipe whose other end the child holds: what the child forks holds it too.
+    In the child: (0, −1, a descriptor that it must keep open). Without pidfd this is a pipe, whose other end the
+    child's own children hold as well.
     """
     pair = None if has_pidfd() else os.pipe()
     pid = os.fork()
@@ -58,12 +59,12 @@ def fork_watched() -> tuple[int, int, int]:
 
 
 def adopt_orphans() -> None:
-    """Grandchildren whose parent dies become our children, so that none can hide from us."""
+    """Make orphaned descendants children of this process, so that it can find them all."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def redirect_and_close(log: int, keep: set[int]) -> None:
-    """stdin from /dev/null, stdout and stderr to `log`; every other descriptor but `keep` closed."""
+    """Read stdin from /dev/null, write stdout and stderr to `log`, and close all other descriptors but `keep`."""
     null = os.open("/dev/null", os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
@@ -83,36 +84,36 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_handling_signal(pid: int, number: signal.Signals) -> bool:
-    """Whether that signal still waits for the process, or its main thread is in the handler: it blocks it meanwhile."""
+    """Whether the signal is pending, or the main thread is in its handler, during which it is blocked."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
-    said = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
-    masks = (int(said.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
-    return said.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
+    fields = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
+    masks = (int(fields.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return fields.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def list_children() -> list[int]:
-    """Pids of this process's children, adopted ones included."""
-    found: list[int] = []
+    """Return the pids of this process's children, adopted ones included."""
+    pids: list[int] = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
-            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
-    return found
+            pids += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+    return pids
 
 
 def prefer_for_oom_kill() -> None:
-    """Let the kernel's OOM killer take this process before others of its size: what it was measured for is then seen.
+    """Have the kernel's OOM killer prefer this process, so that a rank dies and not the process that watches it.
 
-    Ray gives its workers the worst score, so that it would take the one that watches the ranks, and not the rank.
+    Ray gives its own workers the worst score otherwise.
     """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
 
 def kill_children(limit_s: float) -> int:
-    """SIGKILL and reap every child until none is left; how many there were."""
+    """Kill and reap children until none is left, for `limit_s` seconds at most. Return how many there were."""
     began, count = time.monotonic(), 0
     while (pids := list_children()) and time.monotonic() - began < limit_s:
         for pid in pids:
@@ -124,7 +125,7 @@ def kill_children(limit_s: float) -> int:
 
 
 def unlink_shared_memory(pids: Iterable[int]) -> None:
-    """Files in /dev/shm that name one of these processes: a killed one cannot unlink its own."""
+    """Unlink files in /dev/shm that are named after these processes; a killed process cannot unlink its own."""
     wanted = {str(pid) for pid in pids}
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/shm"):
@@ -134,19 +135,19 @@ def unlink_shared_memory(pids: Iterable[int]) -> None:
 
 
 def temporary_folder(pid: int) -> Path:
-    """The name of a rank's own folder for temporary files, a link that `unlink_temporary` removes."""
+    """Return the link to a rank's folder for temporary files, which `unlink_temporary` removes."""
     return Path("/tmp") / f"autods-{pid}"
 
 
 def unlink_temporary(pids: Iterable[int]) -> None:
-    """Of ranks that are gone."""
+    """Unlink the temporary folders of ranks that have ended."""
     for pid in pids:
         with contextlib.suppress(OSError):
             temporary_folder(pid).unlink()
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes on disk of all files below, as the file system counts them."""
+    """Return the bytes on disk of all files below, as the file system counts them."""
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:
@@ -156,7 +157,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def read_tail(path: Path, size: int = 8000) -> str:
-    """The end of a text file; empty when there is none."""
+    """Return the last `size` bytes of a text file; '' when it does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - size))
@@ -166,7 +167,7 @@ def read_tail(path: Path, size: int = 8000) -> str:
 
 
 def shorten_log(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
-    """Cut the middle out of a log that is too long. Its writers append, so they go on after what is left."""
+    """Cut the middle out of a log longer than `most` bytes. Processes that append to it may go on."""
     try:
         if os.stat(path).st_size <= most:
             return
@@ -193,11 +194,11 @@ def has_hung_up(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def die_with_peer(peer: socket.socket) -> Iterator[None]:
-    """Die at once when the peer hangs up, though this process is too busy to look. The peer says nothing meanwhile."""
+    """Die at once when the peer hangs up, even while this process is busy. The peer must not send anything."""
     flags = fcntl.fcntl(peer, fcntl.F_GETFL) & ~os.O_ASYNC
     fcntl.fcntl(peer, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(peer, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is death
-    if has_hung_up(peer):  # before we asked
+    if has_hung_up(peer):  # before the call
         os._exit(97)
     try:
         yield
