@@ -1,4 +1,4 @@
-"""What a fit found: as a value, as JSON, on the terminal. From values alone: nothing here runs a trial."""
+"""Results as values, as JSON and on the terminal. Nothing here runs a trial."""
 
 from __future__ import annotations
 

@@ -139,11 +139,11 @@ def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
 
 def _refused_by_forecast(report: Report) -> dict[str, TierUse]:
     """Rungs that were not tried because their forecast cannot fit → the forecast of their device memory."""
-    tried = {record.trial.rung for record in report.trials}
+    tried_rungs = {record.trial.rung for record in report.trials}
     return {
         row["rung"]: TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=row["device"]["limit_bytes"])
         for row in report.forecast
-        if row["verdict"] == "cannot_fit" and row.get("device") and row["rung"] not in tried
+        if row["verdict"] == "cannot_fit" and row.get("device") and row["rung"] not in tried_rungs
     }
 
 

@@ -34,7 +34,7 @@ SO_FAR = "ds_config_so_far.json"
 
 
 def to_dict(report: Report) -> dict[str, Any]:
-    """Plain JSON values by the contract of report.json: every key is there, what is unknown is null."""
+    """Plain JSON values for report.json. Every key is present; unknown values are null."""
     row = {item.name: getattr(report, item.name) for item in fields(Report)}
     row["knobs"] = asdict(report.knobs) if report.knobs else None
     row["throughput"] = asdict(report.throughput) if report.throughput else None
@@ -48,7 +48,7 @@ def to_dict(report: Report) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Report:
-    """The inverse of `to_dict`. Raises InputError when `data` is not a report; keys it does not know are dropped."""
+    """The inverse of `to_dict`. Unknown keys are dropped. Raises InputError when `data` is not a report."""
     try:
         row = {item.name: data[item.name] for item in fields(Report) if item.name in data}
         if data["status"] not in ("fit", "nothing_fits"):
@@ -66,21 +66,21 @@ def from_dict(data: Mapping[str, Any]) -> Report:
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write `report.json` and, when something fits, the configs; each is whole or not there at all.
+    """Write `report.json` and, when something fits, the configs. Each file is written whole or not at all.
 
     Raises InputError naming the file when the folder cannot be written or the disk is full.
     """
     for name, text in _configs(report).items():
         if text is None:
-            _remove(folder / name)  # one of an earlier fit would pass for this one's
+            _remove(folder / name)  # a file of an earlier fit would pass for a result of this one
         else:
             write_whole(folder / name, text)
-    write_whole(folder / REPORT, as_json(to_dict(report)))  # last: where it stands, the fit is finished
+    write_whole(folder / REPORT, as_json(to_dict(report)))  # last, because its presence means that the fit is finished
     _remove(folder / SO_FAR)
 
 
 def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
-    """The best config that is known while the fit goes on: measured, not certified. Raises InputError as `write`."""
+    """Write the best config so far, which is measured and not certified. Raises InputError like `write`."""
     write_whole(folder / SO_FAR, as_json(ds_config))
 
 
@@ -96,7 +96,7 @@ def read(folder: Path) -> Report:
 
 
 def _configs(report: Report) -> dict[str, str | None]:
-    """File → its text; None where nothing fits."""
+    """File → its text; None for a file that does not apply."""
     if report.ds_config is None:
         return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE))
     lightning = report.script is not None and report.script.kind == "lightning"
@@ -109,7 +109,7 @@ def _configs(report: Report) -> dict[str, str | None]:
 
 
 def _launch(report: Report) -> dict[str, Any] | None:
-    """Command lines, and the Trainer's arguments; None where nothing fits."""
+    """The launch commands and the Trainer's arguments; None where nothing fits."""
     if report.ds_config is None or report.knobs is None:
         return None
     return {
@@ -119,7 +119,7 @@ def _launch(report: Report) -> dict[str, Any] | None:
 
 
 def _trial_row(record: Record) -> dict[str, Any]:
-    """The contract calls a trial's purpose its phase; the rest of the trial is there so that it can be read back."""
+    """A trial by the contract, which calls its purpose `phase`, and its other fields for reading it back."""
     row = asdict(record.trial)
     return {
         "id": record.id,
@@ -133,8 +133,8 @@ def _trial_row(record: Record) -> dict[str, Any]:
 
 
 def _record(row: Mapping[str, Any]) -> Record:
-    shown = ("id", "phase", "outcome", "seconds")
-    trial = {"purpose": row["phase"]} | {key: value for key, value in row.items() if key not in shown}
+    not_of_trial = ("id", "phase", "outcome", "seconds")
+    trial = {"purpose": row["phase"]} | {key: value for key, value in row.items() if key not in not_of_trial}
     outcome = dict(row["outcome"])
     if outcome["kind"] == "fit":  # JSON has no NaN: it was written as null
         outcome["losses"] = [math.nan if loss is None else loss for loss in outcome["losses"]]
@@ -143,7 +143,7 @@ def _record(row: Mapping[str, Any]) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no tuple, no path and no NaN."""
+    """The value in terms of JSON, which has no tuple, path or NaN."""
     match value:
         case Mapping():
             return {str(key): _plain(item) for key, item in value.items()}
@@ -158,21 +158,22 @@ def _plain(value: Any) -> Any:
 
 
 def as_json(data: Any) -> str:
+    """Indented JSON with a final newline."""
     return json.dumps(_plain(data), indent=2) + "\n"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside, then rename: a reader sees the old file or the new one. Raises InputError naming the file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace the file at once: a reader sees the old or the new one. Raises InputError naming the file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
-        _remove(beside)
+        _remove(temporary)
         raise InputError(
             f"cannot be written: {error.strerror}", where=str(path), hint="free some space, or give another --out"
         ) from None
@@ -186,18 +187,18 @@ def _remove(path: Path) -> None:
 
 
 def write_probe(report: ProbeReport, folder: Path) -> None:
-    """Write both. Raises InputError naming the file when the folder cannot be written or the disk is full."""
+    """Write `probe.json` and `probe.csv`. Raises InputError naming a file that cannot be written."""
     write_csv(report, folder / PROBE_CSV)
     write_whole(folder / PROBE, as_json(probe_to_dict(report)))
 
 
 def write_csv(report: ProbeReport, path: Path) -> None:
-    """The table, whole or not at all. Raises InputError as `write`."""
+    """Write the table as CSV. Raises InputError like `write`."""
     write_whole(path, to_csv(report))
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError now, and not after an hour of trials."""
+    """Raises InputError if the file could not be written later."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -215,7 +216,7 @@ _PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 
 
 def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
-    """Plain JSON values. One machine: its rungs at the top; several: each in `machines`."""
+    """Plain JSON values. The rungs of a single machine stand at the top level, those of several in `machines`."""
     common = {
         "status": forecast.status,
         "workload": _workload(forecast),
@@ -228,8 +229,8 @@ def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
     return {"machines": [_site(site) for site in forecast.sites], **common}
 
 
-def _site(said: SiteForecast) -> dict[str, Any]:
-    site = said.site
+def _site(forecast: SiteForecast) -> dict[str, Any]:
+    site = forecast.site
     hardware = {
         **asdict(site.machine),
         "world_size": site.world_size,
@@ -238,12 +239,12 @@ def _site(said: SiteForecast) -> dict[str, Any]:
         "precision": site.precision,
         "micro_batch": site.micro_batch,
     }
-    rungs = [rung_to_dict(rung, site.ranks_per_node) for rung in said.rungs]
-    return {"status": said.status, "best": said.best_rung, "rungs": rungs, "hardware": hardware}
+    rungs = [rung_to_dict(rung, site.ranks_per_node) for rung in forecast.rungs]
+    return {"status": forecast.status, "best": forecast.best_rung, "rungs": rungs, "hardware": hardware}
 
 
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
-    """Bytes per rank; of host and NVMe per node, too. Every tier is null where nothing was forecast."""
+    """Bytes per rank, and for host, pinned and NVMe also per node. A tier is null where nothing was forecast."""
     row: dict[str, Any] = {
         "rung": rung.rung,
         "verdict": rung.verdict,
@@ -262,9 +263,9 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
 
 
 def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]:
-    said = rung.memory.get(tier, _NOTHING)
-    sizes = {"peak_bytes": said.peak_bytes, "low_bytes": said.low_bytes, "high_bytes": said.high_bytes}
-    limit = {"limit_bytes": said.limit_bytes}
+    forecast = rung.memory.get(tier, _NOTHING)
+    sizes = {"peak_bytes": forecast.peak_bytes, "low_bytes": forecast.low_bytes, "high_bytes": forecast.high_bytes}
+    limit = {"limit_bytes": forecast.limit_bytes}
     if tier in _PER_NODE:
         each = {name: -(-size // ranks_per_node) for name, size in sizes.items()}
         return {**each, "node": {**sizes, **limit}}
@@ -297,13 +298,13 @@ def _workload(forecast: Forecast) -> dict[str, Any]:
 
 
 def probe_to_dict(report: ProbeReport) -> dict[str, Any]:
-    """Plain JSON values; what is not known is null."""
+    """Plain JSON values; unknown values are null."""
     row = {item.name: getattr(report, item.name) for item in fields(ProbeReport)}
     row["cells"] = [_cell_row(cell) for cell in report.cells]
     row["compared"] = dict(zip(("cell", "by"), report.compared, strict=True)) if report.compared else None
     row["trials"] = [_trial_row(record) for record in report.trials]
-    said: dict[str, Any] = _plain(row)
-    return said
+    plain: dict[str, Any] = _plain(row)
+    return plain
 
 
 def _cell_row(cell: CellResult) -> dict[str, Any]:
@@ -315,19 +316,19 @@ def _cell_row(cell: CellResult) -> dict[str, Any]:
 
 
 def to_csv(report: ProbeReport) -> str:
-    """One line a cell: its values, then what was measured; bytes and seconds are plain numbers."""
+    """One line a cell: its values, then its measurements; bytes and seconds are plain numbers."""
     text = io.StringIO()
-    rows = [dict(_flat(report, cell)) for cell in report.cells]
+    rows = [dict(_csv_fields(report, cell)) for cell in report.cells]
     writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), restval="")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
-def _flat(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, Any]]:
+def _csv_fields(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, Any]]:
     yield "cell", cell.number
     for name in report.axes:
-        yield name, _text(cell.values.get(name))
+        yield name, _csv_value(cell.values.get(name))
     for name in (
         "status",
         "same_as",
@@ -338,23 +339,23 @@ def _flat(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, Any]]:
         "step_s",
         "sent_bytes",
     ):
-        yield name, _text(getattr(cell, name))
+        yield name, _csv_value(getattr(cell, name))
     for name in ("times", "low", "high", "differs"):
-        yield f"ratio_{name}", _text(getattr(cell.ratio, name, None))
+        yield f"ratio_{name}", _csv_value(getattr(cell.ratio, name, None))
     for tier in TIERS:
         use = cell.memory.get(tier)
-        yield f"{tier}_peak_bytes", _text(use.peak_bytes if use else None)
-        yield f"{tier}_limit_bytes", _text(use.limit_bytes if use else None)
+        yield f"{tier}_peak_bytes", _csv_value(use.peak_bytes if use else None)
+        yield f"{tier}_limit_bytes", _csv_value(use.limit_bytes if use else None)
     for name in ("tier", "missing_bytes"):
-        yield name, _text(getattr(cell, name))
+        yield name, _csv_value(getattr(cell, name))
     if cell.capacity is not None:
         for name in ("forecast", "verified", "refused", "exact"):
-            yield f"largest_{name}", _text(getattr(cell.capacity, name))
-    said = [cell.reason, cell.capacity.said if cell.capacity else "", *cell.unheeded.values()]
-    yield "reason", "; ".join(" ".join(part.split()) for part in said if part)
+            yield f"largest_{name}", _csv_value(getattr(cell.capacity, name))
+    reasons = [cell.reason, cell.capacity.said if cell.capacity else "", *cell.unheeded.values()]
+    yield "reason", "; ".join(" ".join(reason.split()) for reason in reasons if reason)
 
 
-def _text(value: object) -> object:
+def _csv_value(value: object) -> object:
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else value
