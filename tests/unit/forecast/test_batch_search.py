@@ -28,7 +28,7 @@ def kinked(size: int) -> float:
     return max(0.4, 0.2 + 0.01 * size, 0.02 * size - 0.1)
 
 
-def test_the_answer_was_itself_measured_and_the_next_one_seen_not_to_fit() -> None:
+def test_the_answer_was_measured_and_the_next_size_does_not_fit() -> None:
     engine = Engine(kinked)
     found = find_largest(engine, SIZES, known=(1, kinked(1)))
     assert (found.micro_batch, found.refused, found.proven) == (55, 56, True)
@@ -97,7 +97,7 @@ def test_a_jump_in_the_peak_ends_with_a_bracket_that_says_so() -> None:
     assert found.micro_batch < 1000 <= found.refused
 
 
-def test_the_slope_of_another_rung_saves_measurements_and_decides_nothing() -> None:
+def test_another_rungs_slope_saves_measurements_only() -> None:
     alone, guided, misled = Engine(kinked), Engine(kinked), Engine(kinked)
     known = (1, kinked(1))
     found = find_largest(alone, SIZES, known=known)

@@ -30,7 +30,7 @@ def test_without_trials_the_forecast_stands_with_the_stated_interval() -> None:
     assert (ratios.low, ratios.high) == (pytest.approx(0.942, abs=0.001), pytest.approx(1.062, abs=0.001))
 
 
-def test_trials_that_agree_narrow_the_interval_but_never_below_the_floor() -> None:
+def test_trials_that_agree_narrow_the_interval_to_a_floor() -> None:
     assert width(after(*[pair(1.0)] * 4)) < width(after(pair(1.0))) < width(after())
     assert width(after(*[pair(1.0)] * 10_000)) == pytest.approx(0.0202, abs=0.0001)
 
@@ -44,12 +44,12 @@ def test_a_steady_error_is_learned_within_a_few_trials() -> None:
     assert after(*[pair(1.2)] * 5).ratios("zero2").middle == pytest.approx(1.195, abs=0.01)
 
 
-def test_what_one_rung_shows_counts_for_the_others_and_more_for_itself() -> None:
+def test_a_rungs_error_counts_most_for_itself() -> None:
     learned = after(*[pair(1.2, "zero2")] * 3)
     assert 1.1 < learned.ratios("zero3").middle < learned.ratios("zero2").middle < 1.2
 
 
-def test_a_rung_that_errs_on_its_own_keeps_its_own_centre() -> None:
+def test_a_rung_whose_error_differs_keeps_its_error() -> None:
     learned = after(*[pair(1.0, "zero1")] * 6, *[pair(1.3, "zero3")] * 6)
     assert learned.ratios("zero1").middle < 1.05
     assert learned.ratios("zero3").middle > 1.2

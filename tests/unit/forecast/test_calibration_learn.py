@@ -28,7 +28,7 @@ def fit(mib: int, limit: int | None = None) -> Fit:
     )  # fmt: skip
 
 
-def test_a_fit_pairs_what_was_measured_with_tensors_and_what_the_rank_needs_beside_them() -> None:
+def test_a_fit_is_compared_with_tensors_and_overheads() -> None:
     pair = observe_trial(ASK, SIMULATED, fit(500))
     assert pair is not None
     assert (pair.rung, pair.measured_bytes, pair.at_least) == ("zero2", 500 * MIB, False)
@@ -42,14 +42,14 @@ def test_running_out_says_that_at_least_the_limit_was_needed() -> None:
     assert (pair.measured_bytes, pair.at_least) == (600 * MIB, True)
 
 
-def test_a_failure_or_another_tier_teaches_nothing_of_the_device() -> None:
+def test_a_failure_or_another_tier_shows_nothing() -> None:
     host = OutOfMemory(tier="host", rank=0, phase="step", evidence="", limit_bytes=600 * MIB)
     failed = Failed(failure="user_code", rank=0, phase="build", evidence="", action="fix_code", advice="")
     assert observe_trial(ASK, SIMULATED, host) is None
     assert observe_trial(ASK, SIMULATED, failed) is None
 
 
-def test_on_cuda_a_trial_is_compared_with_what_is_reserved_within_its_limit() -> None:
+def test_a_cuda_trial_is_compared_with_bytes_reserved_in_its_limit() -> None:
     # 300 MiB are cached when 400 are asked for: 700 on a large card, 400 within 600.
     events = (300 * MIB, -1, 400 * MIB)
     traces = {"device": Trace(events=events, marks=((0, "init"),))}

@@ -25,106 +25,108 @@ CANDIDATES = list_candidates(replace(SETTINGS, device_bytes=16 * GIB), FACTS, {}
 
 
 def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> Trial:
-    knobs = next(one.knobs for one in CANDIDATES if one.rung.name == rung)
+    knobs = next(candidate.knobs for candidate in CANDIDATES if candidate.rung.name == rung)
     return Trial(rung=rung, knobs=replace(knobs, micro_batch=micro_batch, accumulation=accumulation), purpose="walk")
 
 
-def ask_of(trial: Trial) -> EngineSpec:
-    rung = next(one.rung for one in CANDIDATES if one.rung.name == trial.rung)
+def spec_of(trial: Trial) -> EngineSpec:
+    rung = next(candidate.rung for candidate in CANDIDATES if candidate.rung.name == trial.rung)
     config = compose(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
     return EngineSpec(
         rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu"
     )
 
 
-def grows(ask: EngineSpec, micro_batch: int) -> Simulation:
+def grows(spec: EngineSpec, micro_batch: int) -> Simulation:
     return simulate_peaks(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
 
 
-def foreseer(script: Script = grows) -> tuple[TrialForecaster, ScriptedSimulator, list[str]]:
-    simulator, told = ScriptedSimulator(FACTS, script), []
+def make_forecaster(script: Script = grows) -> tuple[TrialForecaster, ScriptedSimulator, list[str]]:
+    simulator, reported = ScriptedSimulator(FACTS, script), []
     made = TrialForecaster(
         forecaster=Forecaster(simulator),
-        spec_of=ask_of,
+        spec_of=spec_of,
         key_of=trial_key,
         limits=Limits(device_bytes=16 * GIB, emulated=True),
-        report=told.append,
+        report=reported.append,
     )
-    return made, simulator, told
+    return made, simulator, reported
 
 
 @pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])
 def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: str) -> None:
-    forecast = foreseer()[0].forecast(trial(micro_batch=micro_batch))
+    forecast = make_forecaster()[0].forecast(trial(micro_batch=micro_batch))
     assert forecast is not None
     assert forecast.verdict == verdict
     assert forecast.memory["device"].limit_bytes == 16 * GIB
 
 
-def test_a_trial_whose_allocator_has_expandable_segments_is_forecast_with_them() -> None:
+def test_expandable_segments_of_a_trial_are_forecast() -> None:
     events, marks = grown(steps=3)
 
-    def pieces(ask: EngineSpec, micro_batch: int) -> Simulation:
+    def pieces(spec: EngineSpec, micro_batch: int) -> Simulation:
         made = simulate_peaks(micro_batch, init=GIB, backward=3020 * MIB)
         return replace(made, traces={"device": Trace(events=events, marks=marks)})
 
     held = []
     for expandable in (False, True):
-        made, simulator, _ = foreseer(pieces)
-        made = replace(made, forecaster=Forecaster(simulator, expandable), spec_of=lambda trial: on_card(ask_of(trial)))
+        made, simulator, _ = make_forecaster(pieces)
+        made = replace(
+            made, forecaster=Forecaster(simulator, expandable), spec_of=lambda trial: on_card(spec_of(trial))
+        )
         said = made.forecast(trial())
         assert said is not None
         held.append(said.memory["device"].peak_bytes)
     assert held[1] < 0.9 * held[0]
 
 
-def on_card(ask: EngineSpec) -> EngineSpec:
-    return replace(ask, device="cuda")
+def on_card(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, device="cuda")
 
 
 def test_trials_that_allocate_the_same_are_simulated_once() -> None:
-    made, simulator, _ = foreseer()
+    made, simulator, _ = make_forecaster()
     for accumulation in (2, 4, 8):
         made.forecast(trial(accumulation=accumulation))
     assert len(simulator.measured) == 1
 
 
 def test_the_first_forecast_of_a_rung_is_kept_for_the_report() -> None:
-    made, _, _ = foreseer()
+    made, _, _ = make_forecaster()
     made.forecast(trial())
     made.forecast(trial(micro_batch=2))
     assert made.said["zero1"].micro_batch == 1
 
 
-def test_a_simulation_that_fails_is_told_once_and_foresees_nothing() -> None:
-    made, _, told = foreseer(fail_with("unsupported", "flash_attn has no fake implementation"))
+def test_a_failed_simulation_is_reported_once() -> None:
+    made, _, reported = make_forecaster(fail_with("unsupported", "flash_attn has no fake implementation"))
     assert made.forecast(trial()) is None
     assert made.forecast(trial("zero2")) is None
     assert made.largest(trial(), range(1, 9), 15 * GIB) is None
-    assert told == ["no forecast of zero1, so it is tried: flash_attn has no fake implementation"]
+    assert reported == ["no forecast of zero1, so it is tried: flash_attn has no fake implementation"]
 
 
 def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
-    made, simulator, _ = foreseer()
+    made, simulator, _ = make_forecaster()
     found = made.largest(trial(), range(1, 65), 15 * GIB)
     assert found is not None
     assert 9 <= found <= 13  # 2 GiB and one a sample, and what a process needs besides
     assert len(simulator.engines) == 1
 
 
-def test_a_batch_that_cannot_be_simulated_bounds_the_search_and_ends_no_forecast() -> None:
-    def little_data(ask: EngineSpec, micro_batch: int) -> Simulation:
+def test_a_batch_that_cannot_be_simulated_bounds_the_search() -> None:
+    def little_data(spec: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
-            fail_with("user_code", "its data ends before a micro batch is full")(ask, micro_batch)
-        return grows(ask, micro_batch)
+            fail_with("user_code", "its data ends before a micro batch is full")(spec, micro_batch)
+        return grows(spec, micro_batch)
 
-    made, _, told = foreseer(little_data)
+    made, _, reported = make_forecaster(little_data)
     assert made.largest(trial(), range(1, 65), 15 * GIB) == 5
-    assert told == []
+    assert reported == []
 
 
-def test_what_a_trial_measures_corrects_the_next_forecast() -> None:
-    made, _, _ = foreseer()
+def test_a_trials_measurement_corrects_the_next_forecast() -> None:
+    made, _, _ = make_forecaster()
     before = made.forecast(trial())
     assert before is not None
     peak = before.memory["device"].peak_bytes
@@ -136,36 +138,36 @@ def test_what_a_trial_measures_corrects_the_next_forecast() -> None:
     assert 1.05 < after.memory["device"].peak_bytes / peak < 1.12
 
 
-def test_a_trial_teaches_once() -> None:
-    made, _, _ = foreseer()
+def test_a_trial_corrects_the_forecast_once() -> None:
+    made, _, _ = make_forecaster()
     made.forecast(trial())
     assert made.learn(trial(), fit(peak_bytes=GIB)) is not None
     assert made.learn(trial(), fit(peak_bytes=GIB)) is None
 
 
 @pytest.mark.parametrize("outcome", [out_of_memory(tier="host"), out_of_memory(missing_bytes=5)])
-def test_what_ran_out_elsewhere_or_of_an_unknown_limit_teaches_nothing(outcome: Outcome) -> None:
-    made, _, _ = foreseer()
+def test_other_tiers_and_unknown_limits_correct_nothing(outcome: Outcome) -> None:
+    made, _, _ = make_forecaster()
     made.forecast(trial())
     assert made.learn(trial(), outcome) is None
 
 
-def test_a_trial_without_the_limit_teaches_what_it_measured() -> None:
-    made, _, _ = foreseer()
+def test_a_trial_without_a_limit_corrects_the_forecast() -> None:
+    made, _, _ = make_forecaster()
     made.forecast(trial())
     assert made.learn(replace(trial(), limited=False), fit(peak_bytes=4 * GIB)) is not None
 
 
-def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
+def test_settling_drops_simulations_that_have_not_begun() -> None:
     under_way, begin = threading.Barrier(3), threading.Event()
 
-    def slow(ask: EngineSpec, micro_batch: int) -> Simulation:
+    def slow(spec: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch < 3:
             under_way.wait(20)
         assert begin.wait(20)
         return simulate_peaks(micro_batch, init=GIB)
 
-    made, simulator, _ = foreseer(slow)
+    made, simulator, _ = make_forecaster(slow)
     made.prepare(trial(micro_batch=size) for size in range(1, 10))
     under_way.wait(20)
     settling = threading.Thread(target=made.settle)
@@ -178,28 +180,32 @@ def test_when_the_walk_ends_what_has_not_begun_is_dropped() -> None:
     assert made.forecast(trial(micro_batch=9)) is not None
 
 
-def of_two_at_least(ask: EngineSpec, micro_batch: int) -> Simulation:
+def of_two_at_least(spec: EngineSpec, micro_batch: int) -> Simulation:
     if micro_batch < 2:
-        fail_with("user_code", "Expected more than 1 value per channel when training, got [1, 64]")(ask, micro_batch)
-    return grows(ask, micro_batch)
+        fail_with("user_code", "Expected more than 1 value per channel when training, got [1, 64]")(spec, micro_batch)
+    return grows(spec, micro_batch)
 
 
-def test_what_cannot_be_trained_with_one_sample_is_forecast_with_two() -> None:
-    made, simulator, told = foreseer(of_two_at_least)
+def test_a_model_that_needs_two_samples_is_forecast_with_two() -> None:
+    made, simulator, reported = make_forecaster(of_two_at_least)
     said = [made.forecast(trial(rung)) for rung in ("zero1", "zero2")]
     assert [one.micro_batch for one in said if one is not None] == [2, 2]
     assert simulator.measured == [("zero1", 1), ("zero1", 2), ("zero2", 2)]
-    assert told == []
+    assert reported == []
 
 
-def test_a_search_for_the_largest_begins_where_the_model_can_be_trained() -> None:
-    made, _, told = foreseer(of_two_at_least)
-    assert made.largest(trial(), range(1, 65), 15 * GIB) == foreseer()[0].largest(trial(), range(1, 65), 15 * GIB)
-    assert told == []
+def test_a_search_begins_where_the_model_can_be_trained() -> None:
+    made, _, reported = make_forecaster(of_two_at_least)
+    assert made.largest(trial(), range(1, 65), 15 * GIB) == make_forecaster()[0].largest(
+        trial(), range(1, 65), 15 * GIB
+    )
+    assert reported == []
 
 
-def test_what_wants_ever_more_samples_gets_no_forecast_and_that_is_told_once() -> None:
-    made, simulator, told = foreseer(fail_with("user_code", "Expected more than 1 value per channel when training"))
+def test_a_model_that_wants_ever_more_samples_has_no_forecast() -> None:
+    made, simulator, reported = make_forecaster(
+        fail_with("user_code", "Expected more than 1 value per channel when training")
+    )
     assert made.forecast(trial()) is None
     assert [size for _, size in simulator.measured] == [1, 2, 4, 8]
-    assert len(told) == 1
+    assert len(reported) == 1

@@ -55,12 +55,12 @@ def said(*, limit: int = 24 * GIB, **changes: Any) -> RungForecast:
     ("limit", "verdict"),
     [(11 * GIB, "fits"), (int(10.2 * GIB), "tight"), (int(9.8 * GIB), "tight"), (9 * GIB, "cannot_fit")],
 )
-def test_a_limit_within_the_interval_is_tight_and_only_below_it_the_rung_cannot_fit(limit: int, verdict: str) -> None:
+def test_a_rung_cannot_fit_only_below_its_interval(limit: int, verdict: str) -> None:
     # 10 GiB and a spread of 2 %: 9.61 to 10.41 GiB.
     assert said(limit=limit).verdict == verdict
 
 
-def test_the_reason_names_bytes_interval_limit_and_the_phase_that_decides() -> None:
+def test_the_reason_names_bytes_limit_and_deciding_phase() -> None:
     assert said().reason == "needs 10.0 GiB (9.6 to 10.4) of 24.0 GiB; the optimizer step decides"
 
 
@@ -71,7 +71,7 @@ def test_the_largest_phase_is_the_forecasts_peak() -> None:
     assert forecast.by_phase["forward"] < 0.6 * forecast.by_phase["step"]
 
 
-def test_a_card_also_holds_what_lies_beside_the_allocator_and_a_budget_does_not_count_it() -> None:
+def test_a_card_holds_memory_that_a_budget_does_not_count() -> None:
     card = judge_memory(ask(), simulated(), limits={"device": 24 * GIB}).memory["device"]
     budget = judge_memory(ask(), simulated(), limits={"device": 24 * GIB}, emulated=True).memory["device"]
     assert card.peak_bytes - budget.peak_bytes == (480 + 600) * MIB  # the context and NCCL
@@ -84,7 +84,7 @@ def test_one_rank_has_no_nccl() -> None:
     assert several.peak_bytes - alone.peak_bytes == 600 * MIB
 
 
-def test_host_memory_is_counted_for_all_ranks_of_a_node_and_can_decide() -> None:
+def test_host_memory_counts_for_all_ranks_of_a_node() -> None:
     forecast = judge_memory(
         ask(), simulated(host=20 * GIB, pinned=8 * GIB), limits={"device": 24 * GIB, "host": 64 * GIB},
         overheads=NOTHING_BESIDE,
@@ -94,7 +94,7 @@ def test_host_memory_is_counted_for_all_ranks_of_a_node_and_can_decide() -> None
     assert forecast.reason == "needs 112.0 GiB of 64.0 GiB of host memory a node"
 
 
-def test_while_everything_fits_the_device_is_spoken_of() -> None:
+def test_the_device_is_the_reason_while_everything_fits() -> None:
     limits: Mapping[Tier, int] = {"device": 240 * GIB, "host": 130 * GIB}
     forecast = judge_memory(ask(), simulated(host=28 * GIB), limits=limits, overheads=NOTHING_BESIDE)
     assert forecast.verdict == "fits"
@@ -114,7 +114,7 @@ def test_a_job_smaller_than_a_node_counts_its_own_ranks() -> None:
     assert forecast.memory["host"].peak_bytes == 10 * GIB
 
 
-def test_pinned_memory_is_rounded_to_powers_of_two_for_the_rank_and_for_the_node() -> None:
+def test_pinned_memory_is_rounded_to_powers_of_two() -> None:
     forecast = judge_memory(ask(), simulated(pinned=5 * GIB), limits={}, overheads=NOTHING_BESIDE)
     assert forecast.memory["pinned"] == TierForecast(
         peak_bytes=8 * GIB, low_bytes=5 * GIB, high_bytes=8 * GIB, limit_bytes=None
@@ -137,7 +137,7 @@ def test_swap_files_of_a_node_are_held_against_its_nvme() -> None:
     assert forecast.reason == "needs 400.0 GiB of 300.0 GiB of NVMe a node"
 
 
-def test_what_no_limit_is_known_of_cannot_fail() -> None:
+def test_a_tier_without_a_limit_cannot_fail() -> None:
     assert judge_memory(ask(), simulated(host=900 * GIB, nvme=900 * GIB), limits={"device": 24 * GIB}).verdict == "fits"
 
 
@@ -147,7 +147,7 @@ def of_events(events: list[int], device: int, limit: int, marks: tuple[tuple[int
     return judge_memory(ask(), made, limits={"device": limit}, overheads=NOTHING_BESIDE)
 
 
-def test_what_is_cached_once_and_never_used_again_need_not_be_held() -> None:
+def test_memory_that_is_cached_once_is_not_needed() -> None:
     # 3 GiB of init are cached when the step asks for 4: 7 reserved on a large card, 4 on a small one.
     events = [3 * GIB, -1, 4 * GIB]
     held = of_events(events, 4 * GIB, 6 * GIB, ((0, "init"), (2, "step"))).memory["device"]
@@ -155,7 +155,7 @@ def test_what_is_cached_once_and_never_used_again_need_not_be_held() -> None:
     assert held.low_bytes < 4 * GIB < held.peak_bytes < held.high_bytes < 4.7 * GIB
 
 
-def test_memory_that_each_step_would_have_to_give_back_counts_as_needed_and_expandable_segments_save_it() -> None:
+def test_memory_that_each_step_would_give_back_is_needed() -> None:
     events, marks = grown(steps=3)
     live = (1540 + 1480) * MIB
     forecast = of_events(events, live, 5 * GIB, marks)
@@ -164,7 +164,7 @@ def test_memory_that_each_step_would_have_to_give_back_counts_as_needed_and_expa
     assert "expandable_segments:True would save" in forecast.reason
 
 
-def test_trials_that_measured_more_move_the_forecast_of_the_machine_up() -> None:
+def test_trials_that_measured_more_raise_the_forecast() -> None:
     seen = [Observation(rung=rung, predicted_bytes=100, measured_bytes=110) for rung in ("ddp", "zero1", "zero2") * 3]
     learned = fit_calibration(seen, spread=0.02, least=0.01)
     before = said().memory["device"]

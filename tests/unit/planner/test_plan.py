@@ -16,7 +16,7 @@ from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 
 
-def test_every_rung_of_the_ladder_gets_a_verdict_and_the_fastest_that_fits_is_the_best() -> None:
+def test_the_fastest_rung_that_fits_is_the_best() -> None:
     planned = Planned(question(largest=False))
     verdicts = planned.verdicts()
     assert list(verdicts) == list(NEEDS)
@@ -31,14 +31,14 @@ def test_every_rung_of_the_ladder_gets_a_verdict_and_the_fastest_that_fits_is_th
     assert planned.forecast.status == "fits"
 
 
-def test_each_rung_is_told_when_it_is_done() -> None:
+def test_each_rung_is_reported_when_it_is_done() -> None:
     planned = Planned(question(largest=False))
     done = [event for event in planned.events if isinstance(event, RungFinished)]
     assert {event.forecast.rung for event in done} == set(NEEDS)
     assert max(event.done for event in done) == done[0].total == 8
 
 
-def test_one_engine_serves_a_rung_and_its_search_for_the_largest_micro_batch() -> None:
+def test_one_engine_serves_a_rung_and_its_search() -> None:
     planned = Planned(question(ladder=("zero3",)))
     (rung,) = planned.forecast.sites[0].rungs
     assert len(planned.simulator.engines) == 1
@@ -50,7 +50,7 @@ def test_one_engine_serves_a_rung_and_its_search_for_the_largest_micro_batch() -
     assert 30 < rung.largest_micro_batch < 60  # (40 − 10) GiB, half a GiB a sample, less what the runtime holds
 
 
-def test_the_largest_micro_batch_of_a_rung_that_is_too_large_as_asked_is_a_smaller_one() -> None:
+def test_the_largest_micro_batch_may_be_below_the_requested_one() -> None:
     (rung,) = Planned(question(ladder=("zero3",), micro_batch=128)).forecast.sites[0].rungs
     assert rung.verdict == "cannot_fit"
     assert rung.largest_micro_batch is not None
@@ -58,7 +58,7 @@ def test_the_largest_micro_batch_of_a_rung_that_is_too_large_as_asked_is_a_small
 
 
 @pytest.mark.parametrize("kind", ["user_code", "crashed"])
-def test_a_larger_batch_that_cannot_be_simulated_bounds_the_search_and_is_said(kind: str) -> None:
+def test_a_batch_that_cannot_be_simulated_bounds_the_search(kind: str) -> None:
     def little_data(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
             fail_with(kind, "its data ends")(ask, micro_batch)
@@ -69,7 +69,7 @@ def test_a_larger_batch_that_cannot_be_simulated_bounds_the_search_and_is_said(k
     assert "zero3: micro batch 6 was not simulated: its data ends" in rung.assumed
 
 
-def test_no_search_is_made_when_none_was_asked_for() -> None:
+def test_no_search_is_made_without_largest() -> None:
     planned = Planned(question(largest=False))
     assert {batch for _, batch in planned.simulator.measured} == {1}
     assert all(rung.largest_micro_batch is None for rung in planned.forecast.sites[0].rungs)
@@ -94,7 +94,7 @@ def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
     assert rungs["zero2-offload"].verdict == "fits"
 
 
-def test_when_no_rung_can_be_simulated_the_first_failure_is_the_answer() -> None:
+def test_the_first_failure_ends_a_plan_without_any_simulation() -> None:
     with pytest.raises(InputError, match="refused"):
         Planned(question(), fail_with("engine", "ValueError: refused"))
 
@@ -106,7 +106,7 @@ def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None
     assert str(caught.value) == "model.py:3: NameError: x\n  define x"
 
 
-def test_a_model_that_wants_more_samples_is_told_how_to_give_them() -> None:
+def test_a_model_that_needs_more_samples_gets_a_hint() -> None:
     said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
     with pytest.raises(InputError, match="--micro-batch 2"):
         Planned(question(), fail_with("user_code", said, where="model.py:3", hint="real trials measure it"))
@@ -129,7 +129,7 @@ def test_ctrl_c_is_an_interrupt() -> None:
         assert not thread.is_alive()
 
 
-def test_checkpointing_is_on_where_the_model_can_and_refused_where_it_cannot() -> None:
+def test_checkpointing_is_on_where_the_model_supports_it() -> None:
     assert Planned(question(largest=False)).simulator.engines[0].checkpointing
     cannot = replace(FACTS, checkpointing=False)
     planned = Planned(question(largest=False), facts=cannot)
@@ -155,7 +155,7 @@ def test_machines_with_the_same_ranks_share_one_simulation_of_a_rung() -> None:
     assert planned.verdicts(0)["ddp"] == "cannot_fit"
 
 
-def test_a_larger_machine_is_not_asked_about_rungs_below_the_first_that_fits() -> None:
+def test_a_machine_gets_no_rungs_below_the_first_that_fits() -> None:
     planned = Planned(question(on="a100-40gb,h200-141gb", gpus=8, largest=False))
     assert list(planned.verdicts(1)) == ["ddp"]
 
@@ -169,7 +169,7 @@ def test_of_several_machines_only_the_best_rung_of_each_is_searched() -> None:
         assert all(rung.largest_micro_batch is None for rung in others)
 
 
-def test_a_smaller_card_is_simulated_itself_where_deepspeed_would_branch_on_its_free_memory() -> None:
+def test_a_card_is_simulated_alone_where_deepspeed_would_branch() -> None:
     # Flattened on the device, init needs 50 GiB: on the smaller card DeepSpeed flattens in host memory instead.
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         init = 50 if ask.device_bytes > 60 * GIB else 12
@@ -180,7 +180,7 @@ def test_a_smaller_card_is_simulated_itself_where_deepspeed_would_branch_on_its_
     assert planned.verdicts(0) == {"zero1": "fits"}
 
 
-def test_it_is_not_simulated_again_where_another_phase_decides_anyway() -> None:
+def test_no_second_simulation_where_another_phase_decides() -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         return simulate_peaks(micro_batch, init=50 * GIB, backward=70 * GIB)
 
@@ -196,7 +196,7 @@ def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
     ]  # fmt: skip
 
 
-def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
+def test_an_engine_spec_holds_the_whole_config() -> None:
     asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
     group = SiteGroup(sites=asked.sites)
     asks = [engine_spec(rung, asked.sites[0], asked, FACTS, group) for rung in asked.ladder]
@@ -211,7 +211,7 @@ def test_an_ask_holds_the_whole_config_and_what_the_rank_sees() -> None:
     assert not ddp.zero_init
 
 
-def test_a_bucket_of_the_base_config_that_is_not_taken_is_told() -> None:
+def test_a_bucket_that_overrules_the_base_config_is_reported() -> None:
     zero = {"stage": 3, "stage3_max_live_parameters": 3e10, "reduce_bucket_size": 1000, "overlap_comm": True}
     planned = Planned(question(ladder=("zero3",), base_config={"zero_optimization": zero}, largest=False))
     (said,) = [said for said in planned.forecast.all_assumed if "base config's" in said]
@@ -220,7 +220,7 @@ def test_a_bucket_of_the_base_config_that_is_not_taken_is_told() -> None:
     assert planned.simulator.engines[0].ds_config["zero_optimization"]["reduce_bucket_size"] == 1000
 
 
-def test_a_config_is_forecast_as_written_where_that_is_asked() -> None:
+def test_as_written_keeps_the_configs_own_buckets() -> None:
     zero = {"stage3_max_live_parameters": 3e10}
     ladder = ("zero3", "zero3-nvme")
     planned = Planned(
@@ -242,7 +242,7 @@ class Crowd(ScriptedSimulator):
         return self.known
 
 
-def test_a_script_that_does_not_run_on_one_rank_is_looked_at_among_all_of_its_ranks() -> None:
+def test_a_script_may_be_read_on_all_of_its_ranks() -> None:
     asked, told = question(), []
     script = replace(asked, source=replace(SOURCE, kind="script", path="/home/me/train.py"))
     found = plan(script, listen=told.append, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))
@@ -250,6 +250,6 @@ def test_a_script_that_does_not_run_on_one_rank_is_looked_at_among_all_of_its_ra
     assert any("its model is read on 8" in getattr(one, "text", "") for one in told)
 
 
-def test_a_model_that_cannot_be_looked_at_is_not_looked_at_twice() -> None:
+def test_a_model_whose_facts_fail_is_not_read_twice() -> None:
     with pytest.raises(InputError, match="devices=8"):
         plan(question(), listen=lambda event: None, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))

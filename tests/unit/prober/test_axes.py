@@ -114,7 +114,7 @@ def test_capacity_asks_every_rung_of_the_ladder(tmp_path: Path) -> None:
     assert question.repeats == 1
 
 
-def test_a_long_phase_of_a_large_micro_batch_is_no_hang_where_the_largest_is_looked_for(tmp_path: Path) -> None:
+def test_a_long_phase_is_no_hang_in_a_capacity_search(tmp_path: Path) -> None:
     limits = ask(tmp_path, capacity=True).settings.profile.limits
     assert limits.stall_s == limits.init_s > ask(tmp_path).settings.profile.limits.stall_s
 
@@ -153,7 +153,7 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
         ((f"micro_batch={MANY}", f"accumulation={MANY}"), {}, "1,024 cells"),
     ],
 )  # fmt: skip
-def test_a_question_that_contradicts_itself_is_refused(
+def test_a_request_that_contradicts_itself_is_refused(
     tmp_path: Path, vary: tuple[str, ...], asked: dict[str, object], said: str
 ) -> None:
     assert MOST_CELLS == 1000
@@ -184,7 +184,7 @@ def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path
             resolve_probe(config, source, vary=[wrong], **said)
 
 
-def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path: Path) -> None:
+def test_script_arguments_stand_where_the_command_names_them(tmp_path: Path) -> None:
     from autods.prober.request import resolve_probe
     from autods.workload.conditions import apply_to_source
 
@@ -203,7 +203,7 @@ def test_arguments_of_a_script_stand_where_its_command_line_names_them(tmp_path:
         ask(tmp_path, "args.lr=1")
 
 
-def test_the_experiments_that_ship_are_axes_and_vary_replaces_one_of_them(tmp_path: Path) -> None:
+def test_vary_replaces_an_axis_of_a_shipped_experiment(tmp_path: Path) -> None:
     question = ask(tmp_path, "rung=zero3-offload,zero3-nvme", experiment="offload")
     assert {axis.name: axis.values for axis in question.axes} == {
         "rung": ("zero3-offload", "zero3-nvme"), "pin_memory": (True, False),

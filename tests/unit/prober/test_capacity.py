@@ -54,7 +54,7 @@ def started(script: Script) -> Callable[[WorkloadSource], ScriptedSimulator]:
 NEARLY_RIGHT = simulating(20)
 
 
-def test_a_forecast_that_is_nearly_right_costs_a_few_trials_and_is_proven_at_the_boundary(tmp_path: Path) -> None:
+def test_a_nearly_right_forecast_costs_few_trials(tmp_path: Path) -> None:
     cell, tried = searched(ask(tmp_path, "rung=zero1", capacity=True), NEARLY_RIGHT)
     assert cell.capacity is not None
     assert (cell.capacity.verified, cell.capacity.refused, cell.capacity.exact) == (15, 16, True)
@@ -66,7 +66,7 @@ def test_a_forecast_that_is_nearly_right_costs_a_few_trials_and_is_proven_at_the
 
 @pytest.mark.parametrize("sample_mib", [0.5, 3, 8, 40, 150])
 @pytest.mark.parametrize("said_mib", [1, 20, 300])
-def test_however_wrong_the_forecast_the_boundary_is_found(tmp_path: Path, sample_mib: float, said_mib: float) -> None:
+def test_a_wrong_forecast_does_not_hide_the_boundary(tmp_path: Path, sample_mib: float, said_mib: float) -> None:
     question = ask(tmp_path, "rung=zero1", capacity=True)
     cell, tried = searched(question, simulating(said_mib), sample_mib=sample_mib)
     right = int((LIMIT / MIB - 100) / sample_mib)
@@ -83,7 +83,7 @@ def test_without_a_forecast_it_grows_from_one(tmp_path: Path) -> None:
     assert (cell.capacity.forecast, cell.capacity.verified, cell.capacity.refused) == (None, 15, 16)
 
 
-def test_that_not_even_one_fits_is_said_with_what_is_missing(tmp_path: Path) -> None:
+def test_the_result_says_what_is_missing_for_micro_batch_1(tmp_path: Path) -> None:
     cell, tried = searched(ask(tmp_path, "rung=zero1", capacity=True), simulating(20, 900), state_mib=500)
     assert cell.status == "out_of_memory"
     assert cell.capacity is not None
@@ -99,7 +99,7 @@ def test_a_global_batch_leaves_only_its_divisors(tmp_path: Path) -> None:
     assert cell.accumulation == 2
 
 
-def test_where_the_forecast_was_wrong_the_sentence_says_in_which_direction(tmp_path: Path) -> None:
+def test_the_result_says_whether_the_forecast_was_too_low(tmp_path: Path) -> None:
     careful, _ = searched(ask(tmp_path / "", "rung=zero1", capacity=True), simulating(30))
     bold, _ = searched(ask(tmp_path, "rung=zero1", capacity=True), simulating(10), sample_mib=20)
     assert careful.capacity is not None
@@ -131,7 +131,7 @@ def test_a_forecast_alone_runs_no_trial(tmp_path: Path) -> None:
         assert cell.micro_batch == cell.capacity.forecast is not None
 
 
-def test_what_cannot_be_simulated_is_said_and_tried_all_the_same(tmp_path: Path) -> None:
+def test_a_cell_that_cannot_be_simulated_is_tried(tmp_path: Path) -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         raise SimulationFailed(kind="unsupported", what="no fake implementation of my_op")
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_simulated_is_said_and_tried_all_the_same(tmp_path: Path)
     assert alone.status == "nothing_fits"
 
 
-def test_forecasts_are_remembered_with_the_trials(tmp_path: Path) -> None:
+def test_forecasts_are_journaled_with_the_trials(tmp_path: Path) -> None:
     question = ask(tmp_path, "rung=zero1,zero2", capacity=True)
     searched(question, NEARLY_RIGHT)
 
@@ -158,7 +158,7 @@ def test_forecasts_are_remembered_with_the_trials(tmp_path: Path) -> None:
     assert [cell.capacity.verified for cell in again.cells if cell.capacity] == [15, 15]
 
 
-def test_a_micro_batch_that_cannot_be_simulated_ends_the_forecast_at_what_fits(tmp_path: Path) -> None:
+def test_a_forecast_ends_before_a_batch_that_cannot_be_simulated(tmp_path: Path) -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
             raise SimulationFailed(kind="user_code", what="its data ends")

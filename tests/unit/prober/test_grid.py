@@ -26,7 +26,7 @@ def trial_of(cell: Cell) -> Trial:
     return cell.trial
 
 
-def test_cells_are_the_cross_product_and_the_last_axis_changes_fastest(tmp_path: Path) -> None:
+def test_cells_are_the_cross_product_of_the_axes(tmp_path: Path) -> None:
     found = cells(tmp_path, "rung=zero1,zero2", "micro_batch=1,2")
     assert [(cell.rung, trial_of(cell).knobs.micro_batch) for cell in found] == [
         ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero2", 2),
@@ -109,7 +109,7 @@ def test_as_written_leaves_buckets_to_the_base_config(tmp_path: Path) -> None:
         (("micro_batch=3",), {"global_batch": 8}, "no multiple of 3 × 2 ranks"),
     ],
 )
-def test_what_cannot_be_run_is_refused_with_the_reason_and_the_others_run(
+def test_a_cell_that_cannot_run_is_refused_with_a_reason(
     tmp_path: Path, vary: tuple[str, ...], asked: dict[str, Any], said: str
 ) -> None:
     (cell,) = cells(tmp_path, *vary, **asked)
@@ -131,12 +131,12 @@ def test_checkpointing_that_the_model_cannot_do_is_refused(tmp_path: Path) -> No
     assert [cell.refused for cell in found] == ["the model has no gradient_checkpointing_enable()", None]
 
 
-def test_a_global_batch_is_kept_by_accumulation_for_each_number_of_ranks(tmp_path: Path) -> None:
+def test_accumulation_keeps_the_global_batch_for_any_ranks(tmp_path: Path) -> None:
     found = cells(tmp_path, "micro_batch=1,4", "gpus=1,2", gpus=None, global_batch=8)
     assert [trial_of(cell).knobs.accumulation for cell in found] == [8, 4, 2, 1]
 
 
-def test_the_base_configs_batch_is_what_is_measured_where_nothing_else_is_said(tmp_path: Path) -> None:
+def test_the_base_configs_batch_is_the_default(tmp_path: Path) -> None:
     (cell,) = cells(
         tmp_path, base_config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, gpus=2
     )

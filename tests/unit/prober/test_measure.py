@@ -15,7 +15,7 @@ from autods.types import Outcome, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
 
 
-def test_turns_run_forth_and_back_and_each_repeat_is_a_trial_of_its_own(tmp_path: Path) -> None:
+def test_turns_run_forth_and_back(tmp_path: Path) -> None:
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=MIB))
     cells = list_cells(ask(tmp_path, "micro_batch=1,2,4"), lambda conditions: (FACTS, {}))
     measure_in_turns(cells, runner.run, repeats=3)
@@ -23,7 +23,7 @@ def test_turns_run_forth_and_back_and_each_repeat_is_a_trial_of_its_own(tmp_path
     assert asked == [(0, 1), (0, 2), (0, 4), (1, 4), (1, 2), (1, 1), (2, 1), (2, 2), (2, 4)]
 
 
-def test_what_ran_out_of_memory_or_cannot_be_mended_by_asking_is_not_asked_again(tmp_path: Path) -> None:
+def test_out_of_memory_and_lasting_failures_are_not_repeated(tmp_path: Path) -> None:
     answers: dict[int, Outcome] = {
         1: fit(peak_bytes=MIB), 2: out_of_memory(), 3: failed(failure="user_code", action="fix_code"),
         4: failed(failure="communication"),
@@ -45,7 +45,7 @@ def test_cells_that_are_the_same_in_effect_share_one_trial(tmp_path: Path) -> No
     assert (first.values["pin_memory"], second.values["pin_memory"]) == (True, False)
 
 
-def test_a_cell_shows_the_median_speed_the_highest_peak_and_how_much_was_missing(tmp_path: Path) -> None:
+def test_a_cell_has_the_median_speed_and_the_highest_peak(tmp_path: Path) -> None:
     rates, peaks = iter([3.0, 1.0, 2.0]), iter([5 * MIB, 9 * MIB, 7 * MIB])
     cells = list_cells(ask(tmp_path, "micro_batch=1,64"), lambda conditions: (FACTS, {}))
 
@@ -89,7 +89,7 @@ def test_drift_from_turn_to_turn_is_no_noise() -> None:
     assert found[2].times == pytest.approx(1.1, rel=0.01)
 
 
-def test_equal_cells_are_told_apart_in_at_most_one_of_ten_probes_and_unequal_ones_in_most() -> None:
+def test_equal_cells_differ_in_at_most_one_of_ten_probes() -> None:
     equal = unequal = 0
     for seed in range(200):
         found = estimate_ratios(made_up({1: 10, 2: 10, 3: 12}, noise=0.05, drift=0.1, turns=3, seed=seed), 1, within={})
@@ -107,7 +107,7 @@ def test_without_repeats_only_what_usual_noise_cannot_explain_differs() -> None:
     assert not wide[3].differs
 
 
-def test_a_cell_that_shares_no_turn_with_the_reference_is_not_compared() -> None:
+def test_a_cell_without_a_shared_turn_is_not_compared() -> None:
     assert estimate_ratios({1: {0: 10.0}, 2: {1: 10.0}}, 1, within={}) == {}
 
 

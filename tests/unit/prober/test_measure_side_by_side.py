@@ -55,7 +55,7 @@ def test_two_cells_are_searched_at_a_time_and_the_table_is_the_same(tmp_path: Pa
     assert len({record.id for record in together.trials}) == len(together.trials) == len(alone.trials)
 
 
-def test_where_there_is_no_room_for_a_second_they_come_one_after_the_other(tmp_path: Path) -> None:
+def test_without_room_for_a_second_cells_run_one_by_one(tmp_path: Path) -> None:
     @contextmanager
     def full() -> Any:
         raise NoRoom("waiting for 2 GPUs on one node of the Ray cluster: 0 of 2 free")

@@ -45,7 +45,7 @@ def test_a_probe_measures_every_cell_and_names_the_fastest(tmp_path: Path) -> No
     assert "cells 3, 6" in said
 
 
-def test_the_table_and_the_files_say_which_cells_are_the_same_in_effect(tmp_path: Path) -> None:
+def test_table_and_files_name_cells_that_are_the_same(tmp_path: Path) -> None:
     report = probed(ask(tmp_path, "rung=zero1,zero2-offload", "pin_memory=on,off"), Bench(SURFACE))
     said = shown(report)
     assert "= 1" in said
@@ -60,7 +60,7 @@ def test_the_table_and_the_files_say_which_cells_are_the_same_in_effect(tmp_path
     assert (tmp_path / "out" / "probe.csv").read_text().splitlines()[0].startswith("cell,rung,pin_memory,status")
 
 
-def test_a_narrow_terminal_shows_whole_columns_and_says_which_are_left_out(tmp_path: Path) -> None:
+def test_a_narrow_terminal_names_the_columns_it_leaves_out(tmp_path: Path) -> None:
     report = probed(
         ask(tmp_path, "rung=zero1,zero2", "zero_optimization.reduce_bucket_size=1e6,1e7", "env.A=0,1"), Bench(SURFACE)
     )
@@ -134,7 +134,7 @@ def test_more_repeats_go_on_with_those_that_are_there(tmp_path: Path) -> None:
     assert [trial.repeat for trial in more.asked] == [2, 3, 4]
 
 
-def test_another_question_does_not_use_the_same_folder_and_fresh_forgets(tmp_path: Path) -> None:
+def test_another_probe_does_not_use_the_same_folder(tmp_path: Path) -> None:
     probed(ask(tmp_path, "micro_batch=1"), Bench(SURFACE))
     with pytest.raises(InputError, match="--fresh"):
         probed(ask(tmp_path, "micro_batch=1,2"), Bench(SURFACE))
