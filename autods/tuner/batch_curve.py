@@ -66,7 +66,7 @@ class BatchCurve:
 
     @classmethod
     def from_records(cls, records: Iterable[Record], usable_bytes: float = math.inf) -> BatchCurve:
-        """The curve of one config's trials. Of a repeated micro batch the last trial says whether it fits."""
+        """The curve of one config's trials. The last trial of a repeated micro batch decides whether it fits."""
         last: dict[int, Record] = {}
         peaks: dict[int, int] = {}
         times: dict[int, float] = {}

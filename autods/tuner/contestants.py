@@ -215,7 +215,8 @@ class RaceField:
     def leading(self, speedup: float = 1.0) -> list[Candidate]:
         """The best candidates that would lead, give or take the noise, if they were `speedup` times as fast."""
         ranked = sorted(self.contestants, key=self.best_score, reverse=True)[: self.limits.finalists + 1]
-        return [one.candidate for one in ranked if speedup * self.best_score(one) >= self.score_to_beat()]
+        least = self.score_to_beat()
+        return [leader.candidate for leader in ranked if speedup * self.best_score(leader) >= least]
 
     def recomputing_leads(self) -> bool:
         """Whether the leader recomputes its activations."""
@@ -224,7 +225,7 @@ class RaceField:
     def lacks_memory(self, candidate: Candidate) -> bool:
         """Whether this config never fitted, or could lead, also while recomputing, if it had memory for any batch."""
         name = config_name(candidate.rung.name, candidate.knobs, recomputes=self.recomputes)
-        contestant = next(one for one in self.contestants if one.name == name)
+        contestant = next(entry for entry in self.contestants if entry.name == name)
         if contestant.growth.best() is None:
             return True
         if contestant.most_by_memory() >= self.rules.sizes[-1]:
@@ -236,10 +237,10 @@ class RaceField:
     def sample_s(self, contestant: Contestant) -> float:
         """Seconds of one more sample: by configs that recompute as this one does, else by all of them."""
         recomputes = contestant.candidate.knobs.checkpointing
-        alike = [one.curve for one in self.contestants if one.candidate.knobs.checkpointing is recomputes]
+        alike = [rival.curve for rival in self.contestants if rival.candidate.knobs.checkpointing is recomputes]
         if cost := least_sample_s(alike):
             return cost
-        return least_sample_s(one.curve for one in self.contestants) / (1 if recomputes else WITHOUT_RECOMPUTING)
+        return least_sample_s(rival.curve for rival in self.contestants) / (1 if recomputes else WITHOUT_RECOMPUTING)
 
     def _may_go_on(self) -> bool:
         """Whether one more trial leaves enough to measure the leaders again."""

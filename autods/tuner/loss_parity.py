@@ -101,18 +101,20 @@ def same_batch(plain: Knobs, winner: Knobs) -> Knobs:
     return same_samples(plain, winner)
 
 
-def why_not_comparable(one: Fit, other: Fit) -> str | None:
+def why_not_comparable(first: Fit, second: Fit) -> str | None:
     """The reason that the losses of two trials of a script cannot be compared; None when they can, or for no script."""
-    if one.trained is None and other.trained is None:
+    if first.trained is None and second.trained is None:
         return None
-    if one.trained is None or other.trained is None or one.trained.samples is None or other.trained.samples is None:
+    if first.trained is None or second.trained is None:
         return "the samples of the script were not seen"
-    if one.trained.samples != other.trained.samples:
+    if first.trained.samples is None or second.trained.samples is None:
+        return "the samples of the script were not seen"
+    if first.trained.samples != second.trained.samples:
         return "the script draws other samples in each run (has it a seed, for shuffling, too?)"
-    losses, expected = one.trained.weights, other.trained.weights
-    if losses is None or expected is None:
+    weights, expected = first.trained.weights, second.trained.weights
+    if weights is None or expected is None:
         return "the weights with which it begins were not seen"
-    if abs(losses - expected) > _SAME_WEIGHTS * max(abs(expected), _TINY):
+    if abs(weights - expected) > _SAME_WEIGHTS * max(abs(expected), _TINY):
         return "the script begins with other weights under each config"
     return None
 

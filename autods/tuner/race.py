@@ -156,7 +156,7 @@ def _decide(field: RaceField) -> RaceResult:
 def _close_to_leader(fitting: Sequence[Contestant], field: RaceField) -> list[tuple[Record, Contestant]]:
     """The trials that led, give or take the noise, best first.
 
-    Of similar micro batches of one config only the largest is kept: it is the faster one but for noise.
+    Where micro batches of one config are similar, only the largest is kept: it is the fastest but for noise.
     """
     score, least = field.rules.score, field.score_to_beat()
     timed = [(record, contestant) for contestant in fitting for record in contestant.growth.eligible()]
