@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -421,4 +422,4 @@ def check_count(name: str, value: Any) -> int:
 def describe_arguments(request: Callable[..., Any]) -> str:
     """The docstring of a function of the Python API that takes these arguments."""
     lines = [f"{name}: {option.help}" for name, option in options_of(request).items()]
-    return "\n".join([(request.__doc__ or "").strip(), "", *lines])
+    return "\n".join([inspect.cleandoc(request.__doc__ or ""), "", *lines])

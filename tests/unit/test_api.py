@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "model.py"
 
 
-def test_a_path_may_be_text_and_a_ladder_a_list_or_a_line(model: str) -> None:
+def test_a_ladder_may_be_a_list_or_text(model: str) -> None:
     asked = {"device": "cpu", "gpus": 2, "gpu_memory": "64MiB"}
     line = settle(model, ladder="zero3, ddp", **asked)
     assert [rung.name for rung in line.ladder] == ["ddp", "zero3"]
@@ -77,7 +79,7 @@ def test_a_missing_workload_is_named() -> None:
         ({"out": ""}, "--out is empty"),
     ],
 )
-def test_a_value_of_another_type_is_told_by_its_name(model: str, asked: dict[str, object], said: str) -> None:
+def test_a_value_of_another_type_is_named(model: str, asked: dict[str, object], said: str) -> None:
     with pytest.raises(autods.InputError, match=re.escape(said)):
         autods.find_best_config(model, **{"device": "cpu", "gpus": 2, **asked})  # type: ignore[arg-type]
 
@@ -97,3 +99,12 @@ def test_numbers_of_numpy_are_numbers(model: str) -> None:
     numpy = pytest.importorskip("numpy")
     plain = settle(model, device="cpu", gpus=2, gpu_memory="1GiB", global_batch=8)
     assert settle(model, device="cpu", gpus=numpy.int64(2), gpu_memory="1GiB", global_batch=numpy.int32(8)) == plain
+
+
+@pytest.mark.parametrize("function", [autods.find_best_config, autods.plan, autods.probe])
+def test_arguments_and_help_come_from_the_request(function: Callable[..., Any]) -> None:
+    arguments = inspect.signature(function).parameters
+    assert list(arguments)[:2] == ["workload", "script_args"]
+    assert all(f"\n{name}: " in str(function.__doc__) for name in arguments)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu'"):
+        function("model.py", gpu=1)

@@ -46,7 +46,7 @@ def test_every_public_name_can_be_had_and_others_cannot() -> None:
         autods.nonsense  # noqa: B018
 
 
-def test_a_ctrl_c_while_the_command_is_imported_ends_it_without_a_word() -> None:
+def test_ctrl_c_during_imports_ends_silently() -> None:
     interrupted = """
 import sys
 

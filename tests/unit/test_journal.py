@@ -101,7 +101,7 @@ def test_what_a_broken_machine_answered_is_asked_again(journal: Journal, tier: T
 
 
 @pytest.mark.parametrize("action", ["fix_code", "fix_config"])
-def test_what_a_person_may_have_mended_outside_of_the_workload_is_asked_again(journal: Journal, action: Action) -> None:
+def test_a_failure_that_may_be_fixed_by_now_runs_again(journal: Journal, action: Action) -> None:
     package = replace(FAILED, failure="user_code", action=action, evidence="ModuleNotFoundError: no module named 'x'")
     journal.open(fingerprint="f")
     journal.write_record(Record(id=1, trial=TRIAL, outcome=package, seconds=1.0))
@@ -131,7 +131,7 @@ def test_the_journal_of_another_fit_is_refused_and_left_as_it_is(journal: Journa
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_wherever_the_driver_died_while_writing_the_whole_lines_are_kept(journal: Journal, kept: int) -> None:
+def test_a_torn_last_line_loses_no_whole_line(journal: Journal, kept: int) -> None:
     lines = written(journal)
     for length in range(1, len(lines[kept])):  # every byte but the last
         journal.path.write_bytes(b"".join(lines[:kept]) + lines[kept][:length])

@@ -53,7 +53,7 @@ def test_two_fits_in_one_folder_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_fit_that_was_killed_before_its_journal_was_begun_is_begun_again(tmp_path: Path) -> None:
+def test_a_fit_killed_before_its_journal_starts_again(tmp_path: Path) -> None:
     with workspace(tmp_path, fresh=False):
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / "zygote.log").touch()

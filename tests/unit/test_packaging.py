@@ -42,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_an_installed_autods_knows_all_rungs_and_configs_from_any_folder(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_autods_finds_rungs_and_configs(installed: Path, tmp_path: Path) -> None:
     # -I: neither the current folder nor PYTHONPATH is searched; the editable install comes after the one given.
     rungs, configs, machines = python("-I", "-c", SHOW, installed, cwd=tmp_path).splitlines()
     assert rungs == "ddp zero1 zero2 zero2-offload zero3 zero3-offload-param zero3-offload zero3-nvme"

@@ -66,7 +66,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 CPU = ("fit", "model.py", "--device", "cpu", "--gpus", "2", "--gpu-memory", "416MiB")
 
 
-def test_a_fit_exits_0_with_the_result_on_stdout_and_progress_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_prints_its_result_to_stdout_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(fitting_report)(*CPU) == 0
     out, err = capsys.readouterr()
     assert "zero3 fits" in out
@@ -75,7 +75,7 @@ def test_a_fit_exits_0_with_the_result_on_stdout_and_progress_on_stderr(capsys: 
     assert "trial 1: ddp" in err
 
 
-def test_that_nothing_fits_exits_1_and_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits_exits_1_and_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(hopeless_report)(*CPU) == 1
     out, err = capsys.readouterr()
     assert "64.0 MiB of device memory are missing" in out
@@ -199,7 +199,7 @@ def test_sigterm_is_a_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_bug_of_ours_exits_3_and_leaves_its_traceback_in_the_logs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error_exits_3_and_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     fake = raising(ZeroDivisionError("oops"))
     assert fake(*CPU) == 3
     err = capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_a_bug_of_ours_exits_3_and_leaves_its_traceback_in_the_logs(capsys: pyte
     assert "in run_fit" in log.read_text()
 
 
-def test_a_traceback_finds_a_place_even_where_the_folder_cannot_be_written(tmp_path: Path) -> None:
+def test_a_traceback_is_kept_where_the_folder_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = ending.keep_traceback(RuntimeError("bug"), tmp_path / "file")
     assert kept.read_text() == "RuntimeError: bug\n"
@@ -301,7 +301,7 @@ def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
     assert "error: standard output cannot be written: No space left on device" in capsys.readouterr().err
 
 
-def test_a_trial_says_what_it_does_that_the_first_one_did_not() -> None:
+def test_a_trial_is_labelled_by_its_difference_from_the_first() -> None:
     said = fit_command.DifferenceFromFirst()
     walk = record(1, "ddp", fit()).trial
     keeps = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
@@ -311,7 +311,7 @@ def test_a_trial_says_what_it_does_that_the_first_one_did_not() -> None:
     ]  # fmt: skip
 
 
-def test_a_model_that_cannot_recompute_is_not_told_so_in_every_line() -> None:
+def test_a_model_that_cannot_recompute_has_no_label() -> None:
     said = fit_command.DifferenceFromFirst()
     walk = record(1, "ddp", fit()).trial
     plain = replace(walk, knobs=replace(walk.knobs, checkpointing=False))

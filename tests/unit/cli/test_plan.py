@@ -51,7 +51,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_plan_exits_0_with_the_table_on_stdout_and_progress_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_prints_its_table_to_stdout_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(forecast)(*ASKED) == 0
     out, err = capsys.readouterr()
     assert "zero2 is the fastest rung that fits" in out
@@ -118,9 +118,7 @@ def test_wrong_input_exits_2_with_two_lines(
 
 
 @pytest.mark.parametrize("workload", ["no-such.py", "no-such/config.json", "meta-llama/Llama-2-7b"])
-def test_a_workload_that_is_not_there_is_refused_before_anything_starts(
-    capsys: pytest.CaptureFixture[str], workload: str
-) -> None:
+def test_a_missing_workload_is_refused_at_once(capsys: pytest.CaptureFixture[str], workload: str) -> None:
     assert main(["plan", workload, "--gpus", "8", "--gpu-memory", "80GiB"]) == 2
     err = capsys.readouterr().err
     assert workload in err

@@ -23,7 +23,7 @@ def test_invalid_json_is_refused_with_line_and_column(tmp_path: Path) -> None:
         read_base_config(path)
 
 
-def test_comments_and_trailing_commas_are_passed_over_as_deepspeed_does(tmp_path: Path) -> None:
+def test_comments_and_trailing_commas_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     text = '{\n // our own\n "a": "http://x,}", # old: 2\n /* not\n now */ "b": [1, 2,],\n}'
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # and the mark that editors of Windows put first
@@ -118,7 +118,7 @@ def test_the_batch_identity_of_each_row_of_the_guide_is_accepted(gpus: int, micr
         check_base_config(config, world_size=gpus + 1)
 
 
-def test_batch_sizes_that_agree_for_no_number_of_ranks_are_refused_without_naming_one() -> None:
+def test_batch_sizes_that_fit_no_number_of_ranks_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         check_base_config(batch(64, 24, 2), world_size=2)
     assert "those sizes are for" not in str(caught.value)

@@ -11,7 +11,7 @@ from autods.system.host import data_folder
 GIB = 2**30
 
 
-def test_every_machine_is_named_after_its_file_and_says_where_its_figures_come_from() -> None:
+def test_every_machine_has_its_files_name_and_a_source() -> None:
     files = {path.stem for path in (data_folder("configs") / "hardware").glob("*.toml")}
     machines = read_catalogue()
     assert set(machines) == files
@@ -34,7 +34,7 @@ def test_cards_before_ampere_have_no_bf16() -> None:
     assert without == {"t4-16gb", "v100-16gb", "v100-32gb"}
 
 
-def test_machines_come_smallest_first_whatever_the_order_they_were_named_in() -> None:
+def test_machines_come_smallest_first() -> None:
     assert [machine.name for machine in find_machines("h100-80gb, t4-16gb,t4-16gb")] == ["t4-16gb", "h100-80gb"]
     sizes = [machine.device_bytes for machine in find_machines("all")]
     assert sizes == sorted(sizes)

@@ -101,7 +101,7 @@ def test_a_composed_config_is_plain_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "rung"), RUNGS.items())
-def test_the_rung_decides_stage_and_offload_whatever_the_base_config_says(name: str, rung: Any) -> None:
+def test_the_rung_sets_stage_and_offload(name: str, rung: Any) -> None:
     base = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"ratio": 0.5}}}
     zero = composed(name, base=base)["zero_optimization"]
     assert zero["stage"] == rung.stage
@@ -126,7 +126,7 @@ def test_knobs_win_over_the_rung_and_the_base_config() -> None:
     assert get_key(config, "zero_optimization.offload_param.device") == "cpu"
 
 
-def test_buckets_start_at_a_size_that_fits_the_card_not_at_the_users_5e8() -> None:
+def test_buckets_start_at_a_size_that_fits_the_card() -> None:
     start = start_settings(RUNGS["zero2"], base=PRETRAINING, device_bytes=416 * 2**20, facts=FACTS)
     assert 1.0e6 <= start["zero_optimization.reduce_bucket_size"] <= 1.2e6
 
@@ -181,7 +181,7 @@ def test_the_users_adamw_is_deepspeeds_fused_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNGS)
-def test_a_workload_that_brings_its_optimizer_gets_a_config_that_names_none(name: str) -> None:
+def test_a_config_names_no_optimizer_if_the_workload_has_one(name: str) -> None:
     config = composed(name, base=PRETRAINING, own_optimizer=True)
     assert "optimizer" not in config
     assert config["scheduler"] == PRETRAINING["scheduler"]

@@ -43,14 +43,14 @@ def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[s
     assert steps == sorted(steps)
 
 
-def test_at_416_mib_the_reduce_bucket_starts_at_about_a_million_elements(rungs: Mapping[str, Rung]) -> None:
+def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung]) -> None:
     key = "zero_optimization.reduce_bucket_size"
     sizes = [rung.start[key].value(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start]
     assert len(sizes) == 7
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
-def test_no_bucket_starts_above_deepspeeds_default_however_large_the_card(rungs: Mapping[str, Rung]) -> None:
+def test_no_bucket_starts_above_deepspeeds_default(rungs: Mapping[str, Rung]) -> None:
     sizing = rungs["zero2"].start["zero_optimization.reduce_bucket_size"]
     assert sizing.value(device_bytes=10**15, facts=FACTS) == 500_000_000
 
@@ -76,7 +76,7 @@ def test_keys_that_stage_3_ignores_are_not_tuned_there(rungs: Mapping[str, Rung]
             assert not {key for key in tuned if key.startswith("allgather") or key == "reduce_scatter"}
 
 
-def test_allgather_buckets_are_tuned_nowhere_since_stages_1_and_2_ignore_them_too(rungs: Mapping[str, Rung]) -> None:
+def test_no_rung_tunes_the_allgather_bucket(rungs: Mapping[str, Rung]) -> None:
     assert not [key for rung in rungs.values() for key in rung.tune if "allgather" in key]
 
 
@@ -85,12 +85,12 @@ def test_every_range_that_is_tuned_has_a_start_value(rungs: Mapping[str, Rung]) 
         assert all(key in rung.start for key, dimension in rung.tune.items() if not dimension.choices)
 
 
-def test_pinned_memory_is_tuned_where_something_is_offloaded_to_the_cpu(rungs: Mapping[str, Rung]) -> None:
+def test_pinned_memory_is_tuned_where_a_rung_offloads(rungs: Mapping[str, Rung]) -> None:
     pinned = {name for name, rung in rungs.items() if any("pin_memory" in key for key in rung.tune)}
     assert pinned == {"zero2-offload", "zero3-offload-param", "zero3-offload"}
 
 
-def test_chosen_rungs_are_walked_fastest_first_whatever_order_they_are_named_in(rungs: Mapping[str, Rung]) -> None:
+def test_selected_rungs_come_fastest_first(rungs: Mapping[str, Rung]) -> None:
     assert [rung.name for rung in select_rungs(("zero3", "ddp", "zero3"), rungs)] == ["ddp", "zero3"]
 
 

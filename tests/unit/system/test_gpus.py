@@ -34,13 +34,13 @@ def test_cuda_visible_devices_is_honoured_as_cuda_does(visible: str | None, indi
     assert not nvml.open
 
 
-def test_a_cards_memory_is_what_cuda_says_without_what_the_driver_keeps() -> None:
+def test_a_cards_memory_excludes_the_drivers_reserve() -> None:
     nvml = FakeNvml([FakeCard(name="H100", total_bytes=79 * GIB, reserved_bytes=GIB // 2)])
     (card,) = read_nvml(None, nvml).cards
     assert (card.name, card.total_bytes, card.free_bytes, card.others_bytes) == ("H100", 79 * GIB, 79 * GIB, 0)
 
 
-def test_an_older_driver_knows_only_the_first_call_and_the_reserve_counts_as_held() -> None:
+def test_older_drivers_count_their_reserve_as_used() -> None:
     nvml = FakeNvml([FakeCard(total_bytes=16 * GIB, reserved_bytes=GIB // 2)], new=False)
     (card,) = read_nvml(None, nvml).cards
     assert card.usable_bytes == 16 * GIB
@@ -93,7 +93,7 @@ def test_a_driver_that_was_updated_under_us_is_a_problem() -> None:
     assert seen.problem == "NVML: RM has detected an NVML/RM version mismatch."
 
 
-def test_names_of_cards_become_numbers_which_deepspeed_can_read_and_that_is_said() -> None:
+def test_uuids_become_numbers_with_a_warning() -> None:
     assert uuids_to_indices("GPU-c,0", four()) == "2,0"
     (said,) = describe_card_names("GPU-c,0", four())
     assert "CUDA_VISIBLE_DEVICES=2,0 CUDA_DEVICE_ORDER=PCI_BUS_ID" in said

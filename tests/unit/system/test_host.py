@@ -33,7 +33,7 @@ def test_torch_says_which_cuda_it_was_built_with(
     assert (build.version, build.cuda) == (version, cuda)
 
 
-def test_of_a_torch_that_cannot_be_read_or_is_for_rocm_nothing_is_said(tmp_path: Path) -> None:
+def test_an_unreadable_or_rocm_torch_is_no_problem(tmp_path: Path) -> None:
     assert torch_build(tmp_path) is None
     (tmp_path / "version.py").write_text(
         "__version__ = '2.11.0+rocm7'\ncuda: str | None = None\nhip: str | None = '7'\n"
@@ -53,7 +53,7 @@ def test_cards_with_a_driver_that_runs_torchs_cuda_can_be_used(monkeypatch: pyte
     assert (here.unusable, here.cuda, here.driver, len(here.cards)) == (None, "13.0", "580.95.05", 1)
 
 
-def test_a_driver_that_is_too_old_for_torch_is_said_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_too_old_for_torch_is_named_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([FakeCard()], driver="535.54.03", cuda=12020)
     here = looked(monkeypatch, nvml, TorchBuild(version="2.11.0+cu130", cuda=(13, 0)))
     assert here.unusable is not None

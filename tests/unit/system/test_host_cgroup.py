@@ -18,7 +18,7 @@ def write(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_version_2_says_its_limit_what_is_left_and_how_often_its_killer_struck(tmp_path):
+def test_cgroup_v2_has_limit_free_bytes_and_oom_kills(tmp_path):
     folder = write(
         tmp_path,
         memory__max=f"{4 * GIB}\n",

@@ -20,7 +20,7 @@ def test_ranks_share_the_processors_of_their_node():
     assert [threads_per_rank(ranks) for ranks in (1, 2, 3, 8)] == [8, 4, 2, 1]
 
 
-def test_a_rank_has_a_thread_even_where_there_are_more_ranks_than_processors():
+def test_a_rank_has_at_least_one_thread():
     assert threads_per_rank(20) == 1
 
 

@@ -59,9 +59,7 @@ def test_a_process_that_has_done_its_work_outlives_its_peer() -> None:
 
 
 @pytest.mark.parametrize("pidfd", [True, False])
-def test_the_end_of_a_forked_child_is_seen_with_and_without_descriptors_of_processes(
-    monkeypatch: pytest.MonkeyPatch, pidfd: bool
-) -> None:
+def test_a_childs_end_is_seen_with_and_without_pidfd(monkeypatch: pytest.MonkeyPatch, pidfd: bool) -> None:
     if not pidfd:
         monkeypatch.setattr(processes, "has_pidfd", lambda: False)
     waits, goes = os.pipe()

@@ -38,7 +38,7 @@ def refusal(**said: Any) -> str:
     return str(caught.value)
 
 
-def test_all_visible_cards_and_their_whole_memory_are_used_when_nothing_is_said() -> None:
+def test_all_visible_cards_are_used_by_default() -> None:
     settings = asked()
     assert (settings.gpus, settings.device, settings.device_bytes) == (8, "cuda", 16 * GIB)
     assert not settings.device_bytes_asked
@@ -86,7 +86,7 @@ def test_more_ranks_than_cards_are_refused_with_the_number_there_is() -> None:
     assert "--gpus 9: this machine shows 8 GPUs" in refusal(gpus=9)
 
 
-def test_without_a_gpu_cuda_is_refused_and_the_cpu_offered_never_taken_silently() -> None:
+def test_without_a_gpu_cpu_ranks_are_offered_not_taken() -> None:
     said = refusal(hardware=NO_CARDS, gpus=2)
     assert "no CUDA GPU is visible" in said
     assert "--device cpu" in said
@@ -101,7 +101,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", ["banana", "0", "-5GiB", "", 0, -1])
-def test_a_memory_size_that_is_none_is_refused_with_the_accepted_forms(size: str | int) -> None:
+def test_a_wrong_memory_size_is_refused_with_the_right_forms(size: str | int) -> None:
     said = refusal(gpu_memory=size)
     assert said.startswith("--gpu-memory")
     assert "416MiB" in said
@@ -120,7 +120,7 @@ def test_more_memory_than_the_host_has_is_refused_for_cpu_ranks() -> None:
     assert "4 CPU ranks × 5.0 GiB = 20.0 GiB: this machine has 16.0 GiB" in said
 
 
-def test_a_budget_beyond_what_the_shell_lets_a_process_hold_is_refused() -> None:
+def test_a_budget_above_the_limit_of_a_process_is_refused() -> None:
     bounded = replace(NO_CARDS, process_bytes=4 * GIB)
     said = refusal(hardware=bounded, device="cpu", gpus=2, gpu_memory="3500MiB")
     assert "`ulimit -Hd` lets a process hold 4.0 GiB" in said
@@ -129,13 +129,13 @@ def test_a_budget_beyond_what_the_shell_lets_a_process_hold_is_refused() -> None
 
 
 @pytest.mark.parametrize(("total", "near"), [(7, "6 or 8"), (1, "2 or 4"), (0, "2 or 4"), (-4, "2 or 4")])
-def test_a_global_batch_that_the_ranks_cannot_split_is_refused_with_ones_they_can(total: int, near: str) -> None:
+def test_a_global_batch_that_ranks_cannot_split_is_refused(total: int, near: str) -> None:
     said = refusal(gpus=2, global_batch=total)
     assert f"--global-batch {total} cannot be split over 2 ranks" in said
     assert near in said
 
 
-def test_the_base_configs_train_batch_size_is_the_global_batch_unless_one_is_given() -> None:
+def test_train_batch_size_is_the_default_global_batch() -> None:
     assert asked(gpus=2, base_config={"train_batch_size": 64}).global_batch == 64
     assert asked(gpus=2, base_config={"train_batch_size": 64}, global_batch=32).global_batch == 32
     assert asked(gpus=2).global_batch is None
@@ -325,7 +325,7 @@ def of_script(config: dict[str, Any], **asked: Any) -> Settings:
     return with_config_of(settings, facts)
 
 
-def test_a_script_s_precision_is_its_own_affair_unless_one_is_asked_for() -> None:
+def test_a_scripts_precision_stays_unless_one_is_given() -> None:
     assert "bf16" not in of_script({"steps_per_print": 1}).base
     assert of_script({"bf16": {"enabled": True}}).base["bf16"]["enabled"]
     assert of_script({}, precision="bf16").base["bf16"]["enabled"]
@@ -377,7 +377,7 @@ def test_the_host_memory_of_a_node_is_for_the_ranks_of_that_node() -> None:
     assert one == asked(gpus=2, device="cpu").device_bytes
 
 
-def test_ranks_on_other_nodes_are_another_question_where_the_cluster_stands_is_not() -> None:
+def test_nodes_change_the_fingerprint_the_address_does_not() -> None:
     two = asked(gpus=8, nodes=2, address="auto").fingerprint()
     assert two != asked(gpus=8).fingerprint()
     assert two == asked(gpus=8, nodes=2, address="10.0.0.1:6379").fingerprint()

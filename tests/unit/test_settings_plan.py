@@ -47,7 +47,7 @@ def test_what_nobody_said_is_assumed_and_told() -> None:
     assert asked(gpus=8, gpu_memory="80GiB", host_memory="1TiB", micro_batch=2).assumed == ()
 
 
-def test_without_a_card_and_without_a_size_there_is_nothing_to_forecast_for() -> None:
+def test_a_plan_needs_a_card_or_a_size() -> None:
     assert "--on all" in refusal(gpus=8)
     assert "--gpus 8" in refusal(gpu_memory="80GiB")
 
@@ -72,7 +72,7 @@ def test_ranks_beyond_a_node_of_the_catalogue_take_more_nodes() -> None:
     assert (site.world_size, site.ranks_per_node, site.nodes) == (64, 8, 8)
 
 
-def test_more_cards_than_a_node_has_are_taken_to_be_on_nodes_of_eight_and_told() -> None:
+def test_many_cards_are_assumed_to_be_on_nodes_of_eight() -> None:
     question = asked(gpus=1024, gpu_memory="80GiB", host_memory="1TiB", micro_batch=1)
     assert (question.sites[0].ranks_per_node, question.sites[0].nodes) == (8, 128)
     assert question.assumed == ("8 ranks a node (--nodes)",)
@@ -93,7 +93,7 @@ def test_a_card_without_bf16_trains_in_fp16_unless_bf16_was_asked_for() -> None:
     assert "no bf16" in refusal(on="t4-16gb", precision="bf16")
 
 
-def test_of_several_machines_the_one_without_bf16_is_kept_with_its_reason() -> None:
+def test_a_machine_without_bf16_is_kept_with_a_reason() -> None:
     sites = asked(on="t4-16gb,a100-80gb", precision="bf16").sites
     assert [site.problem for site in sites] == ["NVIDIA T4 16 GB has no bf16", None]
 
@@ -105,7 +105,7 @@ def test_nvme_is_a_size_or_a_folder_that_need_not_be_here() -> None:
     assert asked(gpus=1, gpu_memory="16GiB", nvme_path="/nowhere").sites[0].nvme_path == Path("/nowhere")
 
 
-def test_the_micro_batch_of_the_base_config_counts_unless_another_is_given() -> None:
+def test_the_base_configs_micro_batch_is_the_default() -> None:
     base = {"train_micro_batch_size_per_gpu": 4}
     assert asked(gpus=2, gpu_memory="16GiB", base_config=base).sites[0].micro_batch == 4
     assert asked(gpus=2, gpu_memory="16GiB", base_config=base, micro_batch=2).sites[0].micro_batch == 2
@@ -143,7 +143,7 @@ SEEN = ModelFacts(
 )  # fmt: skip
 
 
-def test_a_script_keeps_its_own_config_and_precision_under_what_was_asked() -> None:
+def test_options_win_over_a_scripts_own_config() -> None:
     question = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB")
     assert question.sites[0].base == {}
     (site,) = with_config_of(question, SEEN).sites
