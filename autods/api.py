@@ -73,8 +73,8 @@ def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
 
     ranks = count_most_ranks(request.gpus, request.vary) if request.address else None
     source = _make_trial_source(request)
-    elsewhere = ("workload", "script_args", "kind", "task", "seq_len", "target_len", "zero_init", "on_event")
-    values = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in elsewhere}
+    about_source = ("workload", "script_args", "kind", "task", "seq_len", "target_len", "zero_init", "on_event")
+    values = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in about_source}
     values |= {"ladder": ladder_names(request), "strategies": strategy_folders(request)}
     return resolve_probe(request.workload, source, hardware=_find_hardware(request, ranks), **values)
 

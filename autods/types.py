@@ -327,9 +327,9 @@ class WorkloadSource:
     file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
     turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
     functions are called with; of an hf_config the first is a key of its config. zero_init: stage 3 builds an hf_config
-    under `deepspeed.zero.Init`, already split. Of a script: argv as given, with the placeholders of
-    `workload.script_source`; script_kind, None where its imports do not tell; folder, where it is run; module, where
-    it is started with `python -m`, and root the folder that its top package is in.
+    under `deepspeed.zero.Init`, already split. A script has further fields: argv, with the placeholders of
+    `workload.script_source`; script_kind, None where its imports do not show it; folder, where it runs; module, if it
+    starts with `python -m`, and root, the folder of its top package.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]

@@ -122,8 +122,8 @@ def resuming_command(argv: Sequence[str]) -> str:
     """The command that was typed, without `--fresh`, which would throw the journal away."""
     program, *rest = argv or ["autods"]
     name = ["python", "-m", "autods"] if Path(program).name == "__main__.py" else [Path(program).name]
-    own = rest.index("--") if "--" in rest else len(rest)  # a script's arguments are its own
-    return shlex.join([*name, *(part for part in rest[:own] if part != "--fresh"), *rest[own:]])
+    end = rest.index("--") if "--" in rest else len(rest)  # a script may have a --fresh as well
+    return shlex.join([*name, *(part for part in rest[:end] if part != "--fresh"), *rest[end:]])
 
 
 def keep_traceback(error: BaseException, out: Path | None) -> Path:
