@@ -158,7 +158,7 @@ def test_a_machine_without_a_card_is_told_what_it_can_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = Hardware(cpu="a CPU", cores=2, host_bytes=GIB, host_free_bytes=GIB, cards=())
-    monkeypatch.setattr(measure, "look", lambda: none)
+    monkeypatch.setattr(measure, "read_hardware", lambda: none)
     assert measure.main(["gpt2"]) == measure.CANNOT
     assert "--device cpu tiny" in capsys.readouterr().err
 
@@ -250,10 +250,10 @@ def test_the_whole_file_is_written_and_the_forecast_reads_it(
     path, out = tmp_path / "h100.json", tmp_path / "constants.toml"
     results.write(path, measured_file(*range(0, 100, 10)))
     assert constants.main([str(path), "--out", str(out)]) == 0
-    rows = {row.name: row for row in read_overheads(out).rows}
+    rows = {row.name: row for row in read_overheads(out).constant}
     assert rows["CUDA context"].bytes == ("520MiB", "520MiB", "572MiB")
     assert rows["NCCL"].source.startswith("measured, 1 readings")
-    before = {row.name: row for row in read_overheads().rows}
+    before = {row.name: row for row in read_overheads().constant}
     kept = set(before) - {"CUDA context", "NCCL", "cuBLAS workspaces"}
     assert all(rows[name] == before[name] for name in kept)
     assert read_overheads(out).spread["cpu"] == read_overheads().spread["cpu"]
