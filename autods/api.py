@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
+from .config.plan_settings import PlanSettings, resolve_plan
+from .config.settings import Settings, check_nodes, ladder_names, resolve_fit, strategy_folders
 from .events import Event, Listener
 from .forecast.values import ForecastEvent
 from .report.results import Forecast, ProbeReport, Report
 from .requests import FitRequest, PlanRequest, ProbeRequest, WorkloadRequest, describe_arguments
-from .settings import PlanSettings, Settings, check_nodes, ladder_names, resolve_fit, resolve_plan, strategy_folders
 from .types import WorkloadSource
 
 if TYPE_CHECKING:

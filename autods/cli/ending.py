@@ -22,12 +22,13 @@ from ..report.serialize import SO_FAR, to_dict
 
 if TYPE_CHECKING:
     from ..api import UseCase
+    from ..config.plan_settings import PlanSettings
+    from ..config.settings import Settings
     from ..events import Event
     from ..forecast.values import ForecastEvent
     from ..prober.request import ProbeSettings
     from ..report.results import Forecast, ProbeReport
     from ..requests import FitRequest, PlanRequest, ProbeRequest
-    from ..settings import PlanSettings, Settings
 
 _MOST = 400  # characters of one line
 

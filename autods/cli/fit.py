@@ -11,8 +11,8 @@ from .ending import Call, end_with_error, show_result
 from .options import AS_JSON, MODULE, QUIET, make_command
 
 if TYPE_CHECKING:
+    from ..config.settings import Settings
     from ..events import Listener
-    from ..settings import Settings
     from ..types import Trial
 
 EPILOG = """

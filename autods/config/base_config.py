@@ -33,7 +33,6 @@ _DECIDE_THEMSELVES = {
         "leave it out",
     ),
 }
-
 # The keys at the top of a config that people write (deepspeed/runtime/constants.py and config.py of 0.19).
 _KEYS = (
     *BATCH_KEYS, "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from ..types import Fit, Outcome, OutOfMemory
 from .allocator import replay
-from .memory_model import compute_rank_memory
-from .overheads import Overheads, read_overheads
+from .memory_model import Overheads, compute_rank_memory, read_overheads
 from .values import EngineSpec, Ratios, Simulation
 
 # Weights in samples of prior beliefs:

@@ -1,4 +1,4 @@
-"""Forecast rungs on the simulated GPU: one service for `plan`, `probe` and the trials of a fit."""
+"""Forecast rungs for plans, fits and probes: one engine a config, each micro batch simulated once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
@@ -14,11 +15,100 @@ from ..config.deepspeed import BATCH_KEYS
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..types import Device, Outcome, Tier, Trial
-from .batch_search import LargestMicroBatch, find_largest
 from .calibration import Observation, calibrate_forecast, observe_trial
 from .simulator.client import SimulationFailed
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
 from .verdict import forecast_tiers, judge_memory
+
+MOST_MICRO_BATCH = 4096
+MOST_MEASUREMENTS = 8
+_NOTICEABLE = 0.1  # of a bracket: where the chord moves less, its steep end misleads it
+_NEAR = 1.03  # a bracket of 100 and 103 is not worth another simulation
+# Micro batch → peak over limit of the fullest tier; up to 1 it fits.
+Fill = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestMicroBatch:
+    """The largest micro batch that was measured and fits; None when none does.
+
+    refused: the smallest that was measured and does not fit; None when all fit. proven: few sizes or none are left
+    between the two. slope: the growth of the fill with each sample, at the answer; None where it was not measured.
+    failures: sizes that could not be simulated, with the reason.
+    """
+
+    micro_batch: int | None
+    refused: int | None
+    proven: bool
+    measured: tuple[int, ...]
+    slope: float | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+
+def find_largest(
+    fill: Fill,
+    sizes: Sequence[int],
+    *,
+    known: tuple[int, float] | None = None,
+    slope: float | None = None,
+    most: int = MOST_MEASUREMENTS,
+) -> LargestMicroBatch:
+    """Search `sizes` (ascending) with at most `most` measurements; `known` is a size that was measured before.
+
+    slope: the one at another rung's answer. Rungs have the same activations, so it is a good first guess.
+    """
+    seen: dict[int, float] = dict([known]) if known else {}
+    while len(seen) - bool(known) < most and (size := _next(seen, sizes, slope)) is not None:
+        seen[size] = fill(size)
+    fits, refused = _bracket(seen)
+    steep = (seen[refused] - seen[fits]) / (refused - fits) if fits and refused else None
+    proven = _next(seen, sizes) is None
+    return LargestMicroBatch(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen), slope=steep)
+
+
+def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
+    """Return the largest size that fits below the smallest one that does not, and that one."""
+    refused = min((size for size, full in seen.items() if full > 1), default=None)
+    fitting = (size for size, full in seen.items() if full <= 1 and (refused is None or size < refused))
+    return max(fitting, default=None), refused
+
+
+def _next(seen: dict[int, float], sizes: Sequence[int], slope: float | None = None) -> int | None:
+    """Return the size to measure next; None when the search is over."""
+    fits, refused = _bracket(seen)
+    first = 0 if fits is None else bisect_right(sizes, fits)
+    last = len(sizes) if refused is None else bisect_left(sizes, refused)
+    left = sizes[first:last]
+    if not left or (fits is not None and refused is not None and refused <= _NEAR * fits):
+        return None
+    if fits is None:
+        return left[0]
+    target = _extrapolated(seen, fits, slope) if refused is None else _interpolated(seen, fits, refused)
+    return left[max(0, bisect_right(left, target) - 1)]
+
+
+def _extrapolated(seen: dict[int, float], fits: int, guess: float | None) -> float:
+    """Return where the line through the two largest sizes reaches the limit; 8 times the size without a line."""
+    before = max((size for size in seen if size < fits), default=None)
+    slope = (guess or 0.0) if before is None else (seen[fits] - seen[before]) / (fits - before)
+    if slope <= 0:
+        return 8.0 * fits
+    target = fits + (1 - seen[fits]) / slope
+    return target if before is None else min(target, 16.0 * fits)
+
+
+def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
+    """Return where the peak should reach the limit, between a batch that fits and one that does not.
+
+    The peak grows ever faster: the chord of the bracket reaches the limit too early, the line through two batches that
+    do not fit too late, unless they lie on the same piece. Where neither helps, it is the geometric middle.
+    """
+    beyond = min((size for size in seen if size > refused), default=None)
+    if beyond is not None and math.isfinite(slope := (seen[beyond] - seen[refused]) / (beyond - refused)) and slope > 0:
+        return max(fits + 1, min(refused - (seen[refused] - 1) / slope, refused - 1))
+    chord = fits + (1 - seen[fits]) / (seen[refused] - seen[fits]) * (refused - fits)
+    return chord if chord - fits > _NOTICEABLE * (refused - fits) else math.sqrt(fits * refused)
+
 
 _PARALLEL_ENGINES = 2
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first

@@ -9,18 +9,8 @@ from ..types import Tier
 from ..units import format_bytes
 from .allocator import find_least_limit, replay
 from .calibration import Calibration, calibrate_forecast
-from .memory_model import RankMemory, compute_rank_memory
-from .overheads import Overheads, read_overheads
-from .values import (
-    EngineSpec,
-    ForecastPhase,
-    Interval,
-    RungForecast,
-    Simulation,
-    TierForecast,
-    Trace,
-    Verdict,
-)
+from .memory_model import Overheads, RankMemory, compute_rank_memory, read_overheads
+from .values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
 
 PHASE_WORDS: dict[ForecastPhase, str] = {
     "init": "building and initialising",

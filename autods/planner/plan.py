@@ -7,6 +7,7 @@ import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
+from ..config.plan_settings import PlanSettings, Site, apply_script_config_to_plan
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
@@ -16,7 +17,6 @@ from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
 from ..report.results import Forecast, SiteForecast
-from ..settings import PlanSettings, Site, apply_script_config_to_plan
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource

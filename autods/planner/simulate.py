@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.deepspeed import compose, get_key, start_settings
+from ..config.plan_settings import PlanSettings, Site
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..forecast.batch_search import MOST_MICRO_BATCH, LargestMicroBatch
-from ..forecast.forecaster import EngineForecaster, Forecaster, Limits
+from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, Forecaster, LargestMicroBatch, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import (
     EngineSpec,
@@ -23,7 +23,6 @@ from ..forecast.values import (
     SimulationStarted,
     Simulator,
 )
-from ..settings import PlanSettings, Site
 from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts, Scalar

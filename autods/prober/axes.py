@@ -107,7 +107,6 @@ AXES = (
     "build_model.NAME", "build_batch.NAME", "args.NAME", "env.NAME",
 )  # fmt: skip
 
-
 # None stands for an environment variable that is not set.
 Value = Scalar | None
 # Variables that autods sets for the ranks, or must not change.

@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ..config.deepspeed import compose, without_monitors
+from ..config.plan_settings import NVME_PLACE
 from ..events import Listener, Note
 from ..forecast.allocator import read_alloc_conf
-from ..forecast.batch_search import MOST_MICRO_BATCH
-from ..forecast.forecaster import Forecaster, Limits
+from ..forecast.forecaster import MOST_MICRO_BATCH, Forecaster, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import EngineSpec, Simulator, StartSimulator
-from ..settings import NVME_PLACE
 from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
 from ..types import Device, Knobs, ModelFacts, Scalar, Trial, WorkloadSource

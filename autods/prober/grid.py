@@ -9,12 +9,12 @@ from typing import Any
 
 from ..config.base_config import precision_name
 from ..config.deepspeed import compose, get_key, merge, nest_key, required_ops, start_settings
+from ..config.settings import Settings, apply_script_config
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..journal import History, Journal, trial_key
 from ..report.text import format_value
 from ..schema import read_as
-from ..settings import Settings, apply_script_config
 from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource

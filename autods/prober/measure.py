@@ -126,7 +126,7 @@ def _rates(records: Sequence[Record], *, by_tokens: bool) -> dict[int, float]:
 
 def _within(records: Sequence[Record]) -> float:
     """Return the widest spread of step times inside a trial."""
-    return max((one.outcome.spread for one in records if isinstance(one.outcome, Fit)), default=0.0)
+    return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
 
 
 def _memory(fits: Sequence[Fit]) -> dict[Tier, TierUse]:

@@ -13,11 +13,12 @@ from typing import Any
 
 from ..config.base_config import ConfigSource, check_ranks, load_base_config, parse_size, resolve_global_batch
 from ..config.catalogue import ASKED, HERE, Machine, find_machines
+from ..config.plan_settings import nvme_place
 from ..config.profiles import read_profile
+from ..config.settings import Settings, resolve_fit
 from ..config.strategies import Rung, read_rungs, select_rungs
 from ..errors import InputError
 from ..requests import FitRequest, check_count
-from ..settings import Settings, nvme_place, resolve_fit
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 
 from ..config.base_config import precision_name
+from ..config.settings import Settings
 from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Listener, Note
@@ -16,7 +17,6 @@ from ..forecast.values import StartSimulator
 from ..journal import JOURNAL, History, Journal, TrialStore, check_disk_space, workspace
 from ..report.results import CellResult, ProbeReport
 from ..report.serialize import write_probe
-from ..settings import Settings
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
 from .capacity import CapacitySearch

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..diagnosis.values import Diagnosis
-from .ui import TIER_NAMES
+from .text import TIER_NAMES
 
 _KINDS = {
     "memory_pressure": "Memory was short, nothing failed",

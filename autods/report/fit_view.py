@@ -17,6 +17,8 @@ from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
 from .results import ClosestRung, Report
 from .serialize import REPORT
 from .text import (
+    MARKS,
+    WIDE_FIT,
     format_batch,
     format_number_of,
     format_outcome,
@@ -25,8 +27,9 @@ from .text import (
     format_seconds,
     format_share,
     format_use,
+    pairs_grid,
+    plain_table,
 )
-from .ui import MARKS, WIDE_FIT, pairs_grid, plain_table
 
 _MIB = 2**20
 _PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run

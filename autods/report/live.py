@@ -20,8 +20,16 @@ from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
 from ..types import Phase, Skipped, Trial
 from .plan_view import rung_table
-from .text import format_outcome, format_phase, format_record, format_seconds
-from .ui import MARKS, WIDE_PROGRESS, WIDEST_LIVE_TABLE, Mark
+from .text import (
+    MARKS,
+    WIDE_PROGRESS,
+    WIDEST_LIVE_TABLE,
+    Mark,
+    format_outcome,
+    format_phase,
+    format_record,
+    format_seconds,
+)
 
 
 class LiveView:

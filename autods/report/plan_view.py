@@ -13,8 +13,7 @@ from ..forecast.values import RungForecast, TierForecast
 from ..types import TIERS, Tier
 from ..units import choose_unit, format_bytes, format_count
 from .results import Forecast, SiteForecast
-from .text import format_ranks, format_seconds
-from .ui import (
+from .text import (
     BAR_CELLS,
     MARKS,
     PLAN_WITH_BARS,
@@ -22,6 +21,8 @@ from .ui import (
     PLAN_WITH_REASONS,
     TIER_NAMES,
     bullets,
+    format_ranks,
+    format_seconds,
     pairs_grid,
     plain_table,
 )

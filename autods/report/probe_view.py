@@ -12,8 +12,7 @@ from rich.text import Text
 from ..types import TIERS, Tier
 from ..units import format_bytes
 from .results import PROBE_CSV, CellResult, ProbeReport, Ratio
-from .text import format_ranks, format_rate, format_seconds, format_value
-from .ui import MARKS, pairs_grid, plain_table
+from .text import MARKS, format_ranks, format_rate, format_seconds, format_value, pairs_grid, plain_table
 
 # Columns that a narrow terminal leaves out, in order.
 _DISPENSABLE = ("sent\na step", "host", "pinned", "nvme", "tokens/s", "forecast", "device")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..config.plan_settings import Site
 from ..forecast.values import RungForecast
-from ..settings import Site
 from ..types import Device, Knobs, ModelFacts, Record, Scalar, ScriptKind, Skipped, Tier, TierUse, WorkloadSource
 
 

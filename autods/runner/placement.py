@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..config.settings import Settings
 from ..errors import EnvironmentBroken
-from ..settings import Settings
 from ..system.gpus import Card
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
+from ..config.settings import Settings
 from ..events import Event, Note
-from ..settings import Settings
 from ..types import Fit, Outcome, OutOfMemory, Record, Scalar, Trial
 from ..units import format_bytes
 from ..workload.conditions import apply_conditions, environment_variables

@@ -172,7 +172,6 @@ class NodeLost:
 
 ZygoteMessage: TypeAlias = Ready | LoadFailed | StoreBound | StoreFailed | Heartbeat | NodeReport
 NodeResult: TypeAlias = NodeReport | ZygoteDied | NodeLost | LoadFailed | StoreFailed
-
 ABORT = b"abort"
 BIND = b"bind "  # then the address
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import compose, required_ops, without_monitors
+from ..config.settings import Settings, apply_script_config, describe_script
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Listener, Note, TrialMoved
-from ..settings import Settings, apply_script_config, describe_script
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial, WorkloadSource
@@ -28,7 +28,6 @@ from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, Zygo
 from .worker_group import WorkerGroup
 
 Survey = tuple[ModelFacts, Mapping[str, str]]  # what the workload is, and why each missing DeepSpeed op is missing
-
 _NO_VARIABLES: Mapping[str, str] = {}
 _ROOM_WITHIN_S = 3.0
 _LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch

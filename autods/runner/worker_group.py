@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..config.settings import Settings
 from ..errors import EnvironmentBroken
 from ..events import Event, Note
-from ..settings import Settings
 from ..system import processes
 from ..system.host import read_hardware
 from ..trial.job import RankJob
@@ -42,7 +42,6 @@ STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report
 STOP_S = 10.0
 _ABORT_AGAIN_S = 0.5
 _HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
-
 OnProgress = Callable[[Heartbeat], None]
 CheckReady = Callable[[Ready | LoadFailed | ZygoteDied], None]
 

@@ -14,8 +14,8 @@ from typing import Any
 from ..config.deepspeed import get_key, merge
 from ..types import Examined, Phase
 from ..units import format_bytes
-from .batch import LongestBatch
 from .distributed import Ranks
+from .model_facts import LongestBatch
 
 _TAG = "certificate"
 _WEIGHTS = "weights.bin"
@@ -24,7 +24,6 @@ _DISK_MARGIN = 1.1
 # Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 _BF16_STEP = 2**-7  # relative; the largest step between neighbouring numbers of bfloat16, which has 8 bits
-
 # Fields of `Examined`, and sentences about parts that were skipped.
 _Part = tuple[dict[str, Any], tuple[str, ...]]
 

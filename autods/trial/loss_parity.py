@@ -12,9 +12,8 @@ from typing import Any
 
 from ..types import Phase
 from ..workload.protocol import Workload, WorkloadError
-from .batch import check_batch, named_tensors, seed_all
 from .distributed import Ranks
-from .model_facts import is_moe
+from .model_facts import check_batch, is_moe, named_tensors, seed_all
 
 _SAMPLE_SEEDS = 2**24  # apart from each other for every seed of a trial
 _STEADY = 1e-3  # relative: far below the effect of a mask or of noise on a loss, above that of the order of sums

@@ -82,7 +82,6 @@ _LATE = (
     "torch.utils.checkpoint",
     "transformers.integrations.deepspeed",
 )
-
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -17,12 +17,11 @@ from typing import Any
 from ..types import Phase, Steps
 from ..workload.protocol import Workload, WorkloadError
 from . import loss_parity, pipeline
-from .batch import LongestBatch, check_batch, longest_batch, place, seed_all
 from .collectives import Traffic, backend
 from .distributed import Ranks
 from .exam import EngineOps, allow_gathering, examine
 from .job import RankJob
-from .model_facts import enable_checkpointing
+from .model_facts import LongestBatch, check_batch, enable_checkpointing, longest_batch, place, seed_all
 
 Observe = Callable[[Phase, int], None]
 

@@ -22,10 +22,10 @@ from ..system.host import find_interface, threads_per_rank
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
-from .batch import seed_all
 from .job import JobKind, RankJob, describe_error, write_json
 from .memory_cpu import CpuMeter, Meter
 from .memory_cuda import CudaMeter
+from .model_facts import seed_all
 from .preload import preload
 from .progress import Heartbeats, Observer
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..config.deepspeed import compose, get_key, required_ops, start_settings
+from ..config.settings import Settings
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..settings import Settings
 from ..types import Knobs, ModelFacts, Scalar
 from .trials import accumulation_for
 

@@ -11,14 +11,7 @@ from ..types import Failed, Fit, Record, Run, Steps, Trial, failed_after_the_ste
 from .candidates import Candidate
 from .certificate import Certificate, certificate_of_exam, with_verdict
 from .context import FitContext
-from .exams import (
-    Exams,
-    describe_exam,
-    grows_with_batch,
-    lacks_device_memory,
-    next_micro_batch,
-    usual_memory_line,
-)
+from .exams import Exams, describe_exam, grows_with_batch, lacks_device_memory, next_micro_batch, usual_memory_line
 from .ladder_walk import try_rung
 from .loss_parity import ParityResult, compare_losses, is_same_maths
 from .optuna_search import TuneResult
@@ -382,7 +375,7 @@ class ExamSearch:
 
     def _sizes_below(self, size: int) -> Sequence[int]:
         """Smaller micro batches, without those that the model cannot be trained with."""
-        seen = [(one.trial.knobs.micro_batch, one.outcome) for one in (*self.known, *self.exams.records)]
+        seen = [(record.trial.knobs.micro_batch, record.outcome) for record in (*self.known, *self.exams.records)]
         fits = min((size for size, outcome in seen if isinstance(outcome, Fit)), default=size)
         too_small = (size for size, outcome in seen if isinstance(outcome, Failed) and outcome.wants_larger_batch)
         least = max((size for size in too_small if size < fits), default=0)  # larger ones failed for other reasons

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..config.settings import Settings
 from ..journal import TrialStore
-from ..settings import Settings
 from ..types import ModelFacts, Record, Trial
 from .comparison import Score
 from .forecasts import Forecaster

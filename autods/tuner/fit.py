@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..config.base_config import find_misspelt_keys
+from ..config.settings import Settings, apply_script_config
 from ..diagnosis.trial_outcome import input_error
 from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
 from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
 from ..report import serialize
 from ..report.results import Report
-from ..settings import Settings, apply_script_config
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, WorkloadSource, is_machines_fault

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.settings import Settings
 from ..forecast.values import RungForecast
 from ..report import text
 from ..report.results import ClosestRung, Report, Throughput
 from ..report.serialize import rung_to_dict
-from ..settings import Settings
 from ..system.host import threads_per_rank
 from ..types import Fit, Knobs, ModelFacts, Record
 from ..workload.script_source import describe_launch

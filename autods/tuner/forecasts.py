@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..config.deepspeed import without_monitors
+from ..config.settings import Settings
 from ..events import Listener, Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.calibration import Observation
@@ -19,7 +20,6 @@ from ..forecast.simulator.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
-from ..settings import Settings
 from ..system.host import read_hardware
 from ..types import Fit, Record, Trial
 

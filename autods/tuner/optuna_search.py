@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import optuna
 
 Sampler = Callable[[int], "optuna.samplers.BaseSampler"]
-
 STARTUP = 5  # fewest trials before convergence counts: the start, the usual settings, a random one, two of the sampler
 WAIT = 10  # trials in a row without gain that end the search
 _RANDOM_UNTIL = 3  # trials: the start, the usual settings and a random one; then the GP knows more than chance

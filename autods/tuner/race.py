@@ -19,7 +19,6 @@ from .trials import fit_steps_to_budget, is_same_config, median_step_s
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
 _FEWEST_FINAL_STEPS = 2
 _OTHER_SIZE = 1.25  # ratio of two micro batches of one config below which only the larger is compared
-
 _FIRST_RUNG = "the first rung of the ladder that fits"
 _WITHOUT = f"{_FIRST_RUNG}; without checkpointing, since memory is not what ends its growth"
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..settings import Settings
+from ..config.settings import Settings
 from ..types import Scalar, WorkloadSource
 from .hf_config import read_config
 from .protocol import FUNCTIONS, Workload

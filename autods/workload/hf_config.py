@@ -32,7 +32,6 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForPreTraining", "masked-lm"),
     ("ForImageClassification", "image-classification"),
 )
-
 _PREFIX = "hf:"
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autods.config.settings import Settings
 from autods.runner.runner import RayRunner
-from autods.settings import Settings
 from autods.trial.training import has_enough_steps, relative_spread
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.trials import accumulation_for, micro_batches

@@ -59,10 +59,10 @@ from recorded import (
 )
 
 from autods.config.profiles import Budget
+from autods.config.settings import Settings
 from autods.errors import AutodsError
 from autods.forecast.values import Engine, EngineSpec, Simulation, Simulator
 from autods.journal import Journal, TrialStore
-from autods.settings import Settings
 from autods.system.host import installed_versions, read_hardware
 from autods.tuner.fit import Search, fit
 from autods.tuner.fit_result import FitResult

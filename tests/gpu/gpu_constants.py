@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_results as results
 
-from autods.forecast.overheads import read_overheads
+from autods.forecast.memory_model import read_overheads
 from autods.system.host import data_folder
 
 MIB = 2**20

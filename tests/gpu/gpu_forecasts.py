@@ -12,8 +12,7 @@ from gpu_cells import source
 
 from autods.forecast.allocator import replay
 from autods.forecast.calibration import observe_trial
-from autods.forecast.memory_model import compute_rank_memory
-from autods.forecast.overheads import read_overheads
+from autods.forecast.memory_model import compute_rank_memory, read_overheads
 from autods.forecast.simulator import SimulationFailed, Simulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.forecast.verdict import judge_memory

@@ -8,8 +8,8 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+from autods.config.settings import Settings
 from autods.events import Event
-from autods.settings import Settings
 from autods.system.host import read_hardware
 from autods.workload import Workload, make_source
 from tests.support.settings import fit_settings

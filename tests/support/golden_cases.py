@@ -248,7 +248,7 @@ def _run(
     from autods.forecast.simulator.dispatch import join_world
     from autods.forecast.simulator.engine import swap_into
     from autods.forecast.simulator.ledger import Ledger
-    from autods.trial.batch import place
+    from autods.trial.model_facts import place
     from autods.trial.training import build, initialize, optimizer_step
 
     with tempfile.TemporaryDirectory() as scratch, count_bytes() as (begin, peaks):

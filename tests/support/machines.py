@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from autods.config.settings import Settings
 from autods.runner.placement import NodeDescription, NodeState, Spot
-from autods.settings import Settings
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import WorkloadSource

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from autods.config.plan_settings import PlanSettings
 from autods.forecast.scripted import Script, ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, ForecastEvent, Simulation
 from autods.planner.plan import plan
 from autods.report.results import Forecast
-from autods.settings import PlanSettings
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.settings import plan_settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autods.config.catalogue import find_machines
+from autods.config.plan_settings import Site
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.report.results import Forecast, SiteForecast
-from autods.settings import Site
 from autods.system.host import Hardware
 from autods.types import ModelFacts, Tier, WorkloadSource
 from tests.support.settings import plan_settings

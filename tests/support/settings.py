@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from autods.config.plan_settings import PlanSettings, resolve_plan
+from autods.config.settings import Settings, resolve_fit
 from autods.requests import FitRequest, PlanRequest
-from autods.settings import PlanSettings, Settings, resolve_fit, resolve_plan
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
+from autods.config.settings import Settings
 from autods.config.strategies import Dimension, Rung, read_rungs
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.settings import Settings
 from autods.tuner.fit import Search
 from autods.tuner.forecasts import NO_FORECASTER, Forecaster
 from autods.types import Examined, Fit, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from autods.config.profiles import read_profile
+from autods.config.settings import Settings
 from autods.config.strategies import read_rungs
 from autods.runner.testing import failed, fit, out_of_memory
-from autods.settings import Settings
 from autods.types import ModelFacts, Steps, WorkloadSource
 
 FACTS = ModelFacts(

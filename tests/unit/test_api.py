@@ -10,8 +10,8 @@ import pytest
 
 import autods
 from autods.api import FIT
+from autods.config.settings import Settings
 from autods.requests import FitRequest
-from autods.settings import Settings
 
 
 def settle(workload: str | Path | autods.Workload, **asked: Any) -> Settings:

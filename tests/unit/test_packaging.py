@@ -16,7 +16,7 @@ sys.path.insert(0, sys.argv[1])
 import autods
 from autods.config.catalogue import read_catalogue
 from autods.config.strategies import read_rungs
-from autods.settings import read_profile
+from autods.config.profiles import read_profile
 assert autods.__file__.startswith(sys.argv[1]), autods.__file__
 print(*read_rungs())
 print(*(read_profile(name).name for name in ("default", "quick", "thorough")))

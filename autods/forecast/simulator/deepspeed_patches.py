@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ...trial.patching import declare, declare_all
-from .failures import unsupported
 from .ledger import Ledger
+from .protocol import unsupported
 
 _IN_PLACE = frozenset({
     "multi_tensor_adam", "multi_tensor_lion",
@@ -22,9 +22,7 @@ _IN_PLACE = frozenset({
 })  # fmt: skip
 _LAMB_NORMS = 512  # elements each of the two norms' partial sums, csrc/lamb/fused_lamb_cuda.cpp
 
-
 _LARGE_WORLD = 16  # ranks; at 256 the shortcuts take a third of the CPU time (Llama-7B, zero3: 2.5 s instead of 7.9 s)
-
 _OP_BUILDER = declare_all(
     "deepspeed.ops.op_builder.builder.OpBuilder", ("load", "is_compatible"), "compiled ops need a GPU and a compiler"
 )

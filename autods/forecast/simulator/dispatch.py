@@ -250,7 +250,6 @@ _NO_ASSUMPTION = (
 )  # fmt: skip
 # Frames between an operator and the model's code.
 _LIBRARIES = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
-
 # Set after the class is made: torch wraps the class's own function in a guard against torch.compile, which costs as
 # much as the rest.
 Recorder.__torch_dispatch__ = _dispatch  # type: ignore[assignment]

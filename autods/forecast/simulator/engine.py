@@ -13,8 +13,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...trial.batch import check_batch, place
-from ...trial.model_facts import describe_model
+from ...trial.model_facts import check_batch, describe_model, place
 from ...trial.pipeline import build_whole
 from ...trial.training import build, initialize, optimizer_step
 from ...types import ModelFacts, Phase, Tier
@@ -22,8 +21,8 @@ from ...workload.protocol import Workload
 from ..values import EngineSpec, ForecastPhase, Simulation, Trace
 from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
 from .dispatch import Recorder, join_world
-from .failures import explain_optimizer_errors
 from .ledger import DEVICE, PINNED, Ledger
+from .protocol import explain_optimizer_errors
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
 _PHASES: Mapping[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}

@@ -19,7 +19,6 @@ _CAPABILITY = (9, 0)  # of a Hopper card
 # aten operators that torch can decompose (CompositeImplicitAutograd) and for which a CUDA build has a kernel.
 _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # unregisters when collected
-
 _NO_GPU = "there is no GPU to ask"
 _CONSTANTS: dict[str, Any] = {
     "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,

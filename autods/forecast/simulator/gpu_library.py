@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ...system.host import cache_folder
-from .failures import Refused
+from .protocol import Refused
 
 _SOURCE = Path(__file__).with_name("simcuda.cpp")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...trial.batch import named_tensors
+from ...trial.model_facts import named_tensors
 from ...trial.patching import declare
 
 _MOST_BYTES = 64 << 20  # of real tensors
@@ -23,7 +23,6 @@ UNKNOWN = (
     "whether {name} holds padding is not known, because build_batch does not run without the GPU: none was assumed;"
     " with padding the model takes more memory"
 )
-
 
 _IS_FAKE = declare(
     "transformers.utils.import_utils.is_fake_tensor",

@@ -30,8 +30,18 @@ from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, script_patches
 from .engine import SimulationContext, read_ledger, swap_into
-from .failures import Refused, explain_optimizer_errors, failure_of
-from .protocol import EngineRequest, Failure, MeasureRequest, Message, ModelRequest, decode, send
+from .protocol import (
+    EngineRequest,
+    Failure,
+    MeasureRequest,
+    Message,
+    ModelRequest,
+    Refused,
+    decode,
+    explain_optimizer_errors,
+    failure_of,
+    send,
+)
 
 _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second step differs, see `engine`
 _LIMIT_S = 300.0  # of one run; simulated steps take seconds, the rest is the script's own work

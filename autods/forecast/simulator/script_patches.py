@@ -24,7 +24,6 @@ _SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 _NO_WORKERS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 _ACCELERATE_RANDOM = "accelerate.utils.random"
-
 _SAFE_OPEN = declare("safetensors.safe_open", "weights are not read into tensors without values")
 _VALUES = declare_all(
     "torch._subclasses.fake_tensor.FakeTensor",

@@ -17,7 +17,6 @@ FAKE_DEVICE = (
 )  # the latter: torch 2.11
 _LARGEST_HEAD = 256  # elements of a head that the flash kernel takes
 _aten = torch.ops.aten
-
 _INIT_GPU = declare(
     "torch._subclasses.fake_tensor.init_gpu_context", "a fake tensor on a GPU would initialise CUDA, and there is none"
 )

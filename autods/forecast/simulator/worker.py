@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...system import processes
 from ...types import Device, WorkloadSource
-from .failures import failure_of
-from .protocol import EngineRequest, MeasureRequest, Message, Ready, decode, send
+from .protocol import EngineRequest, MeasureRequest, Message, Ready, decode, failure_of, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload

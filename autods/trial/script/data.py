@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..batch import seed_all, tokens_per_sample
+from ..model_facts import seed_all, tokens_per_sample
 from ..patching import declare
 from .user_errors import Place, find_caller, script_error
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from ...types import Examined
 from .. import exam
-from ..batch import LongestBatch
 from ..distributed import Ranks
 from ..job import RankJob
 from ..loss_parity import Incomparable, generator_state, reset_step_counts, turn_off_dropout
-from ..model_facts import is_moe
+from ..model_facts import LongestBatch, is_moe
 from .data import Batches, iter_tensors
 
 _NO_COMMUNICATION = (

@@ -18,7 +18,7 @@ import gpu_results as results
 import measure
 from gpu_cells import Cell, Site, cells, config_of, rungs_for
 
-from autods.forecast.overheads import read_overheads
+from autods.forecast.memory_model import read_overheads
 from autods.forecast.scripted import simulate_peaks
 from autods.forecast.values import Simulation, Trace
 from autods.runner.testing import fit

@@ -13,11 +13,11 @@ from autods.api import UseCase
 from autods.cli import ending
 from autods.cli import fit as fit_command
 from autods.cli.main import main
+from autods.config.settings import Settings, resolve_fit
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
 from autods.report import Report
 from autods.requests import FitRequest
-from autods.settings import Settings, resolve_fit
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
 from tests.support.reports import fit, fitting_report, hopeless_report, record

@@ -8,12 +8,12 @@ import pytest
 
 from autods.api import UseCase
 from autods.cli.main import main
+from autods.config.plan_settings import PlanSettings, resolve_plan
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.forecast.values import ForecastListener
 from autods.report.results import Forecast
 from autods.requests import PlanRequest
-from autods.settings import PlanSettings, resolve_plan
 from tests.support.plans import LAPTOP, SOURCE, comparison, forecast, hopeless
 
 ASKED = ("plan", "llama/config.json", "--gpus", "8", "--gpu-memory", "80GiB", "--host-memory", "1TiB")

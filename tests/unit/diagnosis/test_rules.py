@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autods.diagnosis.line_filter import LineFilter
 from autods.diagnosis.messages import exception_type
+from autods.diagnosis.reader import LineFilter
 from autods.diagnosis.rules import ERROR_LINE, Signature, first_match, rows
 
 

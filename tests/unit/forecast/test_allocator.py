@@ -8,15 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from autods.forecast.allocator import (
-    AllocConf,
-    ExpandableHeap,
-    Heap,
-    RanOut,
-    find_least_limit,
-    read_alloc_conf,
-    replay,
-)
+from autods.forecast.allocator import AllocConf, ExpandableHeap, Heap, RanOut, find_least_limit, read_alloc_conf, replay
 from autods.forecast.values import ForecastPhase, Trace
 
 KIB, MIB = 2**10, 2**20

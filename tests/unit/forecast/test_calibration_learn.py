@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autods.forecast.calibration import calibrate_forecast, observe_trial
-from autods.forecast.overheads import read_overheads
+from autods.forecast.memory_model import read_overheads
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.types import Failed, Fit, OutOfMemory, TierUse, Timing
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autods.forecast.calibration import Observation, fit_calibration
-from autods.forecast.overheads import Overheads, read_overheads
+from autods.forecast.memory_model import Overheads, read_overheads
 from autods.forecast.values import EngineSpec, ForecastPhase, RungForecast, Simulation, TierForecast, Trace
 from autods.forecast.verdict import judge_memory
 from autods.types import Tier

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from autods.config.settings import Settings
 from autods.runner import pool as pool_module
 from autods.runner.placement import NoRoom
 from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory, surface
-from autods.settings import Settings
 from autods.types import Knobs, ModelFacts, Outcome, Record, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
 

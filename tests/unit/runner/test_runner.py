@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from autods.config.deepspeed import get_key
+from autods.config.settings import Settings
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
 from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
 from autods.runner.runner import JobFactory, check_ready, check_survey, may_need_all_ranks
 from autods.schema import read_as
-from autods.settings import Settings
 from autods.trial.job import describe_error
 from autods.trial.ops import BUILDERS
 from autods.types import Failed, Knobs, OutOfMemory, Trial

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from autods.trial.batch import LongestBatch
 from autods.trial.distributed import Ranks
 from autods.trial.exam import EngineOps, allow_gathering, examine
+from autods.trial.model_facts import LongestBatch
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
 LONGEST = LongestBatch(batch=(), shape=(4, 128), draws=16)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from autods.trial.batch import named_tensors
 from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import (
     Incomparable,
@@ -23,6 +22,7 @@ from autods.trial.loss_parity import (
     reset_step_counts,
     turn_off_dropout,
 )
+from autods.trial.model_facts import named_tensors
 from autods.workload import Workload
 
 ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.settings import Settings
 from autods.report.results import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.settings import Settings
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.ladder_walk import WalkResult, closest_rung, walk
 from autods.tuner.trials import accumulation_for

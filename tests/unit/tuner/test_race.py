@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import Budget
+from autods.config.settings import Settings
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.settings import Settings
 from autods.tuner.fit import Search
 from autods.tuner.fit_result import FitResult, fit_report
 from autods.tuner.forecasts import NO_FORECASTER, Forecaster

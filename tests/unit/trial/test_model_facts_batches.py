@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autods.trial.batch import DRAWS, longest_batch
-from autods.trial.model_facts import survey
+from autods.trial.model_facts import DRAWS, longest_batch, survey
 from autods.workload import Workload, WorkloadError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.forecast.simulator.failures import Refused, explain_optimizer_errors, failure_of, unsupported
+from autods.forecast.simulator.protocol import Refused, explain_optimizer_errors, failure_of, unsupported
 from autods.trial.patching import Patch, SymbolMissing
 
 

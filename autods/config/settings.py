@@ -1,33 +1,30 @@
-"""A request for a fit or a plan, checked against the machine: the settings with which it runs."""
+"""The settings of a fit: a `FitRequest` checked against the machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from .config.base_config import (
+from ..errors import EnvironmentBroken, InputError
+from ..requests import FitRequest, WorkloadRequest
+from ..system.host import Hardware, requested_threads
+from ..types import Device, ModelFacts, WorkloadSource
+from ..units import format_bytes, parse_seconds
+from .base_config import (
     check_ranks,
-    find_misspelt_keys,
     merge_script_config,
     parse_precisions,
     parse_size,
-    precision_name,
     resolve_base_config,
     resolve_global_batch,
 )
-from .config.catalogue import ASKED, HERE, Machine, find_machines
-from .config.profiles import Budget, Profile, Stop, read_profile
-from .config.strategies import Rung, read_rungs, select_rungs
-from .errors import EnvironmentBroken, InputError
-from .requests import FitRequest, PlanRequest, WorkloadRequest
-from .system.host import Hardware, requested_threads
-from .types import Device, ModelFacts, WorkloadSource
-from .units import format_bytes, parse_seconds
+from .profiles import Budget, Profile, Stop, read_profile
+from .strategies import Rung, read_rungs, select_rungs
 
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
 
@@ -299,224 +296,3 @@ def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None
     except ValueError as error:
         raise InputError(f"--max-time {error}", hint="give a time such as 90s, 20m or 2h") from None
     return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
-
-
-_MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
-_USUAL_IN_A_NODE = 8
-NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Ranks on one kind of machine. base: the DeepSpeed config. problem: why nothing can run there."""
-
-    machine: Machine
-    world_size: int
-    ranks_per_node: int
-    base: Mapping[str, Any]
-    micro_batch: int
-    global_batch: int | None = None
-    nvme_path: Path | None = None
-    problem: str | None = None
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the job."""
-        return -(-self.world_size // self.ranks_per_node)
-
-    @property
-    def precision(self) -> str:
-        """'bf16', 'fp16' or 'fp32'."""
-        return precision_name(self.base)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """The settings of a plan. Several sites compare machines.
-
-    checkpointing: None: on, if the model can. largest: look for the largest micro batch. zero_init: stage 3 builds the
-    model under `deepspeed.zero.Init`. as_written: buckets and limits are the base config's, or DeepSpeed's own, not
-    those that a fit would start with. assumed: sentences about what the request leaves open.
-    """
-
-    source: WorkloadSource
-    sites: tuple[Site, ...]
-    ladder: tuple[Rung, ...]
-    device: Device = "cuda"
-    checkpointing: bool | None = None
-    largest: bool = True
-    zero_init: bool = False
-    as_written: bool = False
-    assumed: tuple[str, ...] = field(default=())
-
-
-def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hardware) -> PlanSettings:
-    """Return the settings of a plan; `hardware` decides only what the request leaves open.
-
-    Raises InputError for a request that contradicts itself, or that leaves open what this machine cannot answer.
-    """
-    checkpointing = _parse_checkpointing(request.checkpointing)
-    rungs = select_rungs(ladder_names(request) or read_profile("default").ladder, read_rungs(strategy_folders(request)))
-    kind = _check_device(request.device)
-    if source.kind == "script":
-        _check_script(source, request)
-    if request.micro_batch is not None and request.micro_batch < 1:
-        raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
-    machines = _resolve_machines(request.on, parse_size(request.gpu_memory, "--gpu-memory"), kind, hardware)
-    host_bytes, nvme_bytes = parse_size(request.host_memory, "--host-memory"), parse_size(request.nvme, "--nvme")
-    sites = []
-    for named in machines:
-        machine = replace(named, host_bytes=host_bytes or named.host_bytes, nvme_bytes=nvme_bytes or named.nvme_bytes)
-        ranks, per_node = _resolve_plan_ranks(request.gpus, request.nodes, machine, kind)
-        otherwise = "bf16" if machine.bf16 else "fp16"
-        base = resolve_base_config(
-            source, request.base_config, request.precision, world_size=ranks, otherwise=otherwise
-        )
-        global_batch = resolve_global_batch(request.global_batch, base, ranks)
-        site = Site(
-            machine=machine,
-            world_size=ranks,
-            ranks_per_node=per_node,
-            base=base,
-            micro_batch=_resolve_micro_batch(request.micro_batch, global_batch, base, ranks),
-            global_batch=global_batch,
-            nvme_path=nvme_place(request.nvme_path, machine),
-        )
-        sites.append(replace(site, problem=_find_problem(site)))
-    if source.kind != "script":
-        _check_only_site(sites)
-    return PlanSettings(
-        source=source,
-        sites=tuple(sites),
-        ladder=rungs,
-        device=kind,
-        checkpointing=checkpointing,
-        largest=request.largest,
-        zero_init=request.zero_init,
-        as_written=request.as_written,
-        assumed=tuple(_list_assumptions(sites, kind, request)),
-    )
-
-
-def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> PlanSettings:
-    """Return the settings with the DeepSpeed config that a script gives to its engine, see `apply_script_config`."""
-    if facts.config is None:
-        return settings
-    sites = []
-    for site in settings.sites:
-        base = merge_script_config(settings.source, facts.config, site.base, world_size=site.world_size)
-        global_batch = resolve_global_batch(site.global_batch, base, site.world_size)
-        changed = replace(
-            site,
-            base=base,
-            global_batch=global_batch,
-            micro_batch=_resolve_micro_batch(site.micro_batch, global_batch, base, site.world_size),
-        )
-        sites.append(replace(changed, problem=_find_problem(changed)))
-    _check_only_site(sites)
-    plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
-    sentences = ("its DeepSpeed config names no precision, so it trains in fp32 (--precision)",) if plain else ()
-    return replace(settings, sites=tuple(sites), assumed=(*settings.assumed, *sentences))
-
-
-def _check_script(source: WorkloadSource, request: PlanRequest) -> None:
-    options = {"--checkpointing": request.checkpointing is not None, "--zero-init": request.zero_init}
-    for option, given in options.items():
-        if given:
-            raise InputError(
-                f"{option} says nothing to a training script: it builds its model itself",
-                where=source.path,
-                hint="drop the option, or give the script's own arguments after --",
-            )
-
-
-def _check_device(device: str) -> Device:
-    if device not in ("cuda", "cpu"):
-        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
-    return "cpu" if device == "cpu" else "cuda"
-
-
-def _resolve_machines(on: str | None, asked: int | None, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
-    """Return machines of the catalogue, or one with devices of the given size, or this machine."""
-    if on is not None:
-        if asked is not None or device == "cpu":
-            other = "--gpu-memory" if asked is not None else "--device cpu"
-            raise InputError(f"--on names a card, so {other} says nothing", hint="drop one of the two")
-        return find_machines(on)
-    cards = hardware.cards if device == "cuda" else ()
-    if asked is not None:
-        return (Machine(name=ASKED, title="as asked", device_bytes=asked, gpus=len(cards) or None),)
-    if not cards:
-        what = (
-            "no CUDA GPU is visible, so say which to forecast for" if device == "cuda" else "--device cpu has no card"
-        )
-        hint = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
-        raise InputError(what, hint=hint)
-    smallest = min(cards, key=lambda card: card.total_bytes)
-    here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
-    return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
-
-
-def _resolve_plan_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
-    """Return world size and ranks of a node. More cards than any node has are spread over nodes of eight."""
-    if nodes is not None and nodes < 1:
-        raise InputError(f"--nodes {nodes}: at least one node is needed")
-    if gpus is None:
-        if machine.gpus is None:
-            raise InputError("say how many ranks to forecast for", hint="give --gpus 8, say")
-        return machine.gpus * (nodes or 1), machine.gpus
-    if check_ranks(gpus) % (nodes or 1):
-        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
-    if nodes is None:
-        catalogued = machine.links is not None and machine.gpus is not None
-        if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:
-            return gpus, machine.gpus or _USUAL_IN_A_NODE
-        return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
-    return gpus, gpus // nodes
-
-
-def _resolve_micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], ranks: int) -> int:
-    users = base.get("train_micro_batch_size_per_gpu")
-    micro = asked or (users if isinstance(users, int) else 1)
-    if total is not None and total % (micro * ranks):
-        raise InputError(
-            f"micro batch {micro} × {ranks} ranks does not divide the global batch {total}",
-            hint=f"give a --micro-batch that divides {total // ranks}",
-        )
-    return micro
-
-
-def nvme_place(path: str | os.PathLike[str] | None, machine: Machine) -> Path | None:
-    """Return the NVMe folder of a forecast, which writes nothing, so that the folder need not exist here."""
-    if path is not None:
-        return Path(path).absolute()
-    return NVME_PLACE if machine.nvme_bytes is not None else None
-
-
-def _find_problem(site: Site) -> str | None:
-    return f"{site.machine.title} has no bf16" if site.precision == "bf16" and not site.machine.bf16 else None
-
-
-def _check_only_site(sites: Sequence[Site]) -> None:
-    if len(sites) == 1 and (problem := sites[0].problem) is not None:
-        raise InputError(problem, hint='give --precision fp16, or "fp16": {"enabled": true} in the base config')
-
-
-def _parse_checkpointing(value: str | bool | None) -> bool | None:
-    if value not in (None, True, False, "on", "off"):
-        raise InputError(f"--checkpointing {value!r}: it is on or off", hint="give --checkpointing on")
-    return value == "on" if isinstance(value, str) else value
-
-
-def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanRequest) -> list[str]:
-    """What the request leaves open although the forecast depends on it."""
-    assumptions = [
-        f"{site.ranks_per_node} ranks a node (--nodes)"
-        for site in sites
-        if site.nodes > 1 and request.nodes is None and site.machine.links is None
-    ]
-    if request.micro_batch is None and len({site.micro_batch for site in sites}) == 1:
-        assumptions.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
-    if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
-        assumptions.append("host memory without a limit (--host-memory)")
-    return [*assumptions, *dict.fromkeys(sentence for site in sites for sentence in find_misspelt_keys(site.base))]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.forecast.overheads import read_overheads
+from autods.forecast.memory_model import read_overheads
 from autods.forecast.values import EngineSpec, Interval
 
 HEAD = """

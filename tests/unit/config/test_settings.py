@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import read_profile
+from autods.config.settings import Settings
+from autods.config.settings import apply_script_config as with_config_of
 from autods.errors import EnvironmentBroken, InputError
-from autods.settings import Settings
-from autods.settings import apply_script_config as with_config_of
 from autods.system.gpus import Card
 from autods.system.host import Hardware, data_folder
 from autods.types import ModelFacts, WorkloadSource

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from autods.config.plan_settings import PlanSettings
+from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
 from autods.errors import InputError
-from autods.settings import PlanSettings
-from autods.settings import apply_script_config_to_plan as with_config_of
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
