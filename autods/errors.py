@@ -16,13 +16,13 @@ class AutodsError(Exception):
 
 
 class InputError(AutodsError):
-    """The user's input is wrong. `what` is the problem, `where` its place, and `hint` the fix."""
+    """The user's input is wrong. `problem` is what is wrong, `place` a file and line, and `hint` the fix."""
 
     exit_code = 2
 
-    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        self.what, self.where, self.hint = what, where, hint
-        line = f"{where}: {what}" if where else what
+    def __init__(self, problem: str, *, place: str | None = None, hint: str | None = None) -> None:
+        self.problem, self.place, self.hint = problem, place, hint
+        line = f"{place}: {problem}" if place else problem
         super().__init__(f"{line}\n  {hint}" if hint else line)
 
 

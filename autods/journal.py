@@ -168,15 +168,15 @@ class Journal:
         if row.get("version") != VERSION or row.get("fingerprint") != fingerprint:
             raise InputError(
                 "is the journal of another fit (the workload, the settings or the version differ)",
-                where=str(self.path),
+                place=str(self.path),
                 hint="give another --out, or --fresh to start over",
             )
 
     def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
-        return InputError(f"is damaged: {why}", where=f"{self.path}:{number}", hint="start over with --fresh")
+        return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint="start over with --fresh")
 
     def _unusable(self, act: str, error: OSError, hint: str) -> InputError:
-        return InputError(f"cannot be {act}: {error.strerror}", where=str(self.path), hint=hint)
+        return InputError(f"cannot be {act}: {error.strerror}", place=str(self.path), hint=hint)
 
 
 def _may_be_fixed(outcome: Outcome) -> bool:
@@ -216,14 +216,14 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
         lock = open(out / _LOCK, "w")
     except OSError as error:
         raise InputError(
-            f"cannot be written: {error.strerror}", where=str(out), hint="give another folder with --out"
+            f"cannot be written: {error.strerror}", place=str(out), hint="give another folder with --out"
         ) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                "another fit is running in this folder", where=str(out), hint="wait for it, or give another --out"
+                "another fit is running in this folder", place=str(out), hint="wait for it, or give another --out"
             ) from None
         except OSError:  # a file system without locks
             pass
@@ -238,7 +238,7 @@ def check_disk_space(out: Path) -> None:
     free = shutil.disk_usage(out).free
     if free < _LEAST_FREE_BYTES:
         raise InputError(
-            f"the disk is full: {format_bytes(free)} are free", where=str(out), hint="free some, or give another --out"
+            f"the disk is full: {format_bytes(free)} are free", place=str(out), hint="free some, or give another --out"
         )
 
 
@@ -250,7 +250,7 @@ def _check_not_foreign(out: Path) -> None:
     if foreign := [path for name in _RESULTS if (path := out / name).exists()] + logs:
         raise InputError(
             f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
-            where=str(out),
+            place=str(out),
             hint="give another --out, such as a new folder in it",
         )
 

@@ -94,9 +94,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())  # TOML is UTF-8, whatever the locale
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"is not TOML: {error}", where=str(path)) from None
+        raise InputError(f"is not TOML: {error}", place=str(path)) from None
 
 
 def read_checked(
@@ -105,7 +105,7 @@ def read_checked(
     check: Callable[[T], None],
     *,
     name: str,
-    where: str,
+    place: str,
     hint: str,
     refusal: str | None = None,
 ) -> T:
@@ -117,5 +117,5 @@ def read_checked(
         file = read_as(kind, data, name=name)
         check(file)
     except ValueError as error:
-        raise InputError(f"{refusal or f'is not a {name}'}: {error}", where=where, hint=hint) from None
+        raise InputError(f"{refusal or f'is not a {name}'}: {error}", place=place, hint=hint) from None
     return file

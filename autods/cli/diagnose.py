@@ -65,6 +65,6 @@ def _diagnose(request: DiagnoseRequest) -> Diagnosis:
     diagnosis = diagnose(logs, request.exit_code)
     if diagnosis.kind == "unknown" and diagnosis.confidence <= 0.1:
         raise InputError(
-            "is not a text log", where=", ".join(map(str, logs)), hint="give the log itself (gzip is fine)"
+            "is not a text log", place=", ".join(map(str, logs)), hint="give the log itself (gzip is fine)"
         )
     return diagnosis

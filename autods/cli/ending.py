@@ -55,8 +55,8 @@ def print_result(print_it: Callable[[], None]) -> None:
 def format_error(error: AutodsError) -> list[str]:
     """One or two lines: what is wrong and where, how to fix it."""
     if isinstance(error, InputError):
-        what = f"{error.where}: {error.what}" if error.where else error.what
-        parts = [what, error.hint or ""]
+        line = f"{error.place}: {error.problem}" if error.place else error.problem
+        parts = [line, error.hint or ""]
     else:
         first, _, rest = str(error).strip().partition("\n")
         parts = [first, rest]

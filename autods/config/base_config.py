@@ -16,7 +16,7 @@ from ..types import WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
 
-_AUTO_PLACES = ("optimizer.params", "scheduler.params", "bf16", "fp16")
+_AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
 # Sections that decide what a trial has to decide: key → the conflict, the way out.
 _DECIDE_THEMSELVES = {
     "zero_optimization.zenflow": (
@@ -59,20 +59,20 @@ def read_base_config(path: Path) -> dict[str, Any]:
         )
     except OSError as error:
         raise InputError(
-            f"cannot be read: {error.strerror}", where=str(path), hint="give --base-config a DeepSpeed JSON file"
+            f"cannot be read: {error.strerror}", place=str(path), hint="give --base-config a DeepSpeed JSON file"
         ) from None
     except UnicodeDecodeError:
-        raise InputError("is not text", where=str(path), hint="give --base-config a DeepSpeed JSON file") from None
+        raise InputError("is not text", place=str(path), hint="give --base-config a DeepSpeed JSON file") from None
     except json.JSONDecodeError as error:
-        where = f"{path}:{error.lineno}:{error.colno}"
+        place = f"{path}:{error.lineno}:{error.colno}"
         raise InputError(
-            f"is not JSON: {error.msg}", where=where, hint="give --base-config a DeepSpeed JSON file"
+            f"is not JSON: {error.msg}", place=place, hint="give --base-config a DeepSpeed JSON file"
         ) from None
     except _Refused as error:
-        what, hint = error.args
-        raise InputError(what, where=str(path), hint=hint) from None
+        problem, hint = error.args
+        raise InputError(problem, place=str(path), hint=hint) from None
     if not isinstance(config, dict):
-        raise InputError("is JSON but not an object", where=str(path), hint='a DeepSpeed config starts with "{"')
+        raise InputError("is JSON but not an object", place=str(path), hint='a DeepSpeed config starts with "{"')
     return config
 
 
@@ -102,7 +102,7 @@ def _strict(text: str) -> str:
 
 
 def check_base_config(
-    config: Mapping[str, Any], *, world_size: int, where: str = "base config", filled_in: bool = False
+    config: Mapping[str, Any], *, world_size: int, place: str = "base config", filled_in: bool = False
 ) -> None:
     """Raises InputError for settings that exclude each other, with the reason.
 
@@ -111,38 +111,38 @@ def check_base_config(
     for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
         absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))
         if not absent and not isinstance(config[key], Mapping):
-            raise InputError(f'"{key}" must be an object, not {config[key]!r}', where=where)
+            raise InputError(f'"{key}" must be an object, not {config[key]!r}', place=place)
     for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
         if (enabled := get_key(config, f"{key}.enabled")) not in (None, True, False, "auto"):
-            raise InputError(f'"{key}.enabled" is {enabled!r}; it must be true or false', where=where)
+            raise InputError(f'"{key}.enabled" is {enabled!r}; it must be true or false', place=place)
     on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
     stage = get_key(config, "zero_optimization.stage")
     if "amp" in on and (stage or "zero_optimization" in config):
         raise InputError(
             "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards",
-            where=where,
+            place=place,
             hint='remove "amp" and use "bf16": {"enabled": true}',
         )
     if "amp" in on:
         raise InputError(
             "amp excludes ZeRO, and every rung but ddp is ZeRO",
-            where=where,
+            place=place,
             hint='remove "amp" and use "bf16": {"enabled": true}',
         )
     if len(on) > 1:
         raise InputError(
             f"{on[0]} and {on[1]} are both enabled; a model trains in one precision",
-            where=where,
+            place=place,
             hint='set "enabled": false in one of them',
         )
     for key, (why, hint) in _DECIDE_THEMSELVES.items():
         if get_key(config, key):
-            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', where=where, hint=hint)
+            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', place=place, hint=hint)
     if stage is not None and stage not in (0, 1, 2, 3, "auto"):
-        raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', where=where)
-    _check_batch(config, world_size, where)
+        raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', place=place)
+    _check_batch(config, world_size, place)
     if not filled_in:
-        _check_auto(config, where)
+        _check_auto(config, place)
 
 
 def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -155,14 +155,14 @@ def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _check_auto(config: Mapping[str, Any], where: str) -> None:
+def _check_auto(config: Mapping[str, Any], place: str) -> None:
     """Raises InputError for an "auto" that only the Hugging Face Trainer would replace by a value."""
-    inside = [f"{place}.{name}" for place in _AUTO_PLACES for name in get_key(config, place) or ()]
+    inside = [f"{section}.{name}" for section in _AUTO_SECTIONS for name in get_key(config, section) or ()]
     for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
         if get_key(config, key) == "auto":
             raise InputError(
                 f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
-                where=where,
+                place=place,
                 hint="give the value to train with, or leave the key out",
             )
 
@@ -171,11 +171,11 @@ def _enabled(config: Mapping[str, Any], key: str) -> bool:
     return get_key(config, f"{key}.enabled") is True
 
 
-def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None:
+def _check_batch(config: Mapping[str, Any], world_size: int, place: str) -> None:
     sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f'"{key}" is {value!r}; it must be a whole number above 0', where=where)
+            raise InputError(f'"{key}" is {value!r}; it must be a whole number above 0', place=place)
     total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
     share = (micro or 1) * (accumulation or 1) * world_size
     contradicts = total % share if total and not (micro and accumulation) else total and total != share
@@ -183,7 +183,7 @@ def _check_batch(config: Mapping[str, Any], world_size: int, where: str) -> None
         product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
         raise InputError(
             f"train_batch_size {total} ≠ {product}",
-            where=where,
+            place=place,
             hint=_meant_for(total, micro, accumulation)
             + "keep train_batch_size alone: autods solves for the other two",
         )
@@ -203,10 +203,10 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 def load_base_config(given: ConfigSource, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
     """Return the checked base config, from a file or an object, and its name for messages."""
-    where = str(given) if isinstance(given, (str, os.PathLike)) else "base config"
-    base = read_base_config(Path(given)) if isinstance(given, (str, os.PathLike)) else _plain(given, where)
-    check_base_config(base, world_size=world_size, where=where, filled_in=filled_in)
-    return base, where
+    place = str(given) if isinstance(given, (str, os.PathLike)) else "base config"
+    base = read_base_config(Path(given)) if isinstance(given, (str, os.PathLike)) else _plain(given, place)
+    check_base_config(base, world_size=world_size, place=place, filled_in=filled_in)
+    return base, place
 
 
 def resolve_base_config(
@@ -217,10 +217,10 @@ def resolve_base_config(
     For a script it holds only the keys that win over the script's own config.
     """
     users = source.base_config if given is None else given
-    base, where = load_base_config(users, world_size=world_size, filled_in=fills_in_auto(source))
+    base, place = load_base_config(users, world_size=world_size, filled_in=fills_in_auto(source))
     if source.kind == "script":
-        return over_script(base, precision, where)
-    return with_precision(base, precision, where, otherwise=otherwise)
+        return over_script(base, precision, place)
+    return with_precision(base, precision, place, otherwise=otherwise)
 
 
 def parse_size(given: str | int | None, option: str) -> int | None:
@@ -254,7 +254,7 @@ def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int)
     return total
 
 
-def with_precision(base: Mapping[str, Any], precision: str, where: str, *, otherwise: str = "bf16") -> dict[str, Any]:
+def with_precision(base: Mapping[str, Any], precision: str, place: str, *, otherwise: str = "bf16") -> dict[str, Any]:
     """Return the config with a precision: the one that it enables, else `precision`, else `otherwise` for "auto"."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise InputError(f"there is no precision {precision!r}", hint="give --precision bf16, fp16 or fp32")
@@ -263,28 +263,28 @@ def with_precision(base: Mapping[str, Any], precision: str, where: str, *, other
         return dict(base) if users or "bf16" in base or "fp16" in base else {**base, otherwise: {"enabled": True}}
     if users and users != precision:
         raise InputError(
-            f"--precision {precision}, but {users} is enabled there", where=where, hint="drop one of the two"
+            f"--precision {precision}, but {users} is enabled there", place=place, hint="drop one of the two"
         )
     return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
 
 
-def over_script(base: Mapping[str, Any], precision: str, where: str) -> dict[str, Any]:
+def over_script(base: Mapping[str, Any], precision: str, place: str) -> dict[str, Any]:
     """Return the keys that win over a script's own config; its precision stays unless one is asked for."""
     if precision == "auto":
         return dict(base)
-    asked = with_precision(base, precision, where)
-    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != enabled_half_precision(asked)}
-    return merge(asked, off)
+    config = with_precision(base, precision, place)
+    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != enabled_half_precision(config)}
+    return merge(config, off)
 
 
 def merge_script_config(
-    source: WorkloadSource, own: Mapping[str, Any], asked: Mapping[str, Any], *, world_size: int
+    source: WorkloadSource, scripts: Mapping[str, Any], over: Mapping[str, Any], *, world_size: int
 ) -> dict[str, Any]:
-    """Return a script's own config with the keys of `asked` over it; an "auto" in `asked` keeps the script's value."""
-    wanted = {key: value for key, value in asked.items() if get_key(asked, f"{key}.enabled") != "auto"}
-    base = merge(own, wanted)
-    where = f"the DeepSpeed config of {source.path}"
-    check_base_config(base, world_size=world_size, where=where, filled_in=fills_in_auto(source))
+    """Return a script's own config with the keys of `over` over it; an "auto" in `over` keeps the script's value."""
+    given = {key: value for key, value in over.items() if get_key(over, f"{key}.enabled") != "auto"}
+    base = merge(scripts, given)
+    place = f"the DeepSpeed config of {source.path}"
+    check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
     return base
 
 
@@ -307,10 +307,10 @@ def precision_name(base: Mapping[str, Any]) -> str:
     return enabled_half_precision(base) or "fp32"
 
 
-def _plain(base: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def _plain(base: Mapping[str, Any] | None, place: str) -> dict[str, Any]:
     """Return a copy as JSON keeps it, so that trials use exactly the values that `ds_config.json` will hold."""
     try:
         copy: dict[str, Any] = json.loads(json.dumps(dict(base or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InputError(f"cannot be written as JSON: {error}", where=where) from None
+        raise InputError(f"cannot be written as JSON: {error}", place=place) from None
     return copy

@@ -94,7 +94,7 @@ def _find_machine(name: str, known: Mapping[str, Machine]) -> Machine:
 
 def _read_machine(path: Path) -> Machine:
     hint = "compare with configs/hardware/a100-80gb.toml"
-    file = read_checked(_File, read_toml(path), _check, name="machine", where=str(path), hint=hint)
+    file = read_checked(_File, read_toml(path), _check, name="machine", place=str(path), hint=hint)
     return Machine(
         name=file.name,
         title=file.title,

@@ -150,7 +150,7 @@ def _check_script(source: WorkloadSource, request: PlanRequest) -> None:
         if given:
             raise InputError(
                 f"{option} says nothing to a training script: it builds its model itself",
-                where=source.path,
+                place=source.path,
                 hint="drop the option, or give the script's own arguments after --",
             )
 

@@ -115,7 +115,7 @@ def read_profile(name: str) -> Profile:
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no config {name!r}", hint=f"give one of {known}, or the path of a .toml file")
     hint = "compare with configs/default.toml"
-    return read_checked(Profile, read_toml(path), _check, name="config", where=str(path), hint=hint)
+    return read_checked(Profile, read_toml(path), _check, name="config", place=str(path), hint=hint)
 
 
 def _check(profile: Profile) -> None:

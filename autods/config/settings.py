@@ -119,7 +119,7 @@ def check_nvme_folder(path: str | os.PathLike[str] | None) -> Path | None:
         return None
     folder = Path(path).absolute()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError("is not a folder that can be written", where=f"--nvme-path {path}", hint="create it first")
+        raise InputError("is not a folder that can be written", place=f"--nvme-path {path}", hint="create it first")
     return folder
 
 

@@ -81,9 +81,9 @@ class Rung:
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
 
-def parse_rung(data: Mapping[str, Any], *, where: str) -> Rung:
+def parse_rung(data: Mapping[str, Any], *, place: str) -> Rung:
     """Read a rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
-    return read_checked(Rung, data, _check, name="rung", where=where, hint="compare with strategies/zero3.toml")
+    return read_checked(Rung, data, _check, name="rung", place=place, hint="compare with strategies/zero3.toml")
 
 
 def _check(rung: Rung) -> None:
@@ -122,10 +122,10 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     for folder in (data_folder("strategies"), *folders):
         if not folder.is_dir():
             raise InputError(
-                "is not a folder of rungs", where=str(folder), hint="give --strategies a folder of .toml files"
+                "is not a folder of rungs", place=str(folder), hint="give --strategies a folder of .toml files"
             )
         for path in sorted(folder.glob("*.toml")):
-            rung = parse_rung(read_toml(path), where=str(path))
+            rung = parse_rung(read_toml(path), place=str(path))
             rungs[rung.name] = rung
     return dict(sorted(rungs.items(), key=lambda item: item[1].order))
 

@@ -57,11 +57,11 @@ def name_logs(paths: Iterable[Path]) -> dict[str, Path]:
     logs: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
-            raise InputError("no such file", where=str(path), hint="give the log of the run, or a folder of logs")
+            raise InputError("no such file", place=str(path), hint="give the log of the run, or a folder of logs")
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not inside:
-                raise InputError("the folder has no files", where=str(path), hint="give the log of the run")
+                raise InputError("the folder has no files", place=str(path), hint="give the log of the run")
             logs |= {str(file.relative_to(path)): file for file in inside}
         else:
             logs[path.name if path.name not in logs else str(path)] = path
@@ -78,7 +78,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             yield from _utf8(file)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot be read: {reason}", where=str(path)) from None
+        raise InputError(f"cannot be read: {reason}", place=str(path)) from None
 
 
 def _utf8(file: IO[bytes]) -> Iterator[bytes]:

@@ -369,4 +369,4 @@ def input_error(failure: Failed, path: str, log: Path) -> InputError:
     if where == path and (place := _PLACE.match(text)):  # a line of the workload, or of a module that it imports
         where, text = place[1], text[place.end() :]
     details = f"rank {failure.rank}, {failure.phase}; log: {log}"
-    return InputError(text, where=where, hint=f"{failure.advice} ({details})" if failure.advice else details)
+    return InputError(text, place=where, hint=f"{failure.advice} ({details})" if failure.advice else details)

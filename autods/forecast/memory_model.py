@@ -97,7 +97,7 @@ def read_overheads(path: Path | None = None) -> Overheads:
         read_toml(path),
         _check,
         name="constants",
-        where=str(path),
+        place=str(path),
         hint="compare with the shipped file",
         refusal="does not hold the forecast's constants",
     )

@@ -159,4 +159,4 @@ def _as_user_error(failed: SimulationFailed, source: WorkloadSource) -> AutodsEr
         return EnvironmentBroken(str(failed))
     where = failed.where or (None if failed.kind == "engine" else source.path)
     larger = "the model cannot be trained with so few samples: give --micro-batch 2 or more"
-    return InputError(failed.what, where=where, hint=larger if wants_larger_batch(failed.what) else failed.hint)
+    return InputError(failed.what, place=where, hint=larger if wants_larger_batch(failed.what) else failed.hint)

@@ -81,7 +81,7 @@ def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
     if settings.checkpointing and not facts.checkpointing:
         raise InputError(
             "--checkpointing on: the model has no gradient_checkpointing_enable()",
-            where=settings.source.path,
+            place=settings.source.path,
             hint="drop the option, or give the model that method",
         )
     return facts.checkpointing if settings.checkpointing is None else settings.checkpointing

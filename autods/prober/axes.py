@@ -39,7 +39,7 @@ def read_known_keys() -> Keys:
     """Read the shipped file."""
     path = data_folder("configs") / "deepspeed" / "keys.toml"
     hint = "reinstall autods"
-    return read_checked(Keys, read_toml(path), lambda keys: None, name="list of keys", where=str(path), hint=hint)
+    return read_checked(Keys, read_toml(path), lambda keys: None, name="list of keys", place=str(path), hint=hint)
 
 
 def check_key(key: str, axis: str) -> None:
@@ -259,7 +259,7 @@ def read_experiment(name: str) -> Experiment:
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no experiment {name!r}", hint=f"give one of {known}, or the path of a .toml file")
     hint = f"compare with {folder / 'stages.toml'}"
-    return read_checked(Experiment, read_toml(path), _check, name="experiment", where=str(path), hint=hint)
+    return read_checked(Experiment, read_toml(path), _check, name="experiment", place=str(path), hint=hint)
 
 
 def _check(experiment: Experiment) -> None:

@@ -119,7 +119,7 @@ def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> N
     function, _, argument = ("build_batch", "", name) if name in LENGTHS else name.partition(".")
     if function not in FUNCTIONS or (name in LENGTHS and source.kind == "hf_config"):
         if name in LENGTHS and (wrong := _wrong_length(name, source)) is not None:
-            raise InputError(f"--vary {name}: {wrong}", where=source.path)
+            raise InputError(f"--vary {name}: {wrong}", place=source.path)
         return
     if name == "target_len":
         raise InputError(f"--vary {name}: it is for a Hugging Face config", hint="give --vary build_batch.target_len=…")
@@ -137,23 +137,23 @@ def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> N
             if known
             else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
         )
-    raise InputError(f"--vary {name}: {what}", where=where, hint=hint)
+    raise InputError(f"--vary {name}: {what}", place=where, hint=hint)
 
 
 def _check_script(name: str, source: WorkloadSource) -> None:
     """Check an axis of a script, where `args.NAME` stands for {NAME} in its command line."""
     if source.kind != "script":
-        raise InputError(f"--vary {name}: it is for a training script's arguments", where=source.path)
+        raise InputError(f"--vary {name}: it is for a training script's arguments", place=source.path)
     if name in LENGTHS or name.partition(".")[0] in FUNCTIONS or name == "checkpointing":
         raise InputError(
             f"--vary {name}: a training script decides that itself",
-            where=source.path,
+            place=source.path,
             hint="vary an argument of it: --vary args.length=128,256 -- --max_length {length}",
         )
     if name.startswith(ARGS) and not has_placeholder(source.argv, name.removeprefix(ARGS)):
         raise InputError(
             f"--vary {name}: its arguments hold no {{{name.removeprefix(ARGS)}}}",
-            where=source.path,
+            place=source.path,
             hint=f"write it where the value belongs: -- --option {{{name.removeprefix(ARGS)}}}",
         )
 

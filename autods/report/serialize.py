@@ -90,9 +90,9 @@ def read(folder: Path) -> Report:
     try:
         return from_dict(json.loads(path.read_text()))
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=str(path)) from None
     except (ValueError, InputError):
-        raise InputError("is not the report of a fit", where=str(path), hint="start over with --fresh") from None
+        raise InputError("is not the report of a fit", place=str(path), hint="start over with --fresh") from None
 
 
 def _configs(report: Report) -> dict[str, str | None]:
@@ -175,7 +175,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         _remove(temporary)
         raise InputError(
-            f"cannot be written: {error.strerror}", where=str(path), hint="free some space, or give another --out"
+            f"cannot be written: {error.strerror}", place=str(path), hint="free some space, or give another --out"
         ) from None
 
 
@@ -208,7 +208,7 @@ def check_writable(path: Path) -> None:
 
 
 def _unwritable(path: Path, why: str | None) -> InputError:
-    return InputError(f"cannot be written: {why}", where=str(path), hint="give another file")
+    return InputError(f"cannot be written: {why}", place=str(path), hint="give another file")
 
 
 _NOTHING = TierForecast(peak_bytes=0, low_bytes=0, high_bytes=0)

@@ -129,7 +129,7 @@ def join_cluster(ray: Any, address: str) -> Iterator[None]:
         socket.create_connection((host, port), _ANSWERS_S).close()
     except OSError as error:
         text = f"no Ray cluster answers at {host}:{port} ({error.strerror or error})"
-        raise InputError(text, where=f"--address {address}", hint=_START_HINT) from None
+        raise InputError(text, place=f"--address {address}", hint=_START_HINT) from None
     package = Path(__file__).parents[1]
     try:
         with _keep_sigterm_handler(), _allow_loopback(host):
@@ -163,10 +163,10 @@ def _parse_address(address: str) -> tuple[str, int]:
         if not text:
             text = ray_internal("ray._private.utils", "read_ray_address")() or ""
         if not text:
-            raise InputError("no Ray cluster runs on this machine", where="--address auto", hint=_START_HINT)
+            raise InputError("no Ray cluster runs on this machine", place="--address auto", hint=_START_HINT)
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or "://" in text:
-        raise InputError("is neither auto nor HOST:PORT", where=where, hint="give HOST:PORT of `ray start --head`")
+        raise InputError("is neither auto nor HOST:PORT", place=where, hint="give HOST:PORT of `ray start --head`")
     return host.strip("[]"), int(port)
 
 

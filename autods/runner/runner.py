@@ -225,7 +225,7 @@ def _explain(failure: OutOfMemory | Failed, job: RankJob, log: Path) -> AutodsEr
     """The error that ends the command."""
     path = job.source.path
     if isinstance(failure, OutOfMemory):
-        return InputError("the workload does not fit into this machine's memory", where=path)
+        return InputError("the workload does not fit into this machine's memory", place=path)
     if failure.action in ("fix_code", "fix_config"):
         return input_error(failure, path, log)
     return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")

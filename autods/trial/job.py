@@ -107,8 +107,8 @@ def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
 
 def _contract_problem(error: WorkloadError) -> str:
     """Return how the workload breaks its contract, after its file and line if they are known."""
-    place, _, line = (error.where or "").rpartition(":")
-    return f"{place}:{line}: {error.what}" if line.isdigit() else error.what
+    file, _, line = (error.place or "").rpartition(":")
+    return f"{file}:{line}: {error.problem}" if line.isdigit() else error.problem
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -278,7 +278,7 @@ def open_study(path: Path, name: str, space: Space) -> optuna.Study:
         )
     except (ValueError, KeyError) as error:
         raise InputError(
-            f"is damaged: it is no Optuna journal ({error})", where=str(path), hint="start over with --fresh"
+            f"is damaged: it is no Optuna journal ({error})", place=str(path), hint="start over with --fresh"
         ) from None
     known = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(deepcopy=False)]
     for seed in space.seeds:

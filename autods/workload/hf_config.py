@@ -50,7 +50,7 @@ def resolve_hf_path(path: Path) -> Path:
     problem = "the folder has no config.json" if folder.is_dir() else "there is no such folder or config.json here"
     raise InputError(
         f"{problem}, and nothing is downloaded",
-        where=text,
+        place=text,
         hint="give hf:./FOLDER with the model's config.json in it; weights are not needed",
     )
 
@@ -68,13 +68,13 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
     except UnicodeDecodeError:
-        raise InputError("is not text", where=str(path), hint=hint) from None
+        raise InputError("is not text", place=str(path), hint=hint) from None
     except json.JSONDecodeError as error:
-        raise InputError(f"is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}", hint=hint) from None
+        raise InputError(f"is not JSON: {error.msg}", place=f"{path}:{error.lineno}:{error.colno}", hint=hint) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InputError('is not a model config: it has no "model_type"', where=str(path), hint=hint)
+        raise InputError('is not a model config: it has no "model_type"', place=str(path), hint=hint)
     return config
 
 
@@ -144,14 +144,14 @@ def _make_config(data: Mapping[str, Any], path: Path) -> Any:
         custom_code = "; its custom code (auto_map) is never run" if "auto_map" in data else ""
         raise WorkloadError(
             f"transformers {version} has no architecture {name!r}{custom_code}",
-            where=str(path),
+            place=str(path),
             hint="install a transformers that has it, or write a model.py with build_model and build_batch",
         )
     try:
         return CONFIG_MAPPING[name].from_dict(dict(data))
     except Exception as error:  # each architecture checks its config in its own way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise WorkloadError(f"is not a config of {name}: {reason:.200}", where=str(path)) from None
+        raise WorkloadError(f"is not a config of {name}: {reason:.200}", place=str(path)) from None
 
 
 def _prepare_for_training(config: Any, source: WorkloadSource) -> None:
@@ -173,7 +173,7 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
         return autos[task]
     supported = [name for name, auto in autos.items() if type(config) in auto._model_mapping]
     hint = f"give --task {' or '.join(supported)}" if supported else "write a model.py with build_model and build_batch"
-    raise WorkloadError(f"{config.model_type} has no model for --task {task}", where=str(path), hint=hint)
+    raise WorkloadError(f"{config.model_type} has no model for --task {task}", place=str(path), hint=hint)
 
 
 def _batch_builder(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:

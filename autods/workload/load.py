@@ -66,7 +66,7 @@ def make_source(
             return make_script_source(path, argv, script_kind, Path.cwd(), module=module, root=root)
     if argv:
         hint = "only a training script takes arguments after --"
-        raise InputError(f"takes no arguments: {' '.join(argv)}", where=str(path) if path else None, hint=hint)
+        raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
     if config is not None:
         return _make_config_source(config, task, {**options, **({"zero_init": True} if zero_init else {})})
@@ -91,7 +91,7 @@ def load(source: WorkloadSource) -> Workload:
         case "pickle":
             workload = bind_arguments(_unpickle(source), source)
         case "script":
-            raise WorkloadError("is a training script, and cannot be loaded as a model", where=source.path)
+            raise WorkloadError("is a training script, and cannot be loaded as a model", place=source.path)
     if source.recompute is False:
         build_model = functools.partial(_build_without_checkpointing, workload.build_model)
         workload = replace(workload, build_model=build_model)
@@ -122,7 +122,7 @@ def _refuse_options(path: Path, options: Mapping[str, Any], zero_init: bool) -> 
     given += ["--zero-init"] if zero_init else []
     if given:
         hint = "give the script's own arguments after --"
-        raise InputError(f"{given[0]} does not apply to a training script", where=str(path), hint=hint)
+        raise InputError(f"{given[0]} does not apply to a training script", place=str(path), hint=hint)
 
 
 def _make_file_source(path: Path | None) -> WorkloadSource:
@@ -146,9 +146,9 @@ def _make_config_source(path: Path, task: str | None, options: Mapping[str, Any]
     if chosen is None:
         raise InputError(f"there is no task {task!r}", hint=f"give --task {', '.join(TASKS[:-1])} or {TASKS[-1]}")
     if chosen == "image-classification" and options["seq_len"] is not None:
-        raise InputError("--seq-len is for text; the config holds the size of images", where=str(path))
+        raise InputError("--seq-len is for text; the config holds the size of images", place=str(path))
     if chosen != "seq2seq" and options["target_len"] is not None:
-        raise InputError(f"--target-len is for --task seq2seq, and this is {chosen}", where=str(path))
+        raise InputError(f"--target-len is for --task seq2seq, and this is {chosen}", place=str(path))
     name = path.parent.name if path.name == "config.json" else path.stem
     source = WorkloadSource(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(path.read_bytes())
@@ -168,7 +168,7 @@ def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> N
     if names is not None and "seq_len" not in names:
         raise InputError(
             "its build_batch has no argument seq_len, so --seq-len has no effect",
-            where=source.path if source.kind == "file" else source.name,
+            place=source.path if source.kind == "file" else source.name,
             hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
         )
 
@@ -186,7 +186,7 @@ def _unpickle(source: WorkloadSource) -> Workload:
     sys.path.extend(folder for folder in packed["path"] if folder not in sys.path)
     workload = pickle.loads(packed["workload"])
     if not isinstance(workload, Workload):
-        raise WorkloadError("is not a pickled Workload", where=source.path)
+        raise WorkloadError("is not a pickled Workload", place=source.path)
     return workload
 
 
@@ -205,7 +205,7 @@ def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:
         # Ranks import the user's modules from the folders that this process imports them from.
         path.write_bytes(pickle.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "workload": data}))
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+        raise InputError(f"cannot be written: {error.strerror}", place=str(path)) from None
     name = getattr(workload.build_model, "__name__", "workload")
     base = dict(workload.deepspeed_config) if workload.deepspeed_config is not None else None
     return WorkloadSource(kind="pickle", path=str(path), name=name, digest=digest, base_config=base)

@@ -71,7 +71,7 @@ def load_model_py(path: Path) -> Workload:
     for function in FUNCTIONS:
         if not callable(getattr(module, function, None)):
             raise WorkloadError(
-                f"defines no function {function}", where=str(path), hint=f"add: def {_SIGNATURES[function]}"
+                f"defines no function {function}", place=str(path), hint=f"add: def {_SIGNATURES[function]}"
             )
     return Workload(
         build_model=module.build_model,
@@ -88,7 +88,7 @@ def check_model_py(path: Path) -> ast.Module:
     names = bound_names(tree)
     for function in FUNCTIONS:
         if function not in names and "*" not in names:
-            raise InputError(f"defines no {function}", where=str(path), hint=f"add: def {_SIGNATURES[function]}")
+            raise InputError(f"defines no {function}", place=str(path), hint=f"add: def {_SIGNATURES[function]}")
     return tree
 
 
@@ -98,12 +98,12 @@ def parse_python(path: Path) -> ast.Module:
         text = importlib.util.decode_source(path.read_bytes())  # UTF-8, or the encoding that its first lines declare
     except IsADirectoryError:
         hint = "give a model.py, or a Hugging Face config"
-        raise InputError("is a folder without a config.json", where=str(path), hint=hint) from None
+        raise InputError("is a folder without a config.json", place=str(path), hint=hint) from None
     except (UnicodeDecodeError, SyntaxError):
-        raise InputError("is not a Python file", where=str(path), hint="give the path of a model.py") from None
+        raise InputError("is not a Python file", place=str(path), hint="give the path of a model.py") from None
     except OSError as error:
         hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
     try:
         return ast.parse(text, filename=str(path))
     except (SyntaxError, ValueError) as error:
@@ -111,7 +111,7 @@ def parse_python(path: Path) -> ast.Module:
         source = (getattr(error, "text", None) or "").strip()
         message = getattr(error, "msg", str(error))
         where = f"{path}:{line}" if line else str(path)
-        raise InputError(f"syntax error: {message}", where=where, hint=source or None) from None
+        raise InputError(f"syntax error: {message}", place=where, hint=source or None) from None
 
 
 def bound_names(tree: ast.Module) -> set[str]:
@@ -147,7 +147,7 @@ def read_base_config(tree: ast.Module, path: Path) -> dict[str, Any] | str | Non
         return value
     raise InputError(
         f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
-        where=f"{path}:{assignments[-1].lineno}" if assignments else str(path),
+        place=f"{path}:{assignments[-1].lineno}" if assignments else str(path),
         hint="assign one of these in one place, or give the config with --base-config",
     )
 

@@ -236,7 +236,7 @@ class _SimulatedSession(Session):
 def _failure_of(error: BaseException, source: WorkloadSource) -> Failure:
     """The failure that an exception of a script means, with the script's line."""
     if isinstance(error, WorkloadError):
-        return Failure(kind="user_code", what=error.what, where=error.where, hint=error.hint)
+        return Failure(kind="user_code", what=error.problem, where=error.place, hint=error.hint)
     failure = failure_of(error, source.path)
     if isinstance(error, Refused):
         return failure

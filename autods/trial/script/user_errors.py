@@ -68,7 +68,7 @@ def find_raiser(error: BaseException) -> Place | None:
 def script_error(problem: str, *, hint: str, at: Place | None = None) -> WorkloadError:
     """An error at a line of the script; without `at`, at the line that this call comes from."""
     place = at or find_caller()
-    return WorkloadError(problem, where=None if place is None else str(place), hint=hint)
+    return WorkloadError(problem, place=None if place is None else str(place), hint=hint)
 
 
 def cause_of_exit(error: BaseException, engine_failure: BaseException | None) -> BaseException:
@@ -135,7 +135,7 @@ def _explain_cuda(error: BaseException, place: Place | None) -> WorkloadError | 
         return None
     return WorkloadError(
         f"needs CUDA, and --device cpu has none: {str(error).splitlines()[0]}",
-        where=None if place is None else str(place),
+        place=None if place is None else str(place),
         hint="use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda",
     )
 

@@ -147,7 +147,7 @@ def test_wrong_input_exits_2_with_two_lines_and_no_traceback(
 
 
 def test_an_error_of_many_lines_is_told_in_two(capsys: pytest.CaptureFixture[str]) -> None:
-    wordy = InputError("build_model raised ValueError:\n  a\n  b" + "x" * 900, where="model.py:3", hint="look\nthere")
+    wordy = InputError("build_model raised ValueError:\n  a\n  b" + "x" * 900, place="model.py:3", hint="look\nthere")
     assert raising(wordy)(*CPU) == 2
     lines = capsys.readouterr().err.splitlines()
     told = lines[lines.index("starting Ray") + 2 :]

@@ -132,7 +132,7 @@ def test_an_interrupt_exits_130_and_promises_nothing_to_go_on_with(capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(InputError("wrong", where="model.py:3"), 2), (EnvironmentBroken("no g++"), 3)]
+    ("error", "code"), [(InputError("wrong", place="model.py:3"), 2), (EnvironmentBroken("no g++"), 3)]
 )
 def test_errors_have_their_exit_code_in_json_too(
     capsys: pytest.CaptureFixture[str], error: BaseException, code: int

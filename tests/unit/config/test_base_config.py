@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> Non
 )
 def test_settings_that_exclude_each_other_are_refused_with_the_reason(config: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_base_config(config, world_size=2, where="ds.json")
+        check_base_config(config, world_size=2, place="ds.json")
     assert said in str(caught.value)
     assert str(caught.value).startswith("ds.json: ")
     assert caught.value.exit_code == 2

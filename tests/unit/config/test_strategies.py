@@ -164,7 +164,7 @@ def test_a_rung_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_every_rung_file_is_named_after_its_rung() -> None:
     for path in data_folder("strategies").glob("*.toml"):
-        assert parse_rung(read_toml(path), where=str(path)).name == path.stem
+        assert parse_rung(read_toml(path), place=str(path)).name == path.stem
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_the_base_configs_batch_is_the_default(tmp_path: Path) -> None:
 def test_a_workload_that_one_value_breaks_is_refused_there_alone(tmp_path: Path) -> None:
     def survey(conditions: Mapping[str, Scalar]) -> tuple[ModelFacts, Mapping[str, str]]:
         if conditions["build_model.n_layer"] == 0:
-            raise InputError("ValueError: no layers", where="model.py:3")
+            raise InputError("ValueError: no layers", place="model.py:3")
         return FACTS, {}
 
     found = list_cells(ask(tmp_path, "build_model.n_layer=0,1"), survey)

@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError) as caught:
         write(fitting_report(), tmp_path / "file" / "out")
-    assert caught.value.where == str(tmp_path / "file" / "out" / "ds_config.json")
+    assert caught.value.place == str(tmp_path / "file" / "out" / "ds_config.json")
     assert "--out" in (caught.value.hint or "")
 
 
@@ -107,7 +107,7 @@ def test_a_missing_or_damaged_report_is_named(tmp_path: Path, text: str | None) 
         (tmp_path / "report.json").write_text(text)
     with pytest.raises(InputError) as caught:
         read(tmp_path)
-    assert caught.value.where == str(tmp_path / "report.json")
+    assert caught.value.place == str(tmp_path / "report.json")
 
 
 def test_the_winning_knobs_keep_the_batch_identity() -> None:

@@ -25,7 +25,7 @@ def test_a_batch_of_the_micro_batch_size_is_whole():
 def test_the_error_about_another_size_names_the_loader():
     with pytest.raises(WorkloadError, match="its batches hold 8 samples, where the config says 2") as error:
         batches(3, 8).check([torch.ones(8, 7)], 2)
-    assert error.value.where == "train.py:31"
+    assert error.value.place == "train.py:31"
     assert "`loader = DataLoader(data, batch_size=8)`" in error.value.hint
 
 
@@ -34,7 +34,7 @@ def test_the_error_names_the_script_s_line_before_a_library_s():
     seen = Batches(loaders=[Loader(batch_size=8, place=PLACE), wrapper])
     with pytest.raises(WorkloadError) as error:
         seen.check([torch.ones(8, 7)], 2)
-    assert error.value.where == "train.py:31"
+    assert error.value.place == "train.py:31"
 
 
 def test_a_loader_is_direct_when_the_script_s_line_makes_it(monkeypatch):

@@ -23,20 +23,20 @@ def raise_in(folder, code: str) -> BaseException:
 @pytest.mark.parametrize("name", ["from pytest import no_such_name", "import pytest.no_such_module"])
 def test_a_failed_import_tells_the_installed_version(tmp_path, name):
     explained = explain(raise_in(tmp_path, name), "cuda")
-    assert "no_such" in explained.what
+    assert "no_such" in explained.problem
     assert f"pytest {pytest.__version__} is installed here" in explained.hint
-    assert explained.where == f"{tmp_path}/train.py:1"
+    assert explained.place == f"{tmp_path}/train.py:1"
 
 
 def test_a_missing_package_is_to_be_installed(tmp_path):
     explained = explain(raise_in(tmp_path, "import no_such_package_anywhere"), "cuda")
-    assert explained.what == "it needs no_such_package_anywhere, which is not installed here"
+    assert explained.problem == "it needs no_such_package_anywhere, which is not installed here"
 
 
 def test_a_failed_lazy_import_tells_its_cause(tmp_path):
     line = "raise ModuleNotFoundError('Could not import X. Is it there?') from e"
     explained = explain(raise_in(tmp_path, f"try:\n    1 / 0\nexcept Exception as e:\n    {line}"), "cuda")
-    assert explained.what == "Could not import X, because of ZeroDivisionError: division by zero"
+    assert explained.problem == "Could not import X, because of ZeroDivisionError: division by zero"
     assert "another version" in explained.hint
 
 
@@ -70,8 +70,8 @@ def test_an_exit_without_an_error_stays_an_exit(tmp_path):
 )
 def test_an_exit_is_explained_with_its_code_and_line(tmp_path, code, problem):
     explained = explain(raise_in(tmp_path, f"raise SystemExit({code})"), "cuda")
-    assert explained.what.startswith(problem)
-    assert explained.where == f"{tmp_path}/train.py:1"
+    assert explained.problem.startswith(problem)
+    assert explained.place == f"{tmp_path}/train.py:1"
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_an_exit_is_explained_with_its_code_and_line(tmp_path, code, problem):
 def test_an_error_about_missing_cuda_is_explained(error):
     explained = explain(error, "cpu")
     assert isinstance(explained, WorkloadError)
-    assert "needs CUDA, and --device cpu has none" in explained.what
+    assert "needs CUDA, and --device cpu has none" in explained.problem
     assert explain(error, "cuda") is error
 
 
 def test_only_a_division_by_the_number_of_gpus_needs_cuda(tmp_path):
     code = "class torch:\n    class cuda:\n        device_count = lambda: 0\n"
     by_gpus = raise_in(tmp_path, code + "gpu = 3 % torch.cuda.device_count()")
-    assert explain(by_gpus, "cpu").where == f"{tmp_path}/train.py:4"
+    assert explain(by_gpus, "cpu").place == f"{tmp_path}/train.py:4"
     other = raise_in(tmp_path, "share = 3 / len([])")
     assert explain(other, "cpu") is other
 
@@ -116,7 +116,7 @@ def test_the_last_log_line_prefers_an_error(capfd):
 def test_a_parser_that_reads_an_empty_input_waits_for_input(tmp_path):
     message = "ValueError('Expecting value: line 1 column 1 (char 0)')"
     waits = raise_in(tmp_path, f"import sys\nif sys.stdin: raise {message}")
-    assert explain(waits, "cuda").what == "it waits for input, and a trial has no terminal"
+    assert explain(waits, "cuda").problem == "it waits for input, and a trial has no terminal"
     other = raise_in(tmp_path, f"raise {message}")
     assert explain(other, "cuda") is other
 
