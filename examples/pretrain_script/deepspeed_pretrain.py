@@ -4,7 +4,7 @@ cd examples/pretrain_script
 CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 deepspeed_pretrain.py
 torchrun --nproc_per_node 2 deepspeed_pretrain.py --config ds_config_cpu.json
 
-The last line is for CPU ranks, which have no fp16: its config says bf16, and leaves out monitors that need a package.
+The last line is for CPU ranks. Its config says bf16, since few CPUs have fp16, and has no monitors that need a package.
 """
 
 import argparse
