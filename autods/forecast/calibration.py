@@ -105,7 +105,7 @@ def observe_trial(
         case Fit():
             use = outcome.memory["device"]
             if spec.device == "cuda":
-                limit = use.limit_bytes or spec.device_bytes - need.beside.peak_bytes
+                limit = use.limit_bytes or spec.device_bytes - need.outside_allocator.peak_bytes
                 beside_tensors = predicted - need.tensors_bytes
                 trace = simulation.traces["device"]
                 limited = replay(trace, expandable=expandable, limit_bytes=limit - beside_tensors)

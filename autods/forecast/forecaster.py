@@ -30,11 +30,13 @@ Fill = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestMicroBatch:
-    """The largest micro batch that was measured and fits; None when none does.
+    """The result of a search for the largest micro batch that fits.
 
-    refused: the smallest that was measured and does not fit; None when all fit. proven: few sizes or none are left
-    between the two. slope: the growth of the fill with each sample, at the answer; None where it was not measured.
-    failures: sizes that could not be simulated, with the reason.
+    `micro_batch` is the largest measured size that fits, or None when none does.
+    `refused` is the smallest measured size that does not fit, or None when all fit.
+    `proven` is whether the search is done: few or no sizes are left between the two.
+    `slope` is the growth of the fill with each sample, at the answer; None when it was not measured.
+    `failures` maps each size that could not be simulated to the reason.
     """
 
     micro_batch: int | None
@@ -100,8 +102,9 @@ def _extrapolated(seen: dict[int, float], fits: int, guess: float | None) -> flo
 def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
     """Return where the peak should reach the limit, between a batch that fits and one that does not.
 
-    The peak grows ever faster: the chord of the bracket reaches the limit too early, the line through two batches that
-    do not fit too late, unless they lie on the same piece. Where neither helps, it is the geometric middle.
+    The peak grows ever faster. The line from the size that fits to the one that does not reaches the limit too early.
+    The line through two sizes that do not fit reaches it too late, unless the peak is linear there.
+    Where neither helps, the answer is the geometric middle.
     """
     beyond = min((size for size in seen if size > refused), default=None)
     if beyond is not None and math.isfinite(slope := (seen[beyond] - seen[refused]) / (beyond - refused)) and slope > 0:
@@ -231,7 +234,7 @@ class EngineForecaster:
             except SimulationFailed as failed:
                 if not measured:
                     raise
-                failures[size] = " ".join(str(failed.what).split())
+                failures[size] = " ".join(str(failed.problem).split())
                 return math.inf
             measured.append(size)
             tiers = forecast_tiers(
@@ -261,11 +264,11 @@ def memory_key(spec: EngineSpec) -> str:
 class TrialForecaster:
     """Forecasts the trials of a fit and corrects them by what trials measure; a `tuner.forecasts.Forecaster`.
 
-    A simulation that fails is reported once, by `report`, and leaves its trials without a forecast. Where a model
-    cannot be trained with so few samples, the forecast is that of a larger micro batch.
+    A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
+    A model may refuse so few samples: the forecast is then that of a larger micro batch.
 
-    spec_of: the engine that a trial runs. key_of: the trial's key in `observations`, which an earlier run of the fit
-    may have filled.
+    `spec_of` returns the engine that a trial runs.
+    `key_of` returns the trial's key in `observations`, which an earlier run of the fit may have filled.
     """
 
     forecaster: Forecaster
@@ -274,7 +277,7 @@ class TrialForecaster:
     limits: Limits
     report: Callable[[str], None]
     observations: dict[str, Observation] = field(default_factory=dict)
-    said: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
+    forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _pending: dict[tuple[str, int], Future[Simulation]] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
     _least: int = 1  # the model cannot be trained with a smaller micro batch
@@ -286,7 +289,7 @@ class TrialForecaster:
         for trial in trials:
             self._start(self._with_least(trial))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Drop simulations that have not begun and wait for the others: timed trials need an idle host."""
         with self._lock:
             self._pending = {key: future for key, future in self._pending.items() if not future.cancel()}
@@ -305,7 +308,7 @@ class TrialForecaster:
                 return None
             trial = self._with_least(trial)
         forecast = self.forecaster.judge(self.spec_of(trial), simulation, self.limits, self.observations.values())
-        self.said.setdefault(trial.rung, forecast)
+        self.forecasts.setdefault(trial.rung, forecast)
         return forecast
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:

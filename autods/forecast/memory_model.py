@@ -126,17 +126,17 @@ _KEPT_SHARE_OF_CACHE = 0.1  # of what could be given back but may have to be kep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes that a rank needs, and a node of NVMe.
+    """Memory that one rank needs; for NVMe, the need of a whole node.
 
-    device: memory that a trial's meter counts.
-    beside: memory that the card holds besides.
-    host: pageable and pinned memory, with the peak of loading; pinned: of that the pinned part.
-    live_bytes: tensors on the device; tensors_bytes: the same with the allocator's rounding and fragments.
-    by_phase: the peak of `device` in each phase.
+    `device` is the memory that a trial's meter counts.
+    `outside_allocator` is the memory that the card holds besides: the CUDA context, NCCL, kernels.
+    `host` is pageable and pinned memory, with the peak of loading; `pinned` is the pinned part of it.
+    `live_bytes` counts tensors on the device; `tensors_bytes` adds the allocator's rounding and fragments.
+    `by_phase` is the peak of `device` in each phase.
     """
 
     device: Interval
-    beside: Interval
+    outside_allocator: Interval
     host: Interval
     pinned: Interval
     nvme: Interval
@@ -161,7 +161,7 @@ def compute_rank_memory(
     pinned = _pinned(simulation)
     return RankMemory(
         device=tensors + inside,
-        beside=overheads.sum(spec, "device", "outside", amounts),
+        outside_allocator=overheads.sum(spec, "device", "outside", amounts),
         host=_host(simulation, pinned) + overheads.sum(spec, "host", "outside", {}),
         pinned=pinned,
         nvme=exact_interval(simulation.nvme_bytes * min(spec.ranks_per_node, spec.world_size)),

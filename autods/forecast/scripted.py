@@ -62,10 +62,10 @@ class _ScriptedEngine:
         return self.simulator.script(self.spec, micro_batch)
 
 
-def fail_with(kind: str, what: str, *, where: str | None = None, hint: str | None = None) -> Script:
+def fail_with(kind: str, problem: str, *, place: str | None = None, hint: str | None = None) -> Script:
     """Return a script that always fails."""
 
     def script(spec: EngineSpec, micro_batch: int) -> Simulation:
-        raise SimulationFailed(kind=kind, what=what, where=where, hint=hint)
+        raise SimulationFailed(kind=kind, problem=problem, place=place, hint=hint)
 
     return script

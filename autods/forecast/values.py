@@ -96,13 +96,13 @@ class EngineSpec:
 class Trace:
     """The allocations of one tier in order.
 
-    events: a value ≥ 0 allocates that many bytes, before any rounding. Blocks are numbered from 0 in this order, and a
-    value < 0 frees block −value − 1.
-    marks: (number of events before it, phase), ascending. A phase lasts until the next mark; the second step repeats
-    the phases.
-    unrounded: blocks that do not come from torch's allocator, such as buffers that DeepSpeed's async_io page-locks.
-    emptied: numbers of events before each empty_cache().
-    copied: (number of events before it, bytes) of memory that a collective of a CPU rank allocates and frees again.
+    `events`: a value ≥ 0 allocates that many bytes, before any rounding. Blocks are numbered from 0 in this order.
+    A value < 0 frees block −value − 1.
+    `marks` are pairs (number of events before it, phase), ascending. A phase lasts until the next mark.
+    The second step repeats the phases.
+    `unrounded` are blocks that torch's allocator does not hold, such as buffers that DeepSpeed's async_io page-locks.
+    `emptied` has the number of events before each empty_cache().
+    `copied` are pairs (number of events before it, bytes): memory that a CPU rank's collective allocates and frees.
     """
 
     events: Sequence[int]
@@ -116,14 +116,14 @@ class Trace:
 class Simulation:
     """One micro batch on a simulated engine: init and two optimizer steps of one rank.
 
-    live_bytes: the peak of the live tensors' bytes, by phase and tier.
-    traces: those of the device and of pinned memory, which the models of the allocators replay.
-    nvme_bytes: the size of the rank's swap files.
-    optimizer_elements: elements that the rank's optimizer updates.
-    expert_groups: process groups of the rank that layers of experts made; each has its own communicator.
-    summed_peak_bytes: the peak of all tiers together, by phase; a process holds it when all tensors lie in its memory.
-    breakdown: bytes on the device at its peak, as parameters, gradients, optimizer, activations, buckets and other.
-    assumed: sentences for the user about what was assumed or could not be counted.
+    `live_bytes` is the peak of the live tensors' bytes, by phase and tier.
+    `traces` are those of the device and of pinned memory, which the models of the allocators replay.
+    `nvme_bytes` is the size of the rank's swap files.
+    `optimizer_elements` counts the elements that the rank's optimizer updates.
+    `expert_groups` counts the rank's process groups for layers of experts; each has its own communicator.
+    `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
+    `breakdown` splits the device's peak into parameters, gradients, optimizer, activations, buckets and other.
+    `assumed` has sentences for the user about assumptions and about memory that could not be counted.
     """
 
     micro_batch: int
@@ -155,11 +155,11 @@ class TierForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungForecast:
-    """What one rung needs at one micro batch, and its verdict.
+    """The memory that one rung needs at one micro batch, and its verdict.
 
-    live_peak_bytes: tensors alone, on the device.
-    by_phase: the bytes that the card must hold in each phase.
-    largest_micro_batch: the largest whose peak fits; None when it was not searched for or none fits.
+    `live_peak_bytes` counts tensors alone, on the device.
+    `by_phase` has the bytes that the card must hold in each phase.
+    `largest_micro_batch` is the largest whose peak fits; None when it was not searched for or none fits.
     """
 
     rung: str

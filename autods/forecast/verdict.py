@@ -73,11 +73,12 @@ def forecast_tiers(
     overheads: Overheads | None = None,
     expandable: bool = False,
 ) -> dict[Tier, TierForecast]:
-    """Return what the engine needs on each tier that it uses.
+    """Return the memory that the engine needs on each tier that it uses.
 
-    limits: bytes of the tiers whose limit is known; device and pinned a rank, host and NVMe a node. emulated: the
-    device's limit is a budget of torch's allocator on a larger card, as a fit with --gpu-memory sets it: memory beside
-    the allocator does not count. calibration: None before any trial.
+    `limits` has the bytes of the tiers whose limit is known: device and pinned a rank, host and NVMe a node.
+    `emulated` tells that the device's limit is a budget of torch's allocator on a larger card, as --gpu-memory sets it.
+    Memory outside the allocator does not count then.
+    `calibration` is None before any trial.
     """
     overheads = overheads or read_overheads()
     need = compute_rank_memory(spec, simulation, overheads, expandable=expandable)
@@ -119,7 +120,7 @@ def _device_interval(
 ) -> Interval:
     calibration = calibration or calibrate_forecast(spec, (), overheads)
     inside = need.device.times(calibration.ratios(spec.rung))
-    return inside if emulated else inside + need.beside
+    return inside if emulated else inside + need.outside_allocator
 
 
 def _tiers(

@@ -157,6 +157,6 @@ def _as_user_error(failed: SimulationFailed, source: WorkloadSource) -> AutodsEr
     """Return the error of the machine or of the workload, whichever has to be mended."""
     if failed.kind in _ENVIRONMENT:
         return EnvironmentBroken(str(failed))
-    where = failed.where or (None if failed.kind == "engine" else source.path)
+    place = failed.place or (None if failed.kind == "engine" else source.path)
     larger = "the model cannot be trained with so few samples: give --micro-batch 2 or more"
-    return InputError(failed.what, place=where, hint=larger if wants_larger_batch(failed.what) else failed.hint)
+    return InputError(failed.problem, place=place, hint=larger if wants_larger_batch(failed.problem) else failed.hint)

@@ -236,7 +236,7 @@ class PlanRun:
                 raise
             self.failures.append(failed)
             for site, spec in sites:
-                reason = f"could not be simulated: {' '.join(str(failed.what).split())}"
+                reason = f"could not be simulated: {' '.join(str(failed.problem).split())}"
                 self._report(site, _not_applicable(spec.rung, site, reason))
         return others
 

@@ -129,7 +129,7 @@ class CellForecaster:
                     reason = engine.forecast(min(largest.measured), limits).reason
                     return CapacityForecast(largest=None, reason=reason)
         except SimulationFailed as failed:
-            return _not_simulated(" ".join(str(failed.what).split()))
+            return _not_simulated(" ".join(str(failed.problem).split()))
         reason = ""
         if largest.failures:
             size, why = list(largest.failures.items())[-1]

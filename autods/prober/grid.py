@@ -30,9 +30,9 @@ Survey = Callable[[Mapping[str, Scalar]], tuple[ModelFacts, Mapping[str, str]]]
 class Cell:
     """One combination of values. `number` counts from 1.
 
-    trial: the trial that measures it; None where it cannot be run, for the reason in `refused`.
-    unheeded: axes that have no effect here, with the reasons.
-    same_as: the number of an earlier cell that is the same in effect; its trial serves both.
+    `trial` measures it; None when it cannot be run, for the reason in `refused`.
+    `unheeded` maps each axis that has no effect here to the reason.
+    `same_as` is the number of an earlier cell that is the same in effect; the trial of that cell serves both.
     """
 
     number: int

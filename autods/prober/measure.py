@@ -32,15 +32,15 @@ def measure_in_turns(
     Every other turn runs backwards, so that drift falls on all cells alike. A cell that ran out of memory or has a
     lasting failure is not repeated.
     """
-    own = {trial_key(cell.trial): cell for cell in cells if cell.trial is not None and cell.same_as is None}
-    trials = [cell.trial for cell in own.values() if cell.trial is not None]
-    found: dict[int, tuple[Record, ...]] = {cell.number: () for cell in own.values()}
+    cell_of = {trial_key(cell.trial): cell for cell in cells if cell.trial is not None and cell.same_as is None}
+    trials = [cell.trial for cell in cell_of.values() if cell.trial is not None]
+    records: dict[int, tuple[Record, ...]] = {cell.number: () for cell in cell_of.values()}
     for turn in range(repeats):
         for trial in order(trials[::-1] if turn % 2 else trials):
-            number = own[trial_key(trial)].number
-            if not found[number] or _may_change(found[number][-1]):
-                found[number] += (run(replace(trial, repeat=turn)),)
-    return found
+            number = cell_of[trial_key(trial)].number
+            if not records[number] or _may_change(records[number][-1]):
+                records[number] += (run(replace(trial, repeat=turn)),)
+    return records
 
 
 def compare_cells(
@@ -52,17 +52,17 @@ def compare_cells(
         return dict(results), None
     rates = {number: _rates(records[number], by_tokens=by_tokens) for number in fitting}
     within = {number: _within(records[number]) for number in fitting}
-    found = estimate_ratios(rates, fitting[0], within=within)
-    return {number: replace(result, ratio=found.get(number)) for number, result in results.items()}, fitting[0]
+    ratios = estimate_ratios(rates, fitting[0], within=within)
+    return {number: replace(result, ratio=ratios.get(number)) for number, result in results.items()}, fitting[0]
 
 
-def share_results(cells: Iterable[Cell], own: Mapping[int, CellResult]) -> tuple[CellResult, ...]:
+def share_results(cells: Iterable[Cell], results: Mapping[int, CellResult]) -> tuple[CellResult, ...]:
     """Return a result for every cell in order. A cell gets the result of another one that is the same in effect."""
     return tuple(
-        own[cell.number]
+        results[cell.number]
         if cell.same_as is None
         else replace(
-            own[cell.same_as], number=cell.number, values=cell.values, unheeded=cell.unheeded, same_as=cell.same_as
+            results[cell.same_as], number=cell.number, values=cell.values, unheeded=cell.unheeded, same_as=cell.same_as
         )
         for cell in cells
     )
@@ -86,7 +86,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
         )
     knobs = cell.trial.knobs
     fits = [record.outcome for record in records if isinstance(record.outcome, Fit)]
-    last = next((one.outcome for one in reversed(records) if not isinstance(one.outcome, Fit)), None)
+    last = next((record.outcome for record in reversed(records) if not isinstance(record.outcome, Fit)), None)
     # A failure among trials that ran may have been a fluke: it is reported beside the measurements.
     status: CellStatus = "fit" if last is None or (fits and isinstance(last, Failed)) else last.kind
     tokens = [fit.tokens_per_second for fit in fits if fit.tokens_per_second is not None]
@@ -115,13 +115,13 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
 
 def _rates(records: Sequence[Record], *, by_tokens: bool) -> dict[int, float]:
     """Return samples or tokens a second by turn."""
-    found = {}
+    rates = {}
     for record in records:
         if isinstance(fit := record.outcome, Fit):
             rate = fit.tokens_per_second if by_tokens else fit.samples_per_second
             if rate:
-                found[record.trial.repeat] = rate
-    return found
+                rates[record.trial.repeat] = rate
+    return rates
 
 
 def _within(records: Sequence[Record]) -> float:
@@ -169,21 +169,21 @@ def search_in_parallel(
         while not errors and (cell := _next(left)) is not None:
             results[cell.number] = search(cell, bench)
 
-    def beside(another: AbstractContextManager[Bench], number: int) -> None:
-        opened = False
+    def search_on_another(another: AbstractContextManager[Bench], number: int) -> None:
+        is_open = False
         try:
             with another as other_bench:
-                opened = True
+                is_open = True
                 search_rest(other_bench)
         except BaseException as error:
-            if isinstance(error, EnvironmentBroken) and not opened:
+            if isinstance(error, EnvironmentBroken) and not is_open:
                 listen(Note(text=f"no {number} trials at a time: {str(error).splitlines()[0]}"))
                 return
             errors.append(error)
             bench.stop()
 
     others = [(bench.another(_conditions(cell)), number) for number, cell in enumerate(cells[1:most], 2)]
-    threads = [Thread(target=beside, args=other, name=f"trials {other[1]}") for other in others]
+    threads = [Thread(target=search_on_another, args=other, name=f"trials {other[1]}") for other in others]
     try:
         for thread in threads:
             thread.start()

@@ -39,9 +39,9 @@ def choose_machine(
     on: str | None,
 ) -> Machine:
     """Return the machine that options name or describe, else this one. Raises InputError."""
-    asked, host = parse_size(gpu_memory, "--gpu-memory"), parse_size(host_memory, "--host-memory")
+    device_bytes, host_bytes = parse_size(gpu_memory, "--gpu-memory"), parse_size(host_memory, "--host-memory")
     if on is not None:
-        if asked is not None or device == "cpu":
+        if device_bytes is not None or device == "cpu":
             raise InputError(
                 "--on names a card and contradicts --gpu-memory and --device cpu", hint="drop one of the two"
             )
@@ -50,9 +50,9 @@ def choose_machine(
             raise InputError(
                 "--on names several machines", hint="a probe forecasts for one; `autods plan` compares them"
             )
-        return replace(named[0], host_bytes=host or named[0].host_bytes)
-    if asked is not None:
-        return Machine(name=ASKED, title="as asked", device_bytes=asked, host_bytes=host)
+        return replace(named[0], host_bytes=host_bytes or named[0].host_bytes)
+    if device_bytes is not None:
+        return Machine(name=ASKED, title="as asked", device_bytes=device_bytes, host_bytes=host_bytes)
     if not here.cards or device == "cpu":
         raise InputError("say which device to forecast for", hint="give --gpu-memory 80GiB, or --on a100-80gb")
     smallest = min(card.total_bytes for card in here.cards)
@@ -126,18 +126,18 @@ def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> N
     known = arguments(function)
     if known is None or argument in known:
         return
-    where = source.path if source.kind != "pickle" else source.name
+    place = source.path if source.kind != "pickle" else source.name
     if source.kind == "hf_config":
-        what = f"the config has no {argument!r}" if function == "build_model" else "a config makes its own batches"
+        problem = f"the config has no {argument!r}" if function == "build_model" else "a config makes its own batches"
         hint = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
     else:
-        what = f"its {function} has no argument {argument!r}"
+        problem = f"its {function} has no argument {argument!r}"
         hint = (
             f"it has {', '.join(known)}"
             if known
             else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
         )
-    raise InputError(f"--vary {name}: {what}", place=where, hint=hint)
+    raise InputError(f"--vary {name}: {problem}", place=place, hint=hint)
 
 
 def _check_script(name: str, source: WorkloadSource) -> None:
@@ -173,13 +173,12 @@ PLAINEST = "ddp"
 class ProbeSettings:
     """The resolved request of a probe.
 
-    settings: those of the most ranks; their ladder holds the rungs that are varied.
-    repeats: how often each cell is measured.
-    capacity: whether the largest micro batch of each cell is searched for; `parallel` cells at a time.
-    forecast_only: whether there are no trials, but forecasts for `machine`.
-    as_written: whether buckets are the base config's or DeepSpeed's own, not sized as a fit would start.
-    machine: the one that is forecast for; None for this one.
-    assumed: sentences about what was not given.
+    `settings` are those of the most ranks; their ladder holds the rungs that are varied.
+    `repeats` is the number of measurements of each cell.
+    `capacity` asks for the largest micro batch of each cell, with `parallel` cells at a time.
+    `forecast_only` means forecasts for `machine` instead of trials; None is this machine.
+    `as_written` keeps the buckets of the base config or of DeepSpeed, instead of sizing them as a fit would.
+    `assumed` has sentences about values that were not given.
     """
 
     settings: Settings
@@ -313,12 +312,12 @@ def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Ax
     return (Axis(name="rung", values=names or (PLAINEST,)), *axes), assumed
 
 
-def _steps(settings: Settings, asked: int | None, *, capacity: bool) -> Steps:
+def _steps(settings: Settings, timed: int | None, *, capacity: bool) -> Steps:
     """Return the steps of a trial: those of the profile, or as many timed ones as were requested."""
     steps = settings.profile.walk if capacity else settings.profile.timed
-    if asked is None:
+    if timed is None:
         return steps
-    count = _at_least_one(asked, "--steps", 1)
+    count = _at_least_one(timed, "--steps", 1)
     return replace(steps, timed=count, most_timed=count)
 
 
@@ -338,10 +337,10 @@ def _patient(settings: Settings) -> Settings:
     return replace(settings, profile=replace(settings.profile, limits=replace(limits, stall_s=limits.init_s)))
 
 
-def _at_least_one(asked: int | None, option: str, otherwise: int) -> int:
-    if asked is not None and asked < 1:
-        raise InputError(f"{option} {asked}: at least one is needed")
-    return otherwise if asked is None else asked
+def _at_least_one(count: int | None, option: str, default: int) -> int:
+    if count is not None and count < 1:
+        raise InputError(f"{option} {count}: at least one is needed")
+    return default if count is None else count
 
 
 def resolve_probe(

@@ -190,7 +190,7 @@ def _as_user_error(failed: SimulationFailed, question: ProbeSettings) -> AutodsE
     """Return the error of the machine or of the workload, whichever has to be mended."""
     if failed.kind in ("no_compiler", "build_failed", "crashed"):
         return EnvironmentBroken(str(failed))
-    return InputError(failed.what, place=failed.where or question.settings.source.path, hint=failed.hint)
+    return InputError(failed.problem, place=failed.place or question.settings.source.path, hint=failed.hint)
 
 
 def _on_ray(settings: Settings, listen: Listener, environments: int) -> AbstractContextManager[Bench]:

@@ -45,8 +45,9 @@ _CLOSE_S = 2.0  # a zygote whose connection was closed ends at once
 class NodeAgent:
     """Runs one job at a time. `progress` and `abort` may be called from other threads meanwhile.
 
-    driver_pid, driver_machine: the fit's process and the machine that it runs on, as `processes.machine_id` names it.
-    log: where the zygote writes. environment: of the fit's process, which a running cluster does not know.
+    `driver_pid` is the fit's process. `driver_machine` is its machine, as `processes.machine_id` names it.
+    `log` is the file that the zygote writes to.
+    `environment` is that of the fit's process, which a running cluster does not know.
     """
 
     def __init__(

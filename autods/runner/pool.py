@@ -245,9 +245,10 @@ class RunnerPool:
 
 
 def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes: int) -> None:
-    """Raise NoRoom where the budgets of the last pool's CPU ranks do not fit beside those of the others.
+    """Raise NoRoom when the budgets of the pools' CPU ranks do not fit together in memory.
 
-    hosts: the machines of each pool. free_bytes: host memory of the machine that has least left.
+    Each item of `hosts` has the machines of one pool; the last pool is the one to check.
+    `free_bytes` is the free host memory of the machine that has the least.
     """
     most = max(sum(host in machines for machines in hosts) for host in hosts[-1])
     need_bytes = most * settings.ranks_per_node * settings.device_bytes

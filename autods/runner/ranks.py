@@ -40,9 +40,11 @@ def run_ranks(
 ) -> NodeReport:
     """Run the job until every rank and every process that they started is gone.
 
-    agent: its end of file, or any word on it, ends the job. driver: a pidfd of the fit's process, if it lives on this
-    node. send_beat: gets the slowest rank's heartbeat, a few times a second. spawn, store: see `start_ranks`.
-    aborted: the job was ended before it began.
+    Any message from `agent`, and its end of file, ends the job.
+    `driver` is a pidfd of the fit's process, or None when that lives on another node.
+    `send_beat` gets the slowest rank's heartbeat, a few times a second.
+    `spawn` and `store` are explained in `start_ranks`.
+    `aborted` means that the job was ended before it began.
     """
     began = time.monotonic()
     gpus = GpuMonitor.begin(job.device, len(job.local_ranks))

@@ -156,17 +156,17 @@ def join_cluster(ray: Any, address: str) -> Iterator[None]:
 
 def _parse_address(address: str) -> tuple[str, int]:
     """Host and port. Raises InputError."""
-    text, where = address, f"--address {address}"
+    text, origin = address, f"--address {address}"
     if address == "auto":
         text = os.environ.get("RAY_ADDRESS", "")
-        where = f"RAY_ADDRESS={text}"
+        origin = f"RAY_ADDRESS={text}"
         if not text:
             text = ray_internal("ray._private.utils", "read_ray_address")() or ""
         if not text:
             raise InputError("no Ray cluster runs on this machine", place="--address auto", hint=_START_HINT)
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or "://" in text:
-        raise InputError("is neither auto nor HOST:PORT", place=where, hint="give HOST:PORT of `ray start --head`")
+        raise InputError("is neither auto nor HOST:PORT", place=origin, hint="give HOST:PORT of `ray start --head`")
     return host.strip("[]"), int(port)
 
 
@@ -257,8 +257,8 @@ def _import_ray(*, joins: bool = False) -> Any:
 def _let_agents_end_with_driver(folder: Path) -> None:
     """Note a regular end in the log of Ray's raylet, so that Ray's two agents follow a killed driver at once.
 
-    Without the line they try to report the raylet's death to a GCS that is gone as well: measured, both stay 60 to 70 s
-    after a SIGKILL of the driver. With it they are gone within seconds.
+    Without that line they try to report the raylet's death to a GCS that is gone as well.
+    Measured after a SIGKILL of the driver: both stay 60 to 70 s without the line, and end within seconds with it.
     """
     with contextlib.suppress(OSError), open(folder / "session_latest/logs/raylet.out", "a") as log:
         log.write("Raylet received SIGTERM (written by autods, so that agents do not report the raylet's death)\n")

@@ -233,10 +233,12 @@ def _explain(failure: OutOfMemory | Failed, job: RankJob, log: Path) -> AutodsEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFactory:
-    """Makes the jobs of a runner. facts: None before the survey. loaded: the workload that the zygotes hold.
+    """Makes the jobs of a runner.
 
-    swap_mark: names this driver where others swap into the same folder. number: of this runner where others write logs
-    into the same folder.
+    `facts` is None before the survey.
+    `loaded` is the workload that the zygotes hold.
+    `swap_mark` names this driver among others that swap into the same folder.
+    `number` names this runner among others that write logs into the same folder.
     """
 
     settings: Settings

@@ -64,8 +64,8 @@ class Node:
 class WorkerGroup:
     """A context manager: Ray, the agents and their zygotes live inside it. `run` executes one job.
 
-    check_ready: gets what each zygote reports when it has loaded everything, and raises where that is no use.
-    room_within_s: how long other users of the cluster may hold what is needed; None: for ever.
+    `check_ready` gets the report of each zygote that has loaded everything. It raises when the zygote is of no use.
+    `room_within_s` is how long other users of the cluster may hold the resources; None waits for ever.
     """
 
     def __init__(
@@ -152,8 +152,9 @@ class WorkerGroup:
     ) -> list[NodeResult]:
         """Execute the job; return the result of each node that has a part in it.
 
-        on_progress: gets the heartbeat of the slowest rank. everywhere: every node does the whole job by itself, else
-        its ranks are split over the nodes. Raises EnvironmentBroken when the cluster's head or our only node is gone.
+        `on_progress` gets the heartbeat of the slowest rank.
+        With `everywhere` every node does the whole job by itself, else its ranks are split over the nodes.
+        Raises EnvironmentBroken when the cluster's head or our only node is gone.
         """
         self._replace_lost()
         self.check_head()

@@ -1,8 +1,8 @@
-"""Count the calls and bytes of DeepSpeed's collectives in an optimizer step, and time them in a step of their own.
+"""Count the calls and bytes of DeepSpeed's collectives in an optimizer step, and time them in a separate step.
 
-DeepSpeed's comms_logger (0.19.8) is no help: it synchronises the device after every collective, so that nothing
-overlaps; its timer is never reset (207 s for a run of 13 s); it takes a rank's part of a gather for the whole, and
-misses coalesced collectives. Counting in the methods of DeepSpeed's backend costs some microseconds a call.
+DeepSpeed's comms_logger (0.19.8) does not serve here. It synchronises the device after every collective, so that
+nothing overlaps. Its timer is never reset (207 s for a run of 13 s). It takes a rank's part of a gather for the
+whole, and misses coalesced collectives. Counting in the methods of DeepSpeed's backend costs some microseconds a call.
 """
 
 from __future__ import annotations

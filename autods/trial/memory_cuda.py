@@ -16,9 +16,9 @@ from .preload import open_nvml
 class CudaMeter:
     """The meter of a CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit.
 
-    Memory beside the allocator (the CUDA context, NCCL, the code of kernels) is what NVML counts on the card since
-    before this rank began, less the bytes that the allocator reserves. It only grows, so it is read when that costs no
-    step time: after initialising, and for the peaks. A rank has its card to itself.
+    The CUDA context, NCCL and the code of kernels lie outside the allocator. Their bytes are those that NVML counts on
+    the card since before this rank began, less the bytes that the allocator reserves. They only grow, so they are read
+    when that costs no step time: after initialising, and for the peaks. A rank has its card to itself.
 
     `cuda` stands for `torch.cuda`, `nvml` for `pynvml` and `accelerator` for DeepSpeed's; None is the real one.
     """
@@ -32,7 +32,7 @@ class CudaMeter:
     _total: int = 0
     _retries_before: int = 0
     _used_before: int | None = None
-    _beside: int | None = None
+    _outside_bytes: int | None = None
 
     def start(self) -> None:
         """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
@@ -58,13 +58,13 @@ class CudaMeter:
     def peaks(self) -> dict[str, int | None]:
         """`device` is the most that was reserved, which a limit counts; `device_card` adds the memory beside it."""
         cuda = self._api()
-        self._update_beside()
+        self._update_outside_bytes()
         reserved = int(cuda.max_memory_reserved(self.local_rank))
         return {
             "device": reserved,
             "device_allocated": int(cuda.max_memory_allocated(self.local_rank)),
-            "device_beside": self._beside,
-            "device_card": None if self._beside is None else reserved + self._beside,
+            "device_beside": self._outside_bytes,
+            "device_card": None if self._outside_bytes is None else reserved + self._outside_bytes,
             "host": max(0, _private_bytes(most=True) - self._private_at_start),
             "pinned": self._pinned(),
             **self.allocator(),
@@ -75,7 +75,7 @@ class CudaMeter:
         return {}
 
     def begin_steps(self) -> None:
-        self._update_beside()
+        self._update_outside_bytes()
         self._retries_before = 0
         self._retries_before = self.allocator()["alloc_retries"]
 
@@ -94,11 +94,11 @@ class CudaMeter:
     def synchronize(self) -> None:
         self._api().synchronize(self.local_rank)
 
-    def _update_beside(self) -> None:
+    def _update_outside_bytes(self) -> None:
         used = self._used_bytes()
         if used is not None and self._used_before is not None:
-            beside = used - self._used_before - int(self._api().memory_reserved(self.local_rank))
-            self._beside = max(beside, self._beside or 0, 0)
+            outside_bytes = used - self._used_before - int(self._api().memory_reserved(self.local_rank))
+            self._outside_bytes = max(outside_bytes, self._outside_bytes or 0, 0)
 
     def _used_bytes(self) -> int | None:
         """Return the bytes in use on this rank's card, by any process; None if NVML does not tell."""

@@ -167,9 +167,9 @@ _SCRIPT_HANDLERS = {**_HANDLERS, "train": _train_script, "survey": _survey_scrip
 
 
 def _find_op_problems(job: RankJob) -> dict[str, str]:
-    """Return why ops of the job cannot be built on this machine; ops that can be built are left out.
+    """Return why ops of the job cannot be built on this machine, by op; ops that can be built are absent.
 
-    'fp16' is listed as well where DeepSpeed's accelerator cannot train in it.
+    The result has a key 'fp16' when DeepSpeed's accelerator cannot train in it.
     """
     from deepspeed.accelerator import get_accelerator
 

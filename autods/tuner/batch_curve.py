@@ -53,9 +53,11 @@ class ThroughputBound:
 class BatchCurve:
     """Measurements of one config.
 
-    peak_bytes: device peak by micro batch, those above `usable_bytes` included. micro_step_s: seconds of one micro
-    batch's forward and backward with its share of the optimizer step; the fastest of repeated trials. fits: the largest
-    micro batch that leaves the headroom, or 1. too_large: the smallest that does not; None when there is none.
+    `peak_bytes` has the device peak of each micro batch, those above `usable_bytes` included.
+    `micro_step_s` has the seconds of one micro batch's forward and backward with its share of the optimizer step.
+    Repeated trials count by their fastest.
+    `fits` is the largest micro batch that leaves the headroom, or 1.
+    `too_large` is the smallest that does not; None when there is none.
     """
 
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -149,10 +151,10 @@ class BatchCurve:
     # Time
 
     def micro_step_at(self, micro_batch: int) -> float:
-        """Seconds of a micro step: measured, interpolated, or extrapolated; 0 where nothing was measured.
+        """Seconds of a micro step: measured, interpolated, or extrapolated; 0 when nothing was measured.
 
-        Beyond the largest measured size the line through the two largest counts, but never less than half of growth in
-        proportion: one point does not tell which part is constant, and noise can hide that a step becomes longer.
+        Beyond the largest measured size, the line through the two largest counts. The seconds grow at least half as
+        fast as the size: one point does not tell which part is constant, and noise can hide that a step becomes longer.
         """
         times = self.micro_step_s
         if micro_batch in times or not times:

@@ -74,9 +74,11 @@ class GrowthResult:
 class Growth:
     """The growth of one config, trial by trial.
 
-    first: its trial at micro batch 1, or at the smallest that can be trained. walked: the record of that trial where it
-    fitted; it has too few steps to count as timed. records: the trials of growth. like: trials of another config of the
-    same model; they give the shape of the step time until this config has two sizes of its own.
+    `first` is its trial at micro batch 1, or at the smallest that can be trained.
+    `walked` is the record of that trial if it fitted; it has too few steps to count as timed.
+    `records` are the trials of growth.
+    `like` are trials of another config of the same model. They give the shape of the step time until this config has
+    measured two sizes.
     """
 
     rules: GrowthRules

@@ -97,8 +97,9 @@ _PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param
 class Candidate:
     """A rung with the knobs of its first trial.
 
-    skip: the reason not to try it, or None. ops: the DeepSpeed ops that have to be built for it. pinned: config keys
-    that pin host memory.
+    `skip` is the reason not to try it, or None.
+    `ops` are the DeepSpeed ops that have to be built for it.
+    `pinned` are the config keys that pin host memory.
     """
 
     rung: Rung

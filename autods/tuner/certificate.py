@@ -24,9 +24,10 @@ class Checkpoint:
 class Parity:
     """The losses compared with a plain config's on the same samples, step by step.
 
-    reference: the plain config's rung. largest_difference: relative; infinite when only one of two losses is finite.
-    changed_by: the knobs that changed the losses; setting back any of them is enough. taken_back: the one that was set
-    back; the difference is then that of the config without it.
+    `reference` is the plain config's rung.
+    `largest_difference` is relative; infinite when only one of two losses is finite.
+    `changed_by` are the knobs that changed the losses; setting back any of them is enough.
+    `taken_back` is the one that was set back. The difference is then that of the config without it.
     """
 
     reference: str
@@ -40,12 +41,13 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """The result of all checks. `passed`: everything was checked, and all of it held.
+    """The result of all checks. `passed` means that everything was checked and nothing failed.
 
-    batch_shape: of the largest tensor of the longest batch; empty when no such batch ran to its end. draws: how many
-    batches that one is the longest of; 0: the workload names its longest batch. headroom_bytes: limit less peak, for
-    each tier with a limit. headroom_kept: whether the longest batch left the search's headroom free on the device.
-    backed_off, failures, not_checked: sentences.
+    `batch_shape` is the shape of the longest batch's largest tensor; empty when no such batch ran to its end.
+    `draws` is the number of batches that it is the longest of; 0 when the workload names its longest batch.
+    `headroom_bytes` is limit less peak, for each tier with a limit.
+    `headroom_kept` tells whether the longest batch left the search's headroom free on the device.
+    `backed_off`, `failures` and `not_checked` are sentences.
     """
 
     passed: bool
@@ -147,12 +149,12 @@ _ALL: tuple[str, Sequence[str]] = ("the longest batch", ("evaluation was not run
 def _certificate_of_failure(failure: Failed, steps: Steps) -> Certificate:
     """The certificate of an exam that failed for another reason than memory: earlier parts were done."""
     part, unreached = _AFTER_THE_STEPS.get(failure.phase, _ALL)
-    where = f"rank {failure.rank}, {failure.phase}" if failure.rank >= 0 else failure.phase
+    place = f"rank {failure.rank}, {failure.phase}" if failure.rank >= 0 else failure.phase
     advice = f"; {first_line(failure.advice)}" if failure.advice else ""
     return Certificate(
         passed=False,
         optimizer_steps=steps.warmup + steps.timed if failure.phase in _AFTER_THE_STEPS else 0,
         evaluated=failure.phase in ("save", "load"),
-        failures=(f"{part} failed ({where}): {first_line(failure.evidence)}{advice}",),
+        failures=(f"{part} failed ({place}): {first_line(failure.evidence)}{advice}",),
         not_checked=tuple(unreached),
     )

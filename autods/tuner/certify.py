@@ -119,13 +119,15 @@ def certify(
 ) -> CertifyResult:
     """Prove the winner, or the config to take instead, in at most `most_trials` trials.
 
-    Where the longest batch lacks memory, the micro batch shrinks. Where no micro batch holds, the next of `alternates`
-    (other configs that fitted, best first) is examined, then `leaner`: fits of rungs further down, whose own trials do
-    not count here. `reference` is a plain config known to fit; the winner's losses have to match its losses within the
-    relative `tolerance`, and a knob that changes them is reverted. None: losses are not compared. With `alike` both
-    train at one micro batch, as a script needs it. `longest_ratio` has the elements of a sample of the longest batch
-    over those of a usual one; 1: unknown. `seen` lists all trials of the fit: they show how memory grows, and their
-    timings are not repeated.
+    The micro batch shrinks when the longest batch lacks memory. When no micro batch holds, another config is examined:
+    the next of `alternates` (configs that fitted, best first), then of `leaner`.
+
+    `leaner` yields fits of rungs further down; the trials that find them do not count here.
+    `reference` is a plain config known to fit; None: losses are not compared.
+    The winner's losses have to match it within the relative `tolerance`. A knob that changes them is reverted.
+    `alike` trains both at one micro batch, as a script needs it.
+    `longest_ratio` is the elements of a sample of the longest batch over those of a usual one; 1 when unknown.
+    `seen` has all trials of the fit. They show how memory grows, and their timings are not repeated.
     """
     search = ExamSearch(
         known=(winner, *alternates, *(() if reference is None else (reference,)), *seen),
@@ -243,9 +245,11 @@ class ProvenConfig:
 class ExamSearch:
     """The search for the largest micro batch that holds on the longest batch.
 
-    known: trials that were run before, the winner first. short: records of configs that did not hold. reserve: how many
-    trials the comparison of losses will need. longest_ratio: see `next_micro_batch`. backed_off: sentences, one a
-    change.
+    `known` are trials that were run before, the winner first.
+    `short` are records of configs that did not hold.
+    `reserve` is the number of trials that the comparison of losses will need.
+    `longest_ratio` is explained in `next_micro_batch`.
+    `backed_off` has a sentence for each change.
     """
 
     known: tuple[Record, ...]

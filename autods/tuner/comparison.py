@@ -31,8 +31,9 @@ _QUANTILE_95_OF_MORE = 2.0
 class FinalsResult:
     """The result of repeated measurements; a place is a contestant's position among the contestants.
 
-    best: the winner's new record with its (lower) median score. scores: place → median of its new measurements, 0 when
-    it did not fit again. measured: place → its new records that count, by turn.
+    `best` is the winner's new record with its (lower) median score.
+    `scores` maps a place to the median of its new measurements, 0 when it did not fit again.
+    `measured` maps a place to its new records that count, by turn.
     """
 
     best: Record
@@ -271,9 +272,10 @@ def relative_spread(rates: Sequence[float]) -> float | None:
 def estimate_ratios(
     rates: Mapping[int, Mapping[int, float]], reference: int, *, within: Mapping[int, float]
 ) -> dict[int, Ratio]:
-    """Config → ratio of its rate to the reference's, with a 95 % interval.
+    """Return each config's ratio of its rate to the reference's, with a 95 % interval.
 
-    rates: config → turn → rate. within: config → relative error of a single trial, used where nothing was repeated.
+    `rates` has the rate of each turn by config.
+    `within` has each config's relative error of a single trial, which is used when nothing was repeated.
     Configs are compared turn by turn, so that drift cancels.
     """
     logs = {config: {turn: log(rate) for turn, rate in by_turn.items()} for config, by_turn in rates.items()}

@@ -26,8 +26,10 @@ WITHOUT_RECOMPUTING = 4 / 3
 class Contestant:
     """A config in the race.
 
-    name: the rung, and what differs from its usual knobs. size: the micro batch of its first trial. out: the reason
-    that it is out of the race; None while it is in. walked: the trials that tried it at the smallest micro batch.
+    `name` is the rung, and how the config differs from its usual knobs.
+    `size` is the micro batch of its first trial.
+    `out` is the reason that it left the race; None while it is in.
+    `walked` are the trials that tried it at the smallest micro batch.
     """
 
     name: str
@@ -193,7 +195,7 @@ class RaceField:
         for rival in rivals:
             if rival.out is None:
                 rival.check_forecast()
-        self.rules.forecaster.settle()
+        self.rules.forecaster.finish()
         for rival in rivals:
             self._enter(rival)
         for contestant in (self.leader(), *rivals):
@@ -267,7 +269,7 @@ class RaceField:
             if size is None or not contestant.measure_near(size):
                 break
             trials += 1
-        self.rules.forecaster.settle()
+        self.rules.forecaster.finish()
 
     def _promising_size(self, contestant: Contestant) -> int | None:
         """The micro batch to measure next; sets `out` when even the upper bound is below the leader's score."""

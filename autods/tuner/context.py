@@ -32,8 +32,10 @@ class Runner(Protocol):
 class FitContext:
     """The inputs that all steps share.
 
-    settings: with the config that the workload brings. study: the file of Optuna's study. check: returns a record, or
-    raises when the machine needs repair first. final_config: a trial's DeepSpeed config as the user gets it.
+    `settings` include the config that the workload brings.
+    `study` is the file of Optuna's study.
+    `check` returns a record, or raises when the machine needs repair first.
+    `final_config` returns a trial's DeepSpeed config as the user gets it.
     """
 
     settings: Settings

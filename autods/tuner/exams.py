@@ -117,12 +117,15 @@ def next_micro_batch(
     usable_bytes: float,
     longest_ratio: float = 1.0,
 ) -> int | None:
-    """The micro batch to examine next, one of `sizes` (ascending); None where no other one is worth an exam.
+    """Return the micro batch to examine next, one of `sizes` (ascending); None when no other one is worth an exam.
 
-    too_large: those that ran out of memory on the longest batch, in order; at least one. holds: those that did not →
-    device peak. line: the memory line on the usual batch. longest_ratio: elements of a sample of the longest batch over
-    those of a usual one. The first step down scales the line by that ratio; further steps divide by 4, 8, …. Upwards
-    the peak of an exam shows how far to go; where that was too far, the next size halves the ratio of the two.
+    `too_large` are the sizes that ran out of memory on the longest batch, in order; at least one.
+    `holds` maps the sizes that did not to their device peak.
+    `line` is the memory line on the usual batch.
+    `longest_ratio` is the elements of a sample of the longest batch over those of a usual one.
+
+    The first step down scales the line by that ratio; further steps divide by 4, 8, ….
+    On the way up, the peak of an exam shows how far to go. When that was too far, the next size halves the ratio.
     """
     above = min(too_large)
     if holds:

@@ -206,7 +206,6 @@ def _report(
     settings: Settings, memory: TrialStore, forecaster: Forecaster, result: FitResult | NothingFits, seconds: float
 ) -> Report:
     machine = (asdict(read_hardware()), installed_versions())
-    forecasts = forecaster.said.values()
     if isinstance(result, NothingFits):
-        return nothing_fits_report(settings, result, memory.records, machine, seconds, forecasts)
-    return fit_report(settings, result, memory.records, machine, seconds, forecasts)
+        return nothing_fits_report(settings, result, memory.records, machine, seconds, forecaster.forecasts.values())
+    return fit_report(settings, result, memory.records, machine, seconds, forecaster.forecasts.values())

@@ -28,13 +28,13 @@ class Forecaster(Protocol):
     """Forecasts trials on this machine. `forecast.forecaster` has the real one; `NoForecaster` knows nothing."""
 
     @property
-    def said(self) -> Mapping[str, RungForecast]:
+    def forecasts(self) -> Mapping[str, RungForecast]:
         """The first forecast of each rung, by rung name."""
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Start to simulate these trials in the background, in this order."""
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Drop simulations that have not begun and wait for the others, so that the next trial runs on an idle host."""
 
     def forecast(self, trial: Trial) -> RungForecast | None:
@@ -47,12 +47,12 @@ class Forecaster(Protocol):
 class NoForecaster:
     """Every forecast is None."""
 
-    said: Mapping[str, RungForecast] = MappingProxyType({})
+    forecasts: Mapping[str, RungForecast] = MappingProxyType({})
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Do nothing."""
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Do nothing."""
 
     def forecast(self, trial: Trial) -> RungForecast | None:

@@ -78,9 +78,9 @@ def walk(
 ) -> WalkResult:
     """Try each rung at the smallest micro batch until one fits.
 
-    A full device is no reason to skip the rungs below: the ladder is ordered by speed, and a leaner rung can need more
-    device memory (ZeRO-2 with CPU offload more than ZeRO-1). A rung is skipped when its forecast cannot fit, or by
-    `Lessons`. Where no rung fits, the one whose forecast lacks least runs nevertheless: its verdict is then measured.
+    A rung is skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below: they
+    are ordered by speed, and a leaner rung can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1).
+    When no rung fits, the one whose forecast lacks least runs nevertheless: its verdict is then measured.
     """
     rungs = tuple(candidates)
     walking = _Walk(run=run, steps=steps, on_skip=on_skip, forecaster=forecaster)
@@ -94,7 +94,7 @@ def walk(
         if reason is not None:
             walking.skip(candidate, reason)
             continue
-        forecaster.settle()  # growth starts from the time of this trial's step
+        forecaster.finish()  # growth starts from the time of this trial's step
         if walking.try_candidate(candidate):
             break
         walking.prepare_forecasts(rungs[place:])
@@ -103,7 +103,7 @@ def walk(
             _, closest = min(impossible, key=lambda item: item[0])
             walking.unskip(closest)
             walking.try_candidate(closest)
-    forecaster.settle()
+    forecaster.finish()
     return walking.result()
 
 

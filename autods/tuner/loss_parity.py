@@ -19,8 +19,9 @@ _SAME_WEIGHTS = 1e-9  # relative: their sum in another order
 class ParityResult:
     """The result of a comparison. `parity` is None when there was nothing to compare, or it was not possible.
 
-    taken_back: the winner with the knob that changed its losses as in the reference. without: its parity. changed: that
-    knob and the reason, as a sentence of the certificate, like failure and not_checked.
+    `taken_back` is the winner with the knob that changed its losses set as in the reference.
+    `without` is the parity of that config.
+    `changed` names that knob and the reason; like `failure` and `not_checked` it is a sentence of the certificate.
     """
 
     parity: Parity | None = None

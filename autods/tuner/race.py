@@ -27,8 +27,9 @@ _WITHOUT = f"{_FIRST_RUNG}; without checkpointing, since memory is not what ends
 class RaceResult:
     """The result of a race.
 
-    best: the winner's deciding trial. others: the best trial of each other config that fitted, best first. reasons:
-    config name → why it won or lost.
+    `best` is the winner's deciding trial.
+    `others` has the best trial of each other config that fitted, best first.
+    `reasons` tells why each config, by name, won or lost.
     """
 
     best: Record
@@ -147,7 +148,11 @@ def _decide(field: RaceField) -> RaceResult:
     return RaceResult(
         best=final.best,
         grown=replace(growth.result(), best=final.best),
-        others=tuple(best for one in fitting if one is not winner and (best := one.growth.best()) is not None),
+        others=tuple(
+            best
+            for contestant in fitting
+            if contestant is not winner and (best := contestant.growth.best()) is not None
+        ),
         reasons=reasons,
     )
 
@@ -231,7 +236,7 @@ def _grow_without_checkpointing(candidate: Candidate, rules: GrowthRules, walk_s
     """The rung without checkpointing, grown as far as it goes."""
     plain = new_contestant(without_checkpointing(candidate), rules, recomputes=True)
     plain.out = why_impossible(rules.forecaster.forecast(plain.trial_at(rules.sizes[0])))
-    rules.forecaster.settle()
+    rules.forecaster.finish()
     if plain.out is None:
         plain.enter(walk_steps)
     if plain.out is None:

@@ -35,14 +35,20 @@ class WorkloadError(InputError):
 class Workload:
     """A model and the batches that it is trained on.
 
-    build_model() returns an nn.Module. Its forward returns a scalar loss, or an object or dict with `.loss`.
-    build_batch(micro_batch_size) returns CPU tensors of the worst shape: a dict, passed as keywords, or a tuple,
-    passed in order. The first dimension of each tensor is micro_batch_size.
-    build_longest_batch(micro_batch_size) returns the largest batch that training can meet. It is needed where
-    build_batch draws its shapes at random.
-    build_optimizer(parameters) returns a torch.optim.Optimizer, if the DeepSpeed config should not name one.
-    loss(model, batch) returns a scalar tensor, if forward does not return the loss.
-    deepspeed_config is the workload's base config. The driver reads it; `--base-config` takes precedence.
+    `build_model()` returns an nn.Module. Its forward returns a scalar loss, or an object or dict with `.loss`.
+
+    `build_batch(micro_batch_size)` returns CPU tensors of the worst shape.
+    A dict is passed as keywords, a tuple in order.
+    The first dimension of each tensor is micro_batch_size.
+
+    `build_longest_batch(micro_batch_size)` returns the largest batch that training can meet.
+    Give it when build_batch draws its shapes at random.
+
+    `build_optimizer(parameters)` returns a torch.optim.Optimizer, if the DeepSpeed config should not name one.
+
+    `loss(model, batch)` returns a scalar tensor, if forward does not return the loss.
+
+    `deepspeed_config` is the workload's base config. The driver reads it; `--base-config` takes precedence.
     """
 
     build_model: Callable[[], torch.nn.Module]
@@ -110,8 +116,8 @@ def parse_python(path: Path) -> ast.Module:
         line = getattr(error, "lineno", None)
         source = (getattr(error, "text", None) or "").strip()
         message = getattr(error, "msg", str(error))
-        where = f"{path}:{line}" if line else str(path)
-        raise InputError(f"syntax error: {message}", place=where, hint=source or None) from None
+        place = f"{path}:{line}" if line else str(path)
+        raise InputError(f"syntax error: {message}", place=place, hint=source or None) from None
 
 
 def bound_names(tree: ast.Module) -> set[str]:

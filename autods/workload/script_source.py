@@ -194,10 +194,10 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
 
     No parent package is imported. Raises InputError when there is no such module.
     """
-    where = f"-m {name}"
+    option = f"-m {name}"
     if not all(word.isidentifier() for word in name.split(".")):
         hint = "write it as package.module, or drop -m for the path of a script"
-        raise InputError("is not a module name", place=where, hint=hint)
+        raise InputError("is not a module name", place=option, hint=hint)
     folders, spec = _folders_of_package(name.partition(".")[0], folder), None
     for end in range(1, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])
@@ -210,9 +210,9 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
         spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", folders)
         if spec is None:
             hint = f"give a module of it, such as -m {name}.train"
-            raise InputError("is a package without a __main__.py", place=where, hint=hint)
+            raise InputError("is a package without a __main__.py", place=option, hint=hint)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise InputError("is not Python source", place=where, hint="give a module that is a .py file")
+        raise InputError("is not Python source", place=option, hint="give a module that is a .py file")
     file = Path(spec.origin).absolute()
     return file, file.parents[name.count(".") + is_package]
 
@@ -230,12 +230,12 @@ def _folders_of_package(package: str, folder: Path) -> Sequence[str]:
 
 
 def _refuse_module(name: str, part: str, folder: Path) -> NoReturn:
-    where = f"-m {name}"
+    option = f"-m {name}"
     if Path(folder, name).is_file():
-        raise InputError("is a file, and -m takes a module name", place=where, hint=f"drop -m: {name}")
+        raise InputError("is a file, and -m takes a module name", place=option, hint=f"drop -m: {name}")
     raise InputError(
         f"there is no module {part} in {folder}, PYTHONPATH or the installed packages",
-        place=where,
+        place=option,
         hint="start it from the folder that holds the package, as python -m requires, or set PYTHONPATH",
     )
 

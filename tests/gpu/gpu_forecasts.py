@@ -46,7 +46,7 @@ def _of_engine(
             for cell, ask in zip(cells, asks, strict=True):
                 yield {**cell, "forecast": said_of(cell, ask, running.measure(cell["micro_batch"]))}
     except SimulationFailed as failed:
-        problem = {"problem": " ".join(str(failed.what).split())}
+        problem = {"problem": " ".join(str(failed.problem).split())}
         yield from ({**cell, "forecast": problem} for cell in cells)
 
 
@@ -86,7 +86,7 @@ def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> 
         "live_bytes": need.live_bytes,
         "at_limit_bytes": at_limit,
         "inside_bytes": inside,
-        "beside_bytes": need.beside.peak_bytes,
+        "beside_bytes": need.outside_allocator.peak_bytes,
         "unlimited_bytes": roomy,
         "host_bytes": need.host.peak_bytes,
         "seconds": simulated.seconds,

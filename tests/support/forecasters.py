@@ -22,14 +22,14 @@ class ScriptedForecaster:
     batch: int | None = None
     asked: list[str] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
-    settled: bool = False
-    said: dict[str, RungForecast] = field(default_factory=dict)
+    finished: bool = False
+    forecasts: dict[str, RungForecast] = field(default_factory=dict)
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         self.prepared += [trial.rung for trial in trials]
 
-    def settle(self) -> None:
-        self.settled = True
+    def finish(self) -> None:
+        self.finished = True
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         self.asked.append(trial.rung)

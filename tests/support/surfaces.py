@@ -218,14 +218,14 @@ class SurfaceForecaster:
 
     def __init__(self, surface: Surface) -> None:
         self.surface = surface
-        self.said: dict[str, RungForecast] = {}
+        self.forecasts: dict[str, RungForecast] = {}
         draw = random.Random(surface.seed + 20_000)
         self._off = {name: 1 + draw.gauss(0, _FORECAST_ERROR) for name in surface.rungs}
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         list(trials)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         pass
 
     def forecast(self, trial: Trial) -> RungForecast:
@@ -239,7 +239,7 @@ class SurfaceForecaster:
             rung=trial.rung, verdict=verdict, reason=f"needs {peak / GIB:.1f} GiB", micro_batch=trial.knobs.micro_batch,
             memory={"device": use},
         )  # fmt: skip
-        self.said.setdefault(trial.rung, said)
+        self.forecasts.setdefault(trial.rung, said)
         return said
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:

@@ -30,14 +30,20 @@ _Answer = TypeVar("_Answer", Ready, ModelFacts, Simulation)
 class SimulationFailed(AutodsError):
     """A simulation ended without a result. The message is one or two lines for a person.
 
-    `kind` is one of: no_compiler or build_failed (the simulated device cannot be built), user_code (the workload
-    raised), data_dependent (shapes depend on values), unsupported (an operator has no fake implementation), engine
-    (DeepSpeed refused), stuck (a script did not reach its second step), crashed (the process died).
+    `kind` is one of these words:
+
+    `no_compiler`, `build_failed`: the simulated device cannot be built.
+    `user_code`: the workload raised an exception.
+    `data_dependent`: shapes depend on values.
+    `unsupported`: an operator has no fake implementation.
+    `engine`: DeepSpeed refused the config.
+    `stuck`: a script did not reach its second step.
+    `crashed`: the process died.
     """
 
-    def __init__(self, *, kind: str, what: str, where: str | None = None, hint: str | None = None) -> None:
-        self.kind, self.what, self.where, self.hint = kind, what, where, hint
-        line = f"{where}: {what}" if where else what
+    def __init__(self, *, kind: str, problem: str, place: str | None = None, hint: str | None = None) -> None:
+        self.kind, self.problem, self.place, self.hint = kind, problem, place, hint
+        line = f"{place}: {problem}" if place else problem
         super().__init__(f"{line}\n  {hint}" if hint else line)
 
 
@@ -114,16 +120,16 @@ class Simulator:
             if self._stuck is not None:  # it took minutes to find out; do not repeat that for each rung
                 raise self._stuck
             worker = self._worker(device)
-            ours, theirs = socket.socketpair()
+            driver_end, engine_end = socket.socketpair()
             try:
-                worker.fork(request, theirs)
-                yield SimulatedEngine(ours, worker.log)
+                worker.fork(request, engine_end)
+                yield SimulatedEngine(driver_end, worker.log)
             except SimulationFailed as failed:
                 if failed.kind == "stuck":
                     self._stuck = failed
                 raise
             finally:
-                ours.close()
+                driver_end.close()
 
     def _worker(self, device: Device) -> _Worker:
         with self._lock:
@@ -140,17 +146,17 @@ class _Worker:
     def __init__(self, source: WorkloadSource, device: Device) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()
         self._scratch = tempfile.mkdtemp(prefix="autods-simulated-")  # the worker removes it if we cannot
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_end = socket.socketpair()
         self._lock = threading.Lock()
         # Engines inherit the write end, which closes with the last of them.
         self._engines_gone, inherited = os.pipe()
         command = [sys.executable, "-W", "ignore", "-m", __name__.rpartition(".")[0] + ".worker"]
-        arguments = [str(theirs.fileno()), device, json.dumps(asdict(source)), self._scratch]
+        arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), self._scratch]
         self._process = subprocess.Popen(
-            command + arguments, pass_fds=[theirs.fileno(), inherited], env=_environment(), start_new_session=True,
+            command + arguments, pass_fds=[worker_end.fileno(), inherited], env=_environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
-        theirs.close()
+        worker_end.close()
         os.close(inherited)
         self._first_line: bytes | None = None
 
@@ -162,10 +168,10 @@ class _Worker:
                     self._first_line = lines.readline()
             _answer(self._first_line, Ready, self.log)
 
-    def fork(self, request: ModelRequest | EngineRequest, theirs: socket.socket) -> None:
+    def fork(self, request: ModelRequest | EngineRequest, connection: socket.socket) -> None:
         """Fork a process for the request, which speaks on that socket."""
-        with self._lock, theirs, contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [encode(request)], [theirs.fileno()])
+        with self._lock, connection, contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [encode(request)], [connection.fileno()])
 
     def stop(self) -> None:
         """Kill it with its engines, which are in its session and process group, and wait until they are gone."""
@@ -183,7 +189,7 @@ class _Worker:
 def _answer(line: bytes, kind: type[_Answer], log: IO[bytes]) -> _Answer:
     """The answer in that line. Raises SimulationFailed for a failure, and for an end of the stream."""
     if not line:
-        raise SimulationFailed(kind="crashed", what=f"the simulation's process died: {_tail(log)}")
+        raise SimulationFailed(kind="crashed", problem=f"the simulation's process died: {_tail(log)}")
     message = decode(line)
     if isinstance(message, Failure):
         raise SimulationFailed(**asdict(message))

@@ -235,11 +235,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._enter(out, None)
         return out
 
-    def _assume(self, what: str) -> None:
+    def _assume(self, assumption: str) -> None:
         """Note an assumption about the model, with its line."""
         place = model_line()
         if place is not None:
-            self.ledger.assume(f"{place}: {what}")
+            self.ledger.assume(f"{place}: {assumption}")
 
 
 # Values that these files read are no assumption about the model: gradient norms, overflow checks, an optimizer's

@@ -19,14 +19,14 @@ from ..values import EngineSpec, Simulation, Trace
 class Refused(Exception):
     """The simulation cannot or must not go on; the fields are those of `protocol.Failure`."""
 
-    def __init__(self, kind: str, what: str, hint: str | None = None) -> None:
-        super().__init__(what)
-        self.kind, self.what, self.hint = kind, what, hint
+    def __init__(self, kind: str, problem: str, hint: str | None = None) -> None:
+        super().__init__(problem)
+        self.kind, self.problem, self.hint = kind, problem, hint
 
 
-def unsupported(what: str, hint: str | None = None) -> Refused:
+def unsupported(problem: str, hint: str | None = None) -> Refused:
     """The error for code whose memory use is unknown: no forecast is better than a wrong one."""
-    return Refused("unsupported", what, hint or "forecast with --no-forecast, or measure by a trial (autods fit)")
+    return Refused("unsupported", problem, hint or "forecast with --no-forecast, or measure by a trial (autods fit)")
 
 
 @contextlib.contextmanager
@@ -64,25 +64,25 @@ def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, user_file: str) -> Failure:
-    """The failure that an exception means; `where` is the innermost line of the user's file."""
+    """The failure that an exception means; `place` is the innermost line of the user's file."""
     if isinstance(error, Refused):
-        return Failure(kind=error.kind, what=error.what, hint=error.hint)
+        return Failure(kind=error.kind, problem=error.problem, hint=error.hint)
     if isinstance(error, SymbolMissing):
-        what, _, advice = str(error).partition("\n")
-        return Failure(kind="engine", what=what, hint=advice.strip())
+        problem, _, advice = str(error).partition("\n")
+        return Failure(kind="engine", problem=problem, hint=advice.strip())
     from ...trial.job import describe_error
 
     described = describe_error(error, user_file)
     types, message = described["types"], " ".join(str(described["message"]).split())[:500]
-    where = described["user_frame"]
+    place = described["user_frame"]
     if described["contract"]:
-        return Failure(kind="user_code", what=described["contract"], where=where, hint=described["hint"])
-    kind, hint = "user_code" if where else "engine", None
+        return Failure(kind="user_code", problem=described["contract"], place=place, hint=described["hint"])
+    kind, hint = "user_code" if place else "engine", None
     if {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(types):
         kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
     elif "UnsupportedOperatorException" in types:
         kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
-    return Failure(kind=kind, what=f"{types[0]}: {message}", where=where, hint=hint)
+    return Failure(kind=kind, problem=f"{types[0]}: {message}", place=place, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +118,8 @@ class Failure:
     """The simulation failed: the fields of `client.SimulationFailed`."""
 
     kind: str
-    what: str
-    where: str | None = None
+    problem: str
+    place: str | None = None
     hint: str | None = None
 
 

@@ -69,13 +69,13 @@ def answer_requests(
             _ScriptRun(connection, context, source, folder, spec, micro_batch, only_looks=only_looks).run()
         code = _wait(pid)
         if code is None:
-            what = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
-            send(connection, Failure(kind="stuck", what=what, where=source.path, hint=_HINT))
+            problem = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
+            send(connection, Failure(kind="stuck", problem=problem, place=source.path, hint=_HINT))
             return
         if code != _ANSWERED:  # the next request is another run, and may succeed
             ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it left with exit code {code}"
-            what = f"the simulation of micro batch {micro_batch} ended without an answer: {ending}"
-            send(connection, Failure(kind="crashed", what=what, where=source.path, hint=_HINT))
+            problem = f"the simulation of micro batch {micro_batch} ended without an answer: {ending}"
+            send(connection, Failure(kind="crashed", problem=problem, place=source.path, hint=_HINT))
 
 
 def _runs(
@@ -236,14 +236,14 @@ class _SimulatedSession(Session):
 def _failure_of(error: BaseException, source: WorkloadSource) -> Failure:
     """The failure that an exception of a script means, with the script's line."""
     if isinstance(error, WorkloadError):
-        return Failure(kind="user_code", what=error.problem, where=error.place, hint=error.hint)
+        return Failure(kind="user_code", problem=error.problem, place=error.place, hint=error.hint)
     failure = failure_of(error, source.path)
     if isinstance(error, Refused):
         return failure
-    where = str(find_raiser(error) or failure.where or source.path)
-    if "FakeTensorDeviceMismatchError" in failure.what:  # a real GPU raises an error here too
-        what = "tensors of the CPU and of the GPU meet in one operation"
-        return Failure(kind="user_code", what=what, where=where, hint="move the batch to engine.device")
+    place = str(find_raiser(error) or failure.place or source.path)
+    if "FakeTensorDeviceMismatchError" in failure.problem:  # a real GPU raises an error here too
+        problem = "tensors of the CPU and of the GPU meet in one operation"
+        return Failure(kind="user_code", problem=problem, place=place, hint="move the batch to engine.device")
     frames = traceback.extract_tb(error.__traceback__)
     kind = "engine" if frames and "/deepspeed/" in frames[-1].filename else failure.kind
-    return Failure(kind=kind, what=f"cannot run on the simulated device: {failure.what}", where=where, hint=_HINT)
+    return Failure(kind=kind, problem=f"cannot run on the simulated device: {failure.problem}", place=place, hint=_HINT)

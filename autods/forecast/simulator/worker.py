@@ -115,24 +115,24 @@ def _serve(client: socket.socket, prepared: _Prepared) -> None:
                 connection.close()
                 continue
             builders.pop(shared).close()  # it died; start another
-        ours, theirs = socket.socketpair()
+        parent_end, builder_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)
-            for other in (client, ours, *builders.values()):
+            for other in (client, parent_end, *builders.values()):
                 other.close()
             if isinstance(request, EngineRequest) and shared is not None:
                 connection.close()
-                _build_and_serve(theirs, request, prepared)
-            theirs.close()
+                _build_and_serve(builder_end, request, prepared)
+            builder_end.close()
             _answer_requests(connection, request, prepared)
         children.add(pid)
-        theirs.close()
+        builder_end.close()
         if shared is None:
-            ours.close()
+            parent_end.close()
         else:
-            builders[shared] = ours
-            _pass_on(ours, line, connection)
+            builders[shared] = parent_end
+            _pass_on(parent_end, line, connection)
         connection.close()
     for pid in children:
         with contextlib.suppress(OSError):

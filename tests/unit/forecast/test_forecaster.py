@@ -95,7 +95,7 @@ def test_the_first_forecast_of_a_rung_is_kept_for_the_report() -> None:
     made, _, _ = make_forecaster()
     made.forecast(trial())
     made.forecast(trial(micro_batch=2))
-    assert made.said["zero1"].micro_batch == 1
+    assert made.forecasts["zero1"].micro_batch == 1
 
 
 def test_a_failed_simulation_is_reported_once() -> None:
@@ -158,7 +158,7 @@ def test_a_trial_without_a_limit_corrects_the_forecast() -> None:
     assert made.learn(replace(trial(), limited=False), fit(peak_bytes=4 * GIB)) is not None
 
 
-def test_settling_drops_simulations_that_have_not_begun() -> None:
+def test_finishing_drops_simulations_that_have_not_begun() -> None:
     under_way, begin = threading.Barrier(3), threading.Event()
 
     def slow(spec: EngineSpec, micro_batch: int) -> Simulation:
@@ -170,12 +170,12 @@ def test_settling_drops_simulations_that_have_not_begun() -> None:
     made, simulator, _ = make_forecaster(slow)
     made.prepare(trial(micro_batch=size) for size in range(1, 10))
     under_way.wait(20)
-    settling = threading.Thread(target=made.settle)
-    settling.start()
+    finishing = threading.Thread(target=made.finish)
+    finishing.start()
     while len(made._pending) > 2:  # it drops what has not begun, and then waits
         time.sleep(0.001)
     begin.set()
-    settling.join()
+    finishing.join()
     assert len(simulator.measured) == 2  # those that were under way
     assert made.forecast(trial(micro_batch=9)) is not None
 

@@ -84,7 +84,7 @@ def test_that_nothing_fits_is_a_result() -> None:
 def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         if ask.rung == "zero1":
-            raise SimulationFailed(kind="engine", what="AssertionError: zero1 is out of order")
+            raise SimulationFailed(kind="engine", problem="AssertionError: zero1 is out of order")
         return shrinking(ask, micro_batch)
 
     planned = Planned(question(largest=False), script)
@@ -102,14 +102,14 @@ def test_the_first_failure_ends_a_plan_without_any_simulation() -> None:
 @pytest.mark.parametrize("kind", ["user_code", "data_dependent", "unsupported"])
 def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None:
     with pytest.raises(InputError) as caught:
-        Planned(question(), fail_with(kind, "NameError: x", where="model.py:3", hint="define x"))
+        Planned(question(), fail_with(kind, "NameError: x", place="model.py:3", hint="define x"))
     assert str(caught.value) == "model.py:3: NameError: x\n  define x"
 
 
 def test_a_model_that_needs_more_samples_gets_a_hint() -> None:
     said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
     with pytest.raises(InputError, match="--micro-batch 2"):
-        Planned(question(), fail_with("user_code", said, where="model.py:3", hint="real trials measure it"))
+        Planned(question(), fail_with("user_code", said, place="model.py:3", hint="real trials measure it"))
 
 
 def test_a_missing_compiler_is_a_broken_environment() -> None:
@@ -238,7 +238,7 @@ class Crowd(ScriptedSimulator):
 
     def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
         if ranks == 1:
-            raise SimulationFailed(kind="user_code", what="ValueError: devices=8 does not match the world size (1)")
+            raise SimulationFailed(kind="user_code", problem="ValueError: devices=8 does not match the world size (1)")
         return self.known
 
 

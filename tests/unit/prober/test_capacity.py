@@ -133,7 +133,7 @@ def test_a_forecast_alone_runs_no_trial(tmp_path: Path) -> None:
 
 def test_a_cell_that_cannot_be_simulated_is_tried(tmp_path: Path) -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
-        raise SimulationFailed(kind="unsupported", what="no fake implementation of my_op")
+        raise SimulationFailed(kind="unsupported", problem="no fake implementation of my_op")
 
     cell, tried = searched(ask(tmp_path, "rung=zero1", capacity=True), script)
     assert cell.capacity is not None
@@ -161,7 +161,7 @@ def test_forecasts_are_journaled_with_the_trials(tmp_path: Path) -> None:
 def test_a_forecast_ends_before_a_batch_that_cannot_be_simulated(tmp_path: Path) -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         if micro_batch > 5:
-            raise SimulationFailed(kind="user_code", what="its data ends")
+            raise SimulationFailed(kind="user_code", problem="its data ends")
         return NEARLY_RIGHT(ask, micro_batch)
 
     bench = Bench(lambda trial: pytest.fail("a trial was run"))

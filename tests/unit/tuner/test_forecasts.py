@@ -81,7 +81,7 @@ def test_forecasts_are_prepared_ahead_and_given_up_when_the_walk_ends() -> None:
     _, _, forecaster = growth({"ddp": FITS}, {})
     assert forecaster.prepared == [rung.name for rung in SETTINGS.ladder]
     assert forecaster.asked == ["ddp"]
-    assert forecaster.settled
+    assert forecaster.finished
 
 
 def test_no_simulation_runs_beside_a_trial() -> None:
@@ -89,8 +89,8 @@ def test_no_simulation_runs_beside_a_trial() -> None:
     seen = []
 
     def answer(trial: Trial) -> Outcome:
-        seen.append((trial.rung, forecaster.settled))
-        forecaster.settled = False  # what is prepared after it begins anew
+        seen.append((trial.rung, forecaster.finished))
+        forecaster.finished = False  # what is prepared after it begins anew
         return FITS if trial.rung == "zero2" else OOM
 
     forecaster = ScriptedForecaster(lambda trial: None)

@@ -103,12 +103,12 @@ class Foreseeing:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.said: dict[str, RungForecast] = {}
+        self.forecasts: dict[str, RungForecast] = {}
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         list(trials)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         pass
 
     def forecast(self, trial: Trial) -> RungForecast | None:

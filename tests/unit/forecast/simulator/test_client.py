@@ -14,5 +14,5 @@ def test_the_client_imports_no_torch() -> None:
 
 
 def test_a_failure_says_where_what_and_how_to_fix_it() -> None:
-    failed = SimulationFailed(kind="user_code", what="ValueError: no", where="model.py:3", hint="give it a yes")
+    failed = SimulationFailed(kind="user_code", problem="ValueError: no", place="model.py:3", hint="give it a yes")
     assert str(failed) == "model.py:3: ValueError: no\n  give it a yes"

@@ -16,7 +16,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
     with pytest.raises(gpu_library.NoLibrary) as failed:
         gpu_library.build(tmp_path / "library.so")
     assert failed.value.kind == "no_compiler"
-    assert "no-such-compiler is not installed" in failed.value.what
+    assert "no-such-compiler is not installed" in failed.value.problem
     assert "apt-get install g++" in failed.value.hint
 
 

@@ -32,7 +32,7 @@ FACTS = ModelFacts(parameters=10, largest_parameter=4, checkpointing=True, token
         ModelRequest(ranks=2),
         EngineRequest(engine=ASK),
         MeasureRequest(micro_batch=3),
-        Failure(kind="engine", what="AssertionError: no", where="model.py:3", hint="yes"),
+        Failure(kind="engine", problem="AssertionError: no", place="model.py:3", hint="yes"),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -18,19 +18,19 @@ def test_a_paged_optimizer_is_not_simulated() -> None:
     error = RuntimeError("Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes.")
     refused = explained(error, {})
     assert refused.kind == "unsupported"
-    assert "the optimizer of build_optimizer is a paged one" in refused.what
+    assert "the optimizer of build_optimizer is a paged one" in refused.problem
 
 
 def test_an_optimizer_for_gpus_is_refused_on_cpu_ranks() -> None:
     error = ValueError("This op had not been implemented on CPU backend.")
     refused = explained(error, {"optimizer": {"type": "Lamb"}})
-    assert refused.what == "DeepSpeed's kernel of the optimizer Lamb runs on GPUs only"
+    assert refused.problem == "DeepSpeed's kernel of the optimizer Lamb runs on GPUs only"
 
 
 def test_an_unknown_optimizer_is_named() -> None:
     error = AttributeError("module 'torch.optim' has no attribute 'SGDD'")
     refused = explained(error, {"optimizer": {"type": "SGDD"}})
-    assert "'SGDD' is neither an optimizer of DeepSpeed nor of torch.optim" in refused.what
+    assert "'SGDD' is neither an optimizer of DeepSpeed nor of torch.optim" in refused.problem
     assert refused.hint is not None
     assert "mind the case" in refused.hint
 
@@ -42,7 +42,7 @@ def test_other_errors_pass_through() -> None:
 
 def test_a_refusal_keeps_its_words() -> None:
     failure = failure_of(unsupported("no such kernel", "use another"), "model.py")
-    assert (failure.kind, failure.what, failure.hint) == ("unsupported", "no such kernel", "use another")
+    assert (failure.kind, failure.problem, failure.hint) == ("unsupported", "no such kernel", "use another")
 
 
 def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
@@ -50,7 +50,7 @@ def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
     with pytest.raises(SymbolMissing) as missing:
         patch.original()
     failure = failure_of(missing.value, "model.py")
-    assert failure.what == f"pytest {pytest.__version__} has no pytest.nothing, which autods replaces: it is a test"
+    assert failure.problem == f"pytest {pytest.__version__} has no pytest.nothing, which autods replaces: it is a test"
     assert failure.hint is not None
     assert "constraints.txt" in failure.hint
 
@@ -61,7 +61,7 @@ def test_an_error_of_the_users_file_names_its_line() -> None:
         exec(code)
     except ValueError as error:
         failure = failure_of(error, "model.py")
-    assert (failure.kind, failure.what, failure.where) == ("user_code", "ValueError: no", "model.py:2")
+    assert (failure.kind, failure.problem, failure.place) == ("user_code", "ValueError: no", "model.py:2")
 
 
 def test_an_error_of_a_library_is_the_engines() -> None:
