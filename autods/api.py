@@ -1,4 +1,4 @@
-"""The Python API: what the command line does, as functions. The same checks, the same errors, the same result."""
+"""The Python API: the commands as functions, with the same checks, errors and results as the command line."""
 
 from __future__ import annotations
 

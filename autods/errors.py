@@ -1,10 +1,4 @@
-"""The error tree. Only what ends a fit is an exception; an out-of-memory is a value (`types.OutOfMemory`).
-
-AutodsError
-├── InputError        the user's input is wrong                       exit code 2
-├── EnvironmentBroken the machine lacks something                     exit code 3
-└── Interrupted       Ctrl-C or SIGTERM; the journal is kept          exit code 130
-"""
+"""The errors that end a command. A trial that runs out of memory is a value instead (`types.OutOfMemory`)."""
 
 from __future__ import annotations
 
@@ -33,6 +27,6 @@ class EnvironmentBroken(AutodsError):
 
 
 class Interrupted(AutodsError):
-    """The user stopped the fit. All ranks are gone and the journal is kept."""
+    """Ctrl-C or SIGTERM stopped the command. All ranks are gone and the journal is kept."""
 
     exit_code = 130

@@ -34,7 +34,7 @@ class TrialMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFinished:
-    """A trial ended. replayed: its outcome comes from the journal of an earlier run."""
+    """A trial ended. The outcome of a `replayed` one comes from the journal of an earlier run."""
 
     record: Record
     replayed: bool = False

@@ -19,7 +19,7 @@ from .schema import read_as
 from .types import Failed, Fit, Outcome, Record, Trial, is_machines_fault
 from .units import format_bytes
 
-VERSION = 1
+VERSION = 2
 _ROW_START = b'{"kind": "'
 
 
@@ -32,8 +32,8 @@ def trial_key(trial: Trial) -> str:
 class History:
     """The content of a journal.
 
-    records: finished trials by key. unfinished: how often a trial was started without an end, by key. forecasts: the
-    forecast of a finished trial, as it was written, by key. surveys: the facts of a workload, by its digest.
+    `records` holds the finished trials by key. `unfinished` counts by key how often a trial was started without an end.
+    `forecasts` has the forecast of each finished trial by key. `surveys` has the facts of a workload by its digest.
     """
 
     records: Mapping[str, Record]
@@ -74,7 +74,7 @@ class Journal:
         self.append({"kind": "finished", "key": trial_key(record.trial), "record": asdict(record)})
 
     def write_forecast(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
-        """Write down what was forecast for a finished trial."""
+        """Write down the forecast of a finished trial."""
         self.append({"kind": "forecast", "key": trial_key(trial), "forecast": forecast})
 
     def write_survey(self, digest: str, survey: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class Journal:
 
 
 def _may_be_fixed(outcome: Outcome) -> bool:
-    """Whether the cause may be gone by now although the workload is unchanged: a package, a data file, the machine."""
+    """Whether the cause may be gone although the workload is unchanged: a missing package or data file, the machine."""
     return is_machines_fault(outcome) or (isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config"))
 
 
@@ -208,7 +208,7 @@ Execute = Callable[[Trial, int], Record]
 def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Create the output folder and lock it, so that no second fit writes into it.
 
-    fresh: first remove the results of an earlier fit. Raises InputError when the folder cannot be used.
+    `fresh` removes the results of an earlier fit first. Raises InputError when the folder cannot be used.
     """
     _check_not_foreign(out)
     try:
@@ -268,8 +268,8 @@ def _clear(out: Path) -> None:
 class TrialStore:
     """Answers trials from the journal, runs those that it lacks, and writes each finished one down. Thread-safe.
 
-    learn: called with each record; a forecast that it returns is written down as well. running: ids of trials that run
-    now.
+    `learn` is called with each record; a forecast that it returns is written down as well. `running` holds the ids of
+    the trials that run now.
     """
 
     journal: Journal

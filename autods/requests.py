@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Kind:
     """The values that an argument accepts: their Python types, and the same in words for a message.
 
-    cli: the type of the option on the command line.
+    `cli` is the type of the option on the command line.
     """
 
     types: type | tuple[type, ...]
@@ -54,10 +54,10 @@ Axes = Annotated[Sequence[str] | Mapping[str, Iterable[Any]], Kind(object, "a li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What help says about a field, and how the command line spells it.
+    """The help text of a field, and its spelling on the command line.
 
-    panel: the group in which help shows the option; "": it is an argument of the Python API only. default: what help
-    shows as the default where the real one depends on something. flags: spellings other than --name.
+    `panel` is the group in which help shows the option; an option of the Python API alone has none. `default` is shown
+    as the default where the real one depends on something. `flags` are spellings other than --name.
     """
 
     help: str
@@ -113,7 +113,7 @@ class DiagnoseRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRequest(_Request):
-    """What every command about a workload may be asked."""
+    """The options of every command about a workload."""
 
     workload: str | Path | Workload = field(
         kw_only=False,

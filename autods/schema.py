@@ -18,8 +18,8 @@ T = TypeVar("T")
 def read_as(kind: type[T], data: object, *, name: str | None = None) -> T:
     """Read `data` as a `kind`, a frozen dataclass. Raises ValueError that names a missing, unknown or ill-typed field.
 
-    Fields with a default may be missing. The data's `kind` selects the member of a union of dataclasses. name: the name
-    of the data in messages; None: the class's name.
+    Fields with a default may be missing. The data's `kind` selects the member of a union of dataclasses. Messages call
+    the data `name`, or by the class's name if that is None.
     """
     return cast(T, _read(kind, data, name or kind.__name__))
 
@@ -109,9 +109,9 @@ def read_checked(
     hint: str,
     refusal: str | None = None,
 ) -> T:
-    """Read the data of a file as a `kind`. Raises InputError where the types or `check`, by ValueError, refuse it.
+    """Read the data of a file as a `kind`. Raises InputError for wrong types, and where `check` raises ValueError.
 
-    name: the content of the file, such as 'rung'. refusal: the beginning of the message; None: 'is not a rung'.
+    `name` is the content of the file, such as 'rung'. The message begins with `refusal`, or else with 'is not a rung'.
     """
     try:
         file = read_as(kind, data, name=name)

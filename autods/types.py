@@ -31,7 +31,7 @@ class TierUse:
 class CardUse:
     """Peak bytes of the fullest rank's card: allocated and reserved by torch's allocator, and used as NVML counts.
 
-    nvml_bytes: includes the CUDA context, NCCL and kernels; None where NVML failed.
+    `nvml_bytes` includes the CUDA context, NCCL and kernels. It is None where NVML failed.
     """
 
     allocated_bytes: int
@@ -54,8 +54,8 @@ class Timing:
 class Examined:
     """The results of a `worst_case` trial. A part that was skipped is None, and `left_out` says why in a sentence.
 
-    batch_shape: shape of the largest tensor of the batch. draws: the batch is the longest of so many that
-    `build_batch` made; 0: `build_longest_batch` made it.
+    `batch_shape` is the shape of the largest tensor of the batch. The batch is the longest of `draws` batches of
+    `build_batch`; with 0 draws `build_longest_batch` made it.
     """
 
     batch_shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Examined:
 class Trained:
     """A digest of the samples that a script's parity trial trained on, and the sum of its first weights' magnitudes.
 
-    Losses of two trials can be compared when both values agree. None: it was not observed.
+    Losses of two trials can be compared when both values agree. A value that was not observed is None.
     """
 
     samples: str | None
@@ -84,8 +84,8 @@ class Trained:
 class Collective:
     """One kind of collective in an optimizer step, on the rank that used it most.
 
-    bytes: size of the whole tensors. sent_bytes: the least that a rank sends for them, by the ring algorithm. seconds:
-    without overlap and without waiting for slower ranks; None: not measured.
+    `bytes` is the size of the whole tensors, `sent_bytes` the least that a rank sends for them by the ring algorithm.
+    `seconds` is the time without overlap and without waiting for slower ranks, or None if it was not measured.
     """
 
     calls: int
@@ -96,9 +96,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """The collectives of one optimizer step by name: all_reduce, all_gather, reduce_scatter, …
+    """The collectives of one optimizer step by name, such as all_reduce, all_gather and reduce_scatter.
 
-    step_s: seconds of the step in which they were timed one by one, without overlap; None: not timed.
+    `step_s` is the time of the step in which they ran one by one, without overlap, or None if it was not measured.
     """
 
     ops: Mapping[str, Collective]
@@ -146,7 +146,7 @@ class Fit:
 class OutOfMemory:
     """A tier was full. `wanted_bytes` is the allocation that failed, `free_bytes` what was left of the limit.
 
-    Rank −1: the process that forks the ranks. action, advice: what to do about it, see `diagnosis`.
+    Rank −1 is the process that forks the ranks. `action` and `advice` come from `diagnosis`.
     """
 
     tier: Tier
@@ -171,10 +171,10 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The trial failed for a reason other than memory, or an unknown one. Rank −1: the node or the driver.
+    """The trial failed for a reason other than memory, or an unknown one. Rank −1 is the node or the driver.
 
-    op: the broken DeepSpeed op; only rungs that need it fail alike. wants_larger_batch: the model cannot train with so
-    small a micro batch (batch normalisation of one sample, say).
+    `op` is the broken DeepSpeed op; only rungs that need it fail alike. With `wants_larger_batch` the model cannot
+    train with so small a micro batch (batch normalisation of one sample, say).
     """
 
     failure: FailureKind
@@ -225,7 +225,7 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """What is tuned within a rung. `settings` maps a dotted DeepSpeed key to its value."""
+    """The values that are tuned within a rung. `settings` maps a dotted DeepSpeed key to its value."""
 
     micro_batch: int = 1
     accumulation: int = 1
@@ -252,7 +252,7 @@ class Steps:
 class Trial:
     """One short real run of one rung with one set of knobs. Equal trials have equal keys, see `journal.trial_key`.
 
-    conditions: what a probe varies beside rung and knobs, see `workload.arguments`.
+    `conditions` are the values that a probe varies besides rung and knobs, see `workload.arguments`.
     """
 
     rung: str
@@ -269,14 +269,14 @@ class Trial:
 class Record:
     """A finished trial: `id` is its number in the fit, `seconds` its wall time.
 
-    beside: how many others ran on the same machine meanwhile; with any, its times say little.
+    `neighbours` counts the trials that ran on the same machine meanwhile. With any, its times say little.
     """
 
     id: int
     trial: Trial
     outcome: Outcome
     seconds: float
-    beside: int = 0
+    neighbours: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,9 +295,9 @@ Run = Callable[[Trial], Record]
 class ModelFacts:
     """Facts about the workload from its survey: it is built once, without training and without a budget.
 
-    config: the DeepSpeed config that a script gave to `deepspeed.initialize`, without what was put in its hands.
-    config_place: the line that gives it, where no file holds it: the result has to be put there by hand.
-    stood_in: what a script asked of GPUs that CPU ranks did without, each with its line.
+    `config` is the DeepSpeed config that a script gave to `deepspeed.initialize`, without the keys that autods set.
+    `config_place` is the line that gives it if no file holds it; the result has to be put there by hand.
+    `stood_in` lists the script's uses of GPUs that CPU ranks did without, each with its line.
     """
 
     parameters: int
@@ -320,16 +320,17 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSource:
-    """Where the ranks find the workload: a `model.py`, a pickled `Workload` of the Python API, a Hugging Face config,
-    or a training script that nobody changed.
+    """The place of a workload: a `model.py`, a pickled `Workload`, a Hugging Face config, or a training script.
 
-    task: of an hf_config, always set. seq_len, target_len: tokens of a sample that were asked for; build_batch of a
-    file or a pickle takes the first as `seq_len`. recompute: False turns off gradient checkpointing that build_model
-    turned on; None leaves it as build_model made it. arguments: 'build_model.NAME' and 'build_batch.NAME' → what these
-    functions are called with; of an hf_config the first is a key of its config. zero_init: stage 3 builds an hf_config
-    under `deepspeed.zero.Init`, already split. A script has further fields: argv, with the placeholders of
-    `workload.script_source`; script_kind, None where its imports do not show it; folder, where it runs; module, if it
-    starts with `python -m`, and root, the folder of its top package.
+    `task` is set for every hf_config. `seq_len` and `target_len` are the tokens of a sample that the user gave.
+    `build_batch` of a file or a pickle takes the first as `seq_len`. A false `recompute` turns off the gradient
+    checkpointing that build_model turned on; None leaves it as it is. `arguments` maps 'build_model.NAME' and
+    'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
+    stage 3 builds an hf_config under `deepspeed.zero.Init`, already split.
+
+    The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` is None
+    if its imports do not show it. It runs in `folder`. If it starts with `python -m`, `module` is its name, and `root`
+    the folder of its top package.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -350,4 +351,4 @@ class WorkloadSource:
     zero_init: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "argv", tuple(self.argv))  # JSON, by which it travels, makes a list of it
+        object.__setattr__(self, "argv", tuple(self.argv))  # JSON turns it into a list

@@ -65,7 +65,7 @@ def format_error(error: AutodsError) -> list[str]:
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """What `--json` prints instead of a report."""
+    """The object that `--json` prints instead of a report."""
     lines = format_error(error) if isinstance(error, AutodsError) else [f"{type(error).__name__}: {error}"]
     kinds = {InputError: "input", EnvironmentBroken: "environment", Interrupted: "interrupted"}
     kind = next((name for cls, name in kinds.items() if isinstance(error, cls)), "internal")
@@ -75,16 +75,16 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def exit_code(error: BaseException) -> int:
-    """1 nothing fits, 2 input, 3 environment and whatever is our own fault, 130 interrupted."""
+    """Return the exit code of a command that this error ended: 2 input, 3 environment or a bug, 130 interrupted."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code
     return error.exit_code if isinstance(error, AutodsError) else EnvironmentBroken.exit_code
 
 
 def print_error(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes: bool = True) -> None:
-    """Say on standard error what ended the command. `out` is the fit's folder, where it is known already.
+    """Say on standard error what ended the command. `out` is the fit's folder, if it is known already.
 
-    resumes: the same command goes on where this one stopped.
+    `resumes` tells whether the same command goes on where this one stopped.
     """
     match error:
         case KeyboardInterrupt() | Interrupted() if not resumes:
@@ -107,7 +107,7 @@ def print_error(error: BaseException, *, out: Path | None, argv: Sequence[str], 
 
 
 def _has_finished(journal: Path) -> bool:
-    """Whether a trial is in it that will not be run again."""
+    """Whether the journal holds a trial that will not run again."""
     try:
         return b'"kind": "finished"' in journal.read_bytes()
     except OSError:
@@ -149,9 +149,9 @@ def _print_lines(first: str, *rest: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the program; `argv` with the program's name, to say how to resume.
+    """One call of the program. `argv` begins with the program's name.
 
-    fit, plan, probe: the use cases, for tests; None: those of `api`.
+    Tests pass their own `fit`, `plan` and `probe`. Those of `api` stand in for None.
     """
 
     argv: Sequence[str]
@@ -168,7 +168,7 @@ def own_arguments(argv: Sequence[str]) -> Sequence[str]:
 def end_with_error(
     error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True
 ) -> int:
-    """Say what ended the command and return its exit code. resumes: the same command goes on where this one stopped."""
+    """Say what ended the command and return its exit code. For the arguments see `print_error`."""
     print_error(error, out=out, argv=call.argv, resumes=resumes)
     if as_json:
         print_result(lambda: print(json.dumps(error_to_dict(error))))

@@ -63,7 +63,7 @@ def _show_progress(quiet: bool) -> AbstractContextManager[Listener]:
 
 
 class DifferenceFromFirst:
-    """Labels a trial by what it does that the first trial did not: 'without checkpointing', 'recomputing', 'in fp16'.
+    """Labels a trial by its differences from the first: 'without checkpointing', 'recomputing', 'in fp16'.
 
     The walk comes first, and recomputes activations where the model can, so most labels are empty.
     """

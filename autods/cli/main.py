@@ -26,7 +26,7 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
     """Run one command line (without the program's name) and return its exit code.
 
-    commands: stand-ins for the use cases of `api`, see `Call`.
+    `commands` replace the use cases of `api`, see `Call`.
     """
     call = Call(sys.argv if argv is None else ["autods", *argv], **commands)
     args = list(call.argv[1:]) or ["--help"]

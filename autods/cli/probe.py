@@ -40,7 +40,7 @@ Exit codes: 0 done, 1 no cell fits, 2 wrong input, 3 broken environment, 130 int
 
 
 def run_probe(call: Call, request: ProbeRequest, *, csv: str | None, as_json: bool, quiet: bool) -> int:
-    """Run the probe, show how it ended, and return the exit code. csv: a file for the table as well; - prints it."""
+    """Run the probe, show how it ended, and return the exit code. The table is also written to the file `csv`."""
     out = Path(request.out) if request.out else None
     table = None if csv in (None, "-") else Path(str(csv))
     try:

@@ -106,7 +106,7 @@ def check_base_config(
 ) -> None:
     """Raises InputError for settings that exclude each other, with the reason.
 
-    filled_in: a library replaces "auto" by the values of its own arguments.
+    `filled_in` allows "auto", because a library will replace it by the values of its own arguments.
     """
     for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
         absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))

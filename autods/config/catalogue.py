@@ -27,8 +27,8 @@ class Links:
 class Machine:
     """The target of a forecast: one rank's device, and the node that holds it.
 
-    device_bytes: memory that the driver leaves to programs. gpus, host_bytes, nvme_bytes: of a node; None where
-    unknown, or where it has no NVMe.
+    `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes` and `nvme_bytes` count for
+    the whole node. They are None where they are unknown, `nvme_bytes` also where the node has no NVMe.
     """
 
     name: str

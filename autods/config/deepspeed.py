@@ -67,9 +67,9 @@ def compose(
     own_optimizer: bool,
     nvme_path: Path | None = None,
 ) -> dict[str, Any]:
-    """The whole DeepSpeed config, usable by plain `deepspeed.initialize`.
+    """Return the whole DeepSpeed config, usable by plain `deepspeed.initialize`.
 
-    own_optimizer: the workload passes an optimizer object, so the config names none.
+    With `own_optimizer` the workload passes an optimizer object, so the config names none.
     """
     config = merge(strip_rung_keys(base), _with_path(rung.ds_config, nvme_path))
     for key, value in knobs.settings.items():
@@ -124,7 +124,7 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> di
     elif offloaded:
         added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
     if own_optimizer and rung.stage and "zero_allow_untested_optimizer" not in config:
-        added["zero_allow_untested_optimizer"] = True  # whose it is chose it: SGD, say, works, and is refused otherwise
+        added["zero_allow_untested_optimizer"] = True  # the user chose it: SGD, say, works, and is refused otherwise
     return added
 
 

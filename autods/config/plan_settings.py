@@ -33,7 +33,7 @@ NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Ranks on one kind of machine. base: the DeepSpeed config. problem: why nothing can run there."""
+    """Ranks on one kind of machine. `base` is the DeepSpeed config, `problem` says why nothing can run there."""
 
     machine: Machine
     world_size: int
@@ -59,9 +59,10 @@ class Site:
 class PlanSettings:
     """The settings of a plan. Several sites compare machines.
 
-    checkpointing: None: on, if the model can. largest: look for the largest micro batch. zero_init: stage 3 builds the
-    model under `deepspeed.zero.Init`. as_written: buckets and limits are the base config's, or DeepSpeed's own, not
-    those that a fit would start with. assumed: sentences about what the request leaves open.
+    `checkpointing` is None where it is on if the model can do it. `largest` asks for the largest micro batch, too.
+    With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`. With `as_written`, buckets and limits are
+    those of the base config, or DeepSpeed's defaults, and not those that a fit would start with.
+    `assumed` holds sentences about what the request leaves open.
     """
 
     source: WorkloadSource
@@ -161,22 +162,25 @@ def _check_device(device: str) -> Device:
     return "cpu" if device == "cpu" else "cuda"
 
 
-def _resolve_machines(on: str | None, asked: int | None, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
+def _resolve_machines(
+    on: str | None, device_bytes: int | None, device: Device, hardware: Hardware
+) -> tuple[Machine, ...]:
     """Return machines of the catalogue, or one with devices of the given size, or this machine."""
     if on is not None:
-        if asked is not None or device == "cpu":
-            other = "--gpu-memory" if asked is not None else "--device cpu"
+        if device_bytes is not None or device == "cpu":
+            other = "--gpu-memory" if device_bytes is not None else "--device cpu"
             raise InputError(f"--on names a card, so {other} says nothing", hint="drop one of the two")
         return find_machines(on)
     cards = hardware.cards if device == "cuda" else ()
-    if asked is not None:
-        return (Machine(name=ASKED, title="as asked", device_bytes=asked, gpus=len(cards) or None),)
+    if device_bytes is not None:
+        return (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
     if not cards:
-        what = (
-            "no CUDA GPU is visible, so say which to forecast for" if device == "cuda" else "--device cpu has no card"
+        if device == "cpu":
+            raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
+        raise InputError(
+            "no CUDA GPU is visible, so say which to forecast for",
+            hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
         )
-        hint = "give --gpu-memory 80GiB" if device == "cpu" else "give --gpu-memory 80GiB, --on a100-80gb or --on all"
-        raise InputError(what, hint=hint)
     smallest = min(cards, key=lambda card: card.total_bytes)
     here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
     return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
@@ -200,9 +204,9 @@ def _resolve_plan_ranks(gpus: int | None, nodes: int | None, machine: Machine, d
     return gpus, gpus // nodes
 
 
-def _resolve_micro_batch(asked: int | None, total: int | None, base: Mapping[str, Any], ranks: int) -> int:
+def _resolve_micro_batch(given: int | None, total: int | None, base: Mapping[str, Any], ranks: int) -> int:
     users = base.get("train_micro_batch_size_per_gpu")
-    micro = asked or (users if isinstance(users, int) else 1)
+    micro = given or (users if isinstance(users, int) else 1)
     if total is not None and total % (micro * ranks):
         raise InputError(
             f"micro batch {micro} × {ranks} ranks does not divide the global batch {total}",
@@ -234,7 +238,7 @@ def _parse_checkpointing(value: str | bool | None) -> bool | None:
 
 
 def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanRequest) -> list[str]:
-    """What the request leaves open although the forecast depends on it."""
+    """Sentences about the values that the request leaves open although the forecast depends on them."""
     assumptions = [
         f"{site.ranks_per_node} ranks a node (--nodes)"
         for site in sites

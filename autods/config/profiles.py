@@ -1,4 +1,4 @@
-"""How hard a fit tries: profiles read from TOML. A profile only picks combinations; a rung says what it is itself."""
+"""How hard a fit tries: profiles read from TOML. A profile only picks combinations; rungs have their own files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class GrowLimits:
 class RaceLimits:
     """How the rungs that fit compete.
 
-    stop: "first-fit" takes the first rung of the ladder that fits; "fastest" races the others against it. noise: the
-    relative error of a short timing. most_trials: trials that grow a rival's batch. steps, finals: the steps of a
-    rival's trials, and of the last comparison. turns: how often that comparison repeats. checkpointing: also race
-    without it.
+    With `stop` "first-fit", the first rung of the ladder that fits wins; with "fastest", the others race against it.
+    `noise` is the relative error of a short timing. `most_trials` limits the trials that grow a rival's batch.
+    `steps` are those of a rival's trials, `finals` those of the last comparison, which repeats `turns` times.
+    `checkpointing` also races configs without gradient checkpointing.
     """
 
     stop: Stop
@@ -47,7 +47,8 @@ class RaceLimits:
 class CertifyLimits:
     """The proofs that the winner has to pass.
 
-    most_trials: trials of the worst case; 0 skips the certificate. parity: steps that compare losses; None skips them.
+    `most_trials` limits the trials of the worst case; 0 skips the certificate. `parity` are the steps whose losses
+    are compared; None skips the comparison.
     """
 
     most_trials: int
@@ -84,14 +85,14 @@ class TimeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """headroom: the share of the device that growing and tuning leave free."""
+    """`headroom` is the share of the device that growing and tuning leave free."""
 
     headroom: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How hard a fit tries, as `configs/*.toml` describes it. ladder: the names of the rungs that are tried."""
+    """How hard a fit tries, as `configs/*.toml` describes it. `ladder` names the rungs that are tried."""
 
     name: str
     title: str = ""

@@ -78,27 +78,27 @@ def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: i
     return gpus
 
 
-def resolve_device_bytes(asked: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
-    """Return the memory of a rank's device, in bytes: `asked`, else the card's, or a share of free memory."""
+def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
+    """Return the memory of a rank's device, in bytes: `given`, else the card's, or a share of free memory."""
     if device == "cuda":
         card = min(hardware.cards[:ranks], key=lambda card: card.usable_bytes)
         smallest = card.usable_bytes
-        if asked is not None and asked > smallest:
+        if given is not None and given > smallest:
             shared = f", of which other processes hold {format_bytes(card.others_bytes)}" if card.others_bytes else ""
             raise InputError(
-                f"--gpu-memory {format_bytes(asked)}: the card has {format_bytes(card.total_bytes)}{shared}",
+                f"--gpu-memory {format_bytes(given)}: the card has {format_bytes(card.total_bytes)}{shared}",
                 hint=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
-        return asked or smallest
+        return given or smallest
     fair = int(hardware.host_free_bytes * 0.8 / ranks)
-    if asked is not None and asked * ranks > hardware.host_bytes:
+    if given is not None and given * ranks > hardware.host_bytes:
         raise InputError(
-            f"{ranks} CPU ranks × {format_bytes(asked)} = {format_bytes(asked * ranks)}: "
+            f"{ranks} CPU ranks × {format_bytes(given)} = {format_bytes(given * ranks)}: "
             f"this machine has {format_bytes(hardware.host_bytes)}",
             hint=f"give --gpu-memory {fair // 2**20}MiB or less",
         )
-    _check_process(asked or fair, hardware.process_bytes)
-    return asked or fair
+    _check_process(given or fair, hardware.process_bytes)
+    return given or fair
 
 
 def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
@@ -132,10 +132,11 @@ Objective = Literal["samples", "tokens", "memory"]
 class Settings:
     """The settings of a fit, checked against the machine.
 
-    gpus: ranks of all nodes together. device_bytes: memory of one rank's device. device_bytes_asked: --gpu-memory gave
-    it, so it is enforced. threads: of a rank, where OMP_NUM_THREADS names them. precisions: further ones that may win.
-    nodes, address: of a Ray cluster; without an address a Ray of autods' own runs on this machine. fresh: forget the
-    finished trials of an earlier fit in `out`.
+    `gpus` counts the ranks of all nodes together. `device_bytes` is the memory of one rank's device. It is enforced
+    where `device_bytes_asked` is true, because --gpu-memory gave it. `threads` is the number for one rank that
+    OMP_NUM_THREADS names, if it does. `precisions` are further ones that may win.
+    `nodes` and `address` describe a Ray cluster. Without an address autods starts Ray on this machine.
+    `fresh` forgets the finished trials of an earlier fit in `out`.
     """
 
     source: WorkloadSource
@@ -188,7 +189,7 @@ class Settings:
 def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:
     """Return the settings of a fit. Raises InputError where the machine cannot do what the request asks for.
 
-    hardware: this machine's, or that of the weakest node that may be used in a cluster.
+    `hardware` is this machine's, or that of the weakest node that may be used in a cluster.
     """
     if not 0 <= request.seed < _SEEDS:
         raise InputError(f"--seed {request.seed}: seeds are 0 to {_SEEDS - 1}")
@@ -256,7 +257,7 @@ def apply_script_config(settings: Settings, facts: ModelFacts) -> Settings:
 
 
 def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
-    """Return sentences about a surveyed script that its user should know. settings: with the script's config."""
+    """Return sentences about a surveyed script that its user should know. `settings` hold the script's config."""
     if facts.config is None:
         return ()
     sentences = []

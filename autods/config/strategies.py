@@ -19,8 +19,9 @@ State = Literal["parameters", "gradients", "optimizer"]
 class Sizing:
     """How the first value of a key follows from the device or from the model.
 
-    Exactly one of the shares is set. device_share: of the device's bytes, in elements of `bytes_each` bytes.
-    largest_parameter: a multiple of the largest parameter's elements. most: an upper bound in elements.
+    Exactly one of `device_share` and `largest_parameter` is set. `device_share` is a share of the device's memory,
+    and the value counts elements of `bytes_each` bytes. `largest_parameter` is a multiple of the elements of the
+    largest parameter. `most` is an upper bound in elements.
     """
 
     device_share: float | None = None
@@ -43,7 +44,7 @@ class Sizing:
 class Dimension:
     """The search space of a key: either choices, or a range given as multiples of the start value.
 
-    usual: DeepSpeed's own default, which is worth a trial whatever the start value is.
+    `usual` is DeepSpeed's default, which is worth a trial whatever the start value is.
     """
 
     choices: tuple[Scalar, ...] = ()
@@ -55,7 +56,7 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Conditions under which a rung is tried. world_size: with fewer ranks it gains nothing."""
+    """Conditions under which a rung is tried. With fewer ranks than `world_size` it gains nothing."""
 
     world_size: int
     nvme_path: bool
@@ -65,8 +66,9 @@ class Needs:
 class Rung:
     """One strategy of the ladder, as `strategies/*.toml` describes it.
 
-    order: position in the ladder; 10 is the fastest. shards, places: the states that are split over the ranks, and the
-    tier that holds each state between steps. start, tune: a dotted DeepSpeed key → its first value, its search space.
+    `order` is the position in the ladder; 10 is the fastest. `shards` are the states that are split over the ranks.
+    `places` maps a state to the tier that holds it between steps. `start` maps a dotted DeepSpeed key to its first
+    value, and `tune` maps it to its search space.
     """
 
     name: str

@@ -131,8 +131,8 @@ class ExitCodes:
     def first(self) -> Exit | None:
         """The exit that counts: torchrun's root cause, else the first that is no clean-up by the launcher (SIGTERM)."""
         failed = [exit for exit in self.exits if exit.code != 0]
-        own = [exit for exit in failed if exit.code not in (-15, 143)] or failed
-        return next((exit for exit in own if exit.root), own[0] if own else None)
+        candidates = [exit for exit in failed if exit.code not in (-15, 143)] or failed
+        return next((exit for exit in candidates if exit.root), candidates[0] if candidates else None)
 
     def read(self, text: str) -> bool:
         """Whether the line reports an exit; if so, it is kept."""

@@ -67,7 +67,7 @@ class LineFilter:
 
 @cache
 def _telling_words() -> re.Pattern[bytes]:
-    words = {word for row in rows() for word in row.says} | set(_STRUCTURE)
+    words = {word for row in rows() for word in row.phrases} | set(_STRUCTURE)
     return re.compile(_any_of(words).encode())
 
 

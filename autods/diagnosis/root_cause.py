@@ -29,8 +29,8 @@ _TRAINING_PROGRAM = re.compile(
 class Finding:
     """A message and the row that it matches.
 
-    rank: named by the message itself. local: the index of its GPU. nccl: the device in NCCL's prefix.
-    when: the time of its line, as its file writes it.
+    The message itself names `rank`. `local` is the index of its GPU, `nccl` the device in NCCL's prefix.
+    `when` is the time of its line, as its file writes it.
     """
 
     row: Signature
@@ -45,8 +45,9 @@ class Finding:
 class LogSummary:
     """Everything that was read from the logs of one run.
 
-    progress: file → training progress at its end. last: file → its last lines. root_rank: torchrun's root cause.
-    named_rank: an error line without a cause names it. text: whether any file was text.
+    `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
+    `root_rank` is torchrun's root cause. An error line without a cause names `named_rank`.
+    `text` tells whether any file was text.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -62,7 +63,7 @@ class LogSummary:
     text: bool = True
 
     def rank(self, finding: Finding) -> int | None:
-        """The rank that a finding is about: by its own words, then by its process id, then by its GPU."""
+        """The rank that a finding is about: by the message, then by its process id, then by its GPU."""
         ranks = (finding.rank, self.ranks.of(finding.message), self.ranks.of_device(finding.local))
         return next((rank for rank in ranks if rank is not None), None)
 
@@ -74,7 +75,7 @@ def finding_of(row: Signature, message: Message, files: int, when: Clock | None 
 
 
 def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagnosis:
-    """The diagnosis of a run. exit_code: of the whole run, as `subprocess` or a shell reports it, where it is known.
+    """The diagnosis of a run. `exit_code` is the run's, as `subprocess` or a shell reports it, if it is known.
 
     The strongest evidence wins: a cause in the logs, ranks that only noticed, weak messages, the exit code,
     memory pressure that the run survived.
@@ -127,8 +128,8 @@ def _finished(summary: LogSummary) -> bool:
 
 def _credible(causes: Sequence[Finding], summary: LogSummary, exit_code: int | None) -> list[Finding]:
     """The causes that the rest of the log does not contradict."""
-    own = [cause for cause in causes if not _is_about_other_program(cause, causes, summary, exit_code)]
-    return [cause for cause in own if not _is_incidental_mention(cause, own)]
+    of_run = [cause for cause in causes if not _is_about_other_program(cause, causes, summary, exit_code)]
+    return [cause for cause in of_run if not _is_incidental_mention(cause, of_run)]
 
 
 def _is_about_other_program(
@@ -221,7 +222,7 @@ def _rank_of_exit(summary: LogSummary) -> int | None:
 def _diagnosis(
     finding: Finding, confidence: float, same: Sequence[Finding], *, rank: int | None = None, advice: str | None = None
 ) -> Diagnosis:
-    """What the row says. same: the findings whose lines are shown as evidence."""
+    """The diagnosis by a finding's row. The lines of the findings in `same` are its evidence."""
     row, message = finding.row, finding.message
     lines = list(dict.fromkeys(line for other in same for line in _telling_lines(other)))[:_EVIDENCE_LINES]
     shortage = shortage_in(message.text)
@@ -249,7 +250,7 @@ def _diagnosis(
 def _telling_lines(finding: Finding) -> list[str]:
     """The first line of the message, and the line that the row matched."""
     lines = [line.strip() for line in finding.message.text.splitlines() if line.strip()]
-    matched = (line for line in lines if any(words in line.lower() for words in finding.row.says))
+    matched = (line for line in lines if any(phrase in line.lower() for phrase in finding.row.phrases))
     telling = (*lines[:1], next(matched, ""))
     return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys(filter(None, telling))]
 

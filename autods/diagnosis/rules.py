@@ -32,13 +32,17 @@ FILES = (
 class Signature:
     """One row. It matches a message when all of its conditions hold.
 
-    says: the text has one of these (lower case). types: the exception has one of these names; "*" is any exception.
-    pattern: a regular expression for the text; also: another one for the line that `pattern` matched.
-    stack: a regular expression for the traceback's frames. unless: one that must not match the text.
-    passing: a line below level ERROR that only mentions it counts too.
-    budget: in a process with a memory budget it means that the budget is used up.
-    killed: a process was killed; it counts as an OOM kill only if the node's memory shows one, where that is known.
-    example: a message that this row matches and no earlier one.
+    `phrases`: the text contains at least one of them (lower case).
+    `types`: the exception has one of these names; "*" is any exception.
+    `pattern`: a regular expression that matches the text.
+    `also`: a second one, for the line that `pattern` matched.
+    `stack`: a regular expression that matches the traceback's frames.
+    `unless`: one that must not match the text.
+
+    `passing` rows also count on a line below level ERROR that only mentions the failure. A `budget` row means, in a
+    process with a memory budget, that the budget is used up. A `killed` row reports that a process was killed. It
+    counts as an OOM kill only if the node's memory shows one, where that is known.
+    `example` is a message that this row matches and no earlier one.
     """
 
     name: str
@@ -49,7 +53,7 @@ class Signature:
     source: str
     tier: Tier | None = None
     weight: Weight = "cause"
-    says: tuple[str, ...] = ()
+    phrases: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
     pattern: str = ""
     also: str = ""
@@ -62,7 +66,7 @@ class Signature:
     file: str = ""
 
     def matches(self, text: str, type: str, stack: str) -> bool:
-        """Whether all conditions except `says` hold."""
+        """Whether all conditions except `phrases` hold."""
         if self.types and type not in self.types and not ("*" in self.types and type not in ("", ERROR_LINE)):
             return False
         if self.pattern and not self._matches_a_line(text):
@@ -131,10 +135,10 @@ def _read(name: str) -> list[Signature]:
 
 
 def first_match(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
-    """The first row that matches. passing: the line only mentions a failure, so only rows with `passing` are tried."""
+    """The first row that matches. With `passing` the line only mentions a failure, so only `passing` rows are tried."""
     lowered = text.lower()
     for row in rows():
-        if row.says and not any(words in lowered for words in row.says):
+        if row.phrases and not any(phrase in lowered for phrase in row.phrases):
             continue
         if (row.passing or not passing) and row.matches(text, type, stack):
             return row

@@ -43,9 +43,10 @@ _TOO_SMALL = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The node's memory during the trial, as the process that watches its ranks recorded it.
+    """The node's memory during the trial, recorded by the process that watches the node's ranks.
 
-    group_kills and machine_kills count OOM kills during the trial, in the fit's cgroup and on the whole machine.
+    `group_kills` counts OOM kills in the fit's cgroup during the trial. `machine_kills` counts those on the whole
+    machine.
     """
 
     limit_bytes: int
@@ -56,7 +57,7 @@ class HostMemory:
 
     @property
     def oom_kill_evidence(self) -> str | None:
-        """What shows that an OOM killer struck, if anything does; a SIGKILL alone does not."""
+        """A sentence that shows that an OOM killer struck; None without a sign of it. A SIGKILL alone is no sign."""
         if self.group_kills:
             return f"the OOM killer of its cgroup struck (the limit is {format_bytes(self.limit_bytes)})"
         if self.machine_kills:
@@ -72,12 +73,12 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """How one rank ended: by an exception (`types`, `message`, …), by a signal or exit code (`exit`), or lost.
+    """How one rank ended: by an exception (`types`, `message`), by a signal or exit code (`exit`), or `lost`.
 
-    exit: negative for a signal, as in `subprocess`. lost: 'stuck', 'stopped' or 'wall limit'. types: the exception's
-    class and its bases. causes: type and message of the exceptions that it was raised from, the nearest first.
-    contract: the part of the workload contract that was broken. idle_bytes: reserved by the device's allocator without
-    a tensor in them.
+    `exit` is negative for a signal, as in `subprocess`. `lost` is 'stuck', 'stopped' or 'wall limit'.
+    `types` are the exception's class and its bases. `causes` are type and message of the exceptions that it was raised
+    from, the nearest first. `contract` is the part of the workload contract that was broken. `idle_bytes` are reserved
+    by the device's allocator without a tensor in them.
     """
 
     rank: int
@@ -230,8 +231,8 @@ def _telling_line(cause: Evidence, row: Signature) -> str:
     if "ValidationError" in cause.types and (match := _PYDANTIC_ERROR.search(cause.message)):
         return f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
     for line in cause.text.splitlines():
-        if row.says:
-            matches = any(words in line.lower() for words in row.says)
+        if row.phrases:
+            matches = any(phrase in line.lower() for phrase in row.phrases)
         else:
             matches = bool(row.pattern) and re.search(row.pattern, line, re.IGNORECASE) is not None
         if matches:
@@ -252,9 +253,9 @@ def _fallback_verdict(cause: Evidence) -> Verdict:
         return _verdict_on_sigkill(cause)
     if cause.signal_name:
         return _verdict_on_signal(cause, cause.signal_name)
-    where = f"{cause.user_frame}: " if cause.user_frame else ""
+    prefix = f"{cause.user_frame}: " if cause.user_frame else ""
     if "SystemExit" in cause.types:
-        text = f"{where}sys.exit({cause.message}) was called"
+        text = f"{prefix}sys.exit({cause.message}) was called"
         return Verdict("user_code", "fix_code", text, "a workload must not leave the process")
     if not cause.types:
         if cause.exit == RESULT_UNWRITTEN_EXIT:
@@ -267,7 +268,7 @@ def _fallback_verdict(cause: Evidence) -> Verdict:
     # The workload's own code runs in build, forward and backward. The other phases are DeepSpeed with its config.
     if cause.phase in ("init", "step", "save", "load") and not cause.user_frame:
         return Verdict("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
-    return Verdict("user_code", "fix_code", f"{where}{cause.headline}", f"the workload raised it in {cause.phase}")
+    return Verdict("user_code", "fix_code", f"{prefix}{cause.headline}", f"the workload raised it in {cause.phase}")
 
 
 def _verdict_on_lost(cause: Evidence) -> Verdict:
@@ -365,8 +366,8 @@ def wants_larger_batch(text: str) -> bool:
 
 def input_error(failure: Failed, path: str, log: Path) -> InputError:
     """The error for a failure that the user has to fix: in the workload at `path`, or in the DeepSpeed config."""
-    where, text = CONFIG if failure.action == "fix_config" else path, failure.evidence
-    if where == path and (place := _PLACE.match(text)):  # a line of the workload, or of a module that it imports
-        where, text = place[1], text[place.end() :]
+    place, text = CONFIG if failure.action == "fix_config" else path, failure.evidence
+    if place == path and (match := _PLACE.match(text)):  # a line of the workload, or of a module that it imports
+        place, text = match[1], text[match.end() :]
     details = f"rank {failure.rank}, {failure.phase}; log: {log}"
-    return InputError(text, place=where, hint=f"{failure.advice} ({details})" if failure.advice else details)
+    return InputError(text, place=place, hint=f"{failure.advice} ({details})" if failure.advice else details)

@@ -16,11 +16,12 @@ Kind = Literal["out_of_memory", "none"] | FailureKind
 class Diagnosis:
     """Why a run died, or that it did not.
 
-    kind: `none` when nothing failed, `unknown` when the evidence does not show the cause.
-    tier: where memory ran out or was short. rank: the global rank that failed first by itself, if it is known.
-    phase: load, init, data, forward, backward, step, checkpoint or evaluation. confidence: 0 to 1.
-    evidence: lines that prove it, the most telling first. places: file:line of the first of them.
-    signature: the row of `signatures/` that decided. notes: further facts, such as fragmentation or another process.
+    `kind` is `none` when nothing failed, and `unknown` when the evidence does not show the cause.
+    `tier` is where memory ran out or was short. `rank` is the global rank that failed first by itself, if it is known.
+    `phase` is load, init, data, forward, backward, step, checkpoint or evaluation. `confidence` is between 0 and 1.
+    `evidence` are lines that prove it, the most telling first. `places` has the file and line of the first of them.
+    `signature` is the row of `signatures/` that decided.
+    `notes` are further facts, such as fragmentation or another process.
     """
 
     kind: Kind

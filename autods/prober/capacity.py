@@ -117,11 +117,11 @@ def capacity_result(cell: Cell, boundary: Boundary, forecast: CapacityForecast) 
         verified=fits,
         refused=boundary.refused,
         exact=boundary.exact,
-        said=_explain(boundary, forecast),
+        explanation=_explain(boundary, forecast),
     )
     ids = tuple(record.id for record in boundary.records.values())
     result = summarize_cell(cell, shown)
-    if any(record.beside for record in shown) and fits is not None:
+    if any(record.neighbours for record in shown) and fits is not None:
         result = replace(
             result, reason="another trial ran on the same machine, so no speed is told",
             samples_per_second=None, tokens_per_second=None, spread=None, step_s=None,

@@ -250,8 +250,8 @@ def _need(rung: RungForecast) -> str:
         return f"needs {format_bytes(device.peak_bytes)} of device memory" if device else rung.reason
     predicted = rung.memory[tier]
     missing = predicted.peak_bytes - (predicted.limit_bytes or 0)
-    where = f"{TIER_NAMES[tier]}{' on a node' if tier in _PER_NODE else ''}"
-    return f"needs {format_bytes(predicted.peak_bytes)} of {where}, {format_bytes(missing)} more than there is"
+    memory = f"{TIER_NAMES[tier]}{' on a node' if tier in _PER_NODE else ''}"
+    return f"needs {format_bytes(predicted.peak_bytes)} of {memory}, {format_bytes(missing)} more than there is"
 
 
 def _fullest_tier(rung: RungForecast) -> Tier | None:

@@ -24,8 +24,8 @@ def print_probe(report: ProbeReport, console: Console) -> None:
     table, left_out = _table(report, console.width)
     console.print(table)
     if left_out:
-        where = f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE"
-        line = f"  {', '.join(left_out)}: on a wider terminal, and in {where}\n"
+        file = f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE"
+        line = f"  {', '.join(left_out)}: on a wider terminal, and in {file}\n"
         console.print(Text(line, style="dim"), soft_wrap=True)
     if reasons := list(_reasons(report)):
         console.print(pairs_grid(reasons))
@@ -194,7 +194,7 @@ def _reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
     cells_by_reason: dict[str, list[int]] = {}
     for cell in report.cells:
         if cell.same_as is None:
-            for reason in filter(None, (cell.reason, cell.capacity.said if cell.capacity else "")):
+            for reason in filter(None, (cell.reason, cell.capacity.explanation if cell.capacity else "")):
                 cells_by_reason.setdefault(reason, []).append(cell.number)
         for name, why in cell.unheeded.items():
             reason = f"{name} has no effect under {cell.values.get('rung')}: {why}"

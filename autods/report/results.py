@@ -13,7 +13,7 @@ from ..types import Device, Knobs, ModelFacts, Record, Scalar, ScriptKind, Skipp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Over whole optimizer steps, all ranks together; tokens are None when a sample has no fixed length."""
+    """The rate over whole optimizer steps, all ranks together. Tokens are None when a sample has no fixed length."""
 
     samples_per_second: float
     tokens_per_second: float | None = None
@@ -34,7 +34,7 @@ class ClosestRung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptLaunch:
-    """How an unmodified training script is started. argv still has its placeholders; module: started with -m."""
+    """How an unmodified training script is started. `argv` still has its placeholders; -m starts a `module`."""
 
     kind: ScriptKind
     path: str
@@ -47,13 +47,15 @@ class ScriptLaunch:
 class Report:
     """The result of a fit. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
-    memory: the winner's peaks; a tier that was not measured is absent.
-    certificate: see `tuner.certificate.Certificate`, as plain values.
-    reasons: rung (or a variant of one) → why it was left or chosen. "grow", "tune" and "certify" say why these steps
-    stopped; "batch" says how many samples an optimizer step trains on, and why.
-    importances: tuned key → share of the variation in throughput.
-    question: workload, parameters, gpus, nodes, device, device_bytes, threads (of a rank), global_batch, profile,
-    stop, ladder (names in order), lacks_nvme (rungs that need --nvme-path, which was not given), script.
+    `memory` has the winner's peaks; a tier that was not measured is absent. `certificate` holds the values of
+    `tuner.certificate.Certificate`. `importances` maps a tuned key to its share of the variation in throughput.
+
+    `reasons` maps a rung, or a variant of it, to why it was left or chosen. Its entries "grow", "tune" and "certify"
+    say why these steps stopped. "batch" says how many samples an optimizer step trains on, and why.
+
+    `question` has the keys workload, parameters, gpus, nodes, device, device_bytes, threads, global_batch, profile,
+    stop, ladder, lacks_nvme and script. `threads` are those of one rank, and `ladder` has the names in order.
+    `lacks_nvme` are the rungs that need --nvme-path, which was not given.
     """
 
     status: Literal["fit", "nothing_fits"]
@@ -109,8 +111,8 @@ Status = Literal["fits", "tight", "nothing_fits", "not_forecast"]
 class SiteForecast:
     """The forecasts of all rungs on one kind of machine, fastest rung first.
 
-    to_try: rungs that could not be forecast and may fit; a fit tries them.
-    lacks_nvme: rungs that need NVMe, which was not named.
+    `to_try` are the rungs that could not be forecast and may fit; a fit tries them.
+    `lacks_nvme` are the rungs that need NVMe, which was not named.
     """
 
     site: Site
@@ -140,8 +142,8 @@ class SiteForecast:
 class Forecast:
     """The result of a plan, machine by machine, smallest device first.
 
-    assumed: sentences about what the user left open and the result depends on; each rung adds its own.
-    zero_init: stage 3 was built under `deepspeed.zero.Init`.
+    `assumed` holds sentences about values that the user left open and the result depends on. Each rung adds its own.
+    `zero_init` is true if stage 3 was built under `deepspeed.zero.Init`.
     """
 
     sites: tuple[SiteForecast, ...]
@@ -204,26 +206,27 @@ class Ratio:
 class Capacity:
     """The largest micro batch of a cell.
 
-    forecast: on the simulated device; None when none fits or it could not be simulated.
-    verified: the largest that fitted in a trial. refused: the smallest that did not. exact: no size lies between them.
-    said: one sentence on how these compare.
+    `forecast` is that of the simulated device. It is None when no size fits or the cell could not be simulated.
+    `verified` is the largest size that fitted in a trial, `refused` the smallest that did not.
+    `exact` is true if no size lies between the two. `explanation` compares the three in one sentence.
     """
 
     forecast: int | None = None
     verified: int | None = None
     refused: int | None = None
     exact: bool = False
-    said: str = ""
+    explanation: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
     """One combination of values and its measurements.
 
-    values: axis → value; None: not set. reason: why it did not fit or was not run. unheeded: axis that has no effect
-    here → why. same_as: the cell whose trials are shared. samples_per_second and tokens_per_second are medians of
-    `repeats` trials; spread is their relative standard deviation. sent_bytes: by a rank in an optimizer step.
-    memory: the highest peaks. missing_bytes: a lower bound, on `tier`. trials: ids.
+    `values` maps an axis to its value; None is a value that is not set. `reason` says why the cell did not fit or was
+    not run. `unheeded` maps an axis that has no effect here to the reason. `same_as` is the cell whose trials are
+    shared. The samples and tokens per second are medians of `repeats` trials, and `spread` is their relative standard
+    deviation. `sent_bytes` counts what a rank sends in an optimizer step. `memory` has the highest peaks.
+    `missing_bytes` is a lower bound, on `tier`. `trials` are ids.
     """
 
     number: int
@@ -253,8 +256,8 @@ class CellResult:
 class ProbeReport:
     """The result of a probe.
 
-    compared: the number of the reference cell of all ratios, and the measure. notes: sentences that hold for all cells.
-    question: the request, as plain values.
+    `compared` is the number of the reference cell of all ratios, and their measure.
+    `notes` are sentences that hold for all cells. `question` is the request, as plain values.
     """
 
     status: Literal["done", "nothing_fits"]

@@ -351,7 +351,7 @@ def _csv_fields(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, An
     if cell.capacity is not None:
         for name in ("forecast", "verified", "refused", "exact"):
             yield f"largest_{name}", _csv_value(getattr(cell.capacity, name))
-    reasons = [cell.reason, cell.capacity.said if cell.capacity else "", *cell.unheeded.values()]
+    reasons = [cell.reason, cell.capacity.explanation if cell.capacity else "", *cell.unheeded.values()]
     yield "reason", "; ".join(" ".join(reason.split()) for reason in reasons if reason)
 
 

@@ -162,7 +162,7 @@ class RunnerPool:
             runner.switch_to(apply_conditions(self.settings, trial.conditions))
             record = runner.run(trial, id=id)
         if not turn.neighbours or not neighbours_may_be_why(record.outcome):
-            return replace(record, beside=turn.neighbours)
+            return replace(record, neighbours=turn.neighbours)
         self.listen(Note(text=f"trial {id} shared its machine with another when it failed: it runs again, alone"))
         with self.turns.exclusive():
             return runner.run(trial, id=id)

@@ -22,8 +22,8 @@ _IDLE_BYTES = 64 * 2**20
 class Card:
     """One GPU or MIG slice that CUDA shows.
 
-    index: NVML's number, or the place of a slice on its card. total_bytes: memory for programs, without the driver's
-    reserve, as CUDA counts it. others_bytes: held by other processes. pids: those of them that this user may see.
+    `index` is NVML's number, or the place of a slice on its card. `total_bytes` is the memory for programs, without the
+    driver's reserve, as CUDA counts it. Other processes hold `others_bytes`. `pids` are those that this user may see.
     """
 
     index: int
@@ -43,7 +43,10 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlReading:
-    """The visible cards. driver: its version. cuda: the newest that it runs, (13, 0) say. problem: why NVML failed."""
+    """The visible cards, and the version of the driver.
+
+    `cuda` is the newest CUDA that the driver runs, such as (13, 0). `problem` says why NVML failed.
+    """
 
     cards: tuple[Card, ...] = ()
     driver: str | None = None

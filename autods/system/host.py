@@ -134,8 +134,9 @@ _VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULT
 class Hardware:
     """One node.
 
-    driver, cuda: version of the GPU driver, and the newest CUDA that it runs. unusable: why its cards cannot be used,
-    with the command that fixes it. process_bytes: the private memory of one process, where `ulimit -Hd` limits it.
+    `driver` is the version of the GPU driver, `cuda` the newest CUDA that it runs. `unusable` says why the cards cannot
+    be used, with the command that fixes it. `process_bytes` is the private memory of one process, if `ulimit -Hd`
+    limits it.
     """
 
     cpu: str
@@ -202,7 +203,7 @@ def visible_cards(visible: str | None) -> tuple[Card, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """The installed torch. cuda: the CUDA that it was built with, (13, 0) say; None: a build without CUDA."""
+    """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA."""
 
     version: str
     cuda: tuple[int, int] | None

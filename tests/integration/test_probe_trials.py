@@ -104,7 +104,7 @@ def test_trials_prove_capacity_also_for_two_cells_at_a_time(ray: object, tmp_pat
         assert capacity.exact
         kinds = {tried[id].trial.knobs.micro_batch: tried[id].outcome.kind for id in cell.trials}
         assert (kinds[capacity.verified], kinds[capacity.refused]) == ("fit", "out_of_memory")
-    assert sum(record.beside for record in report.trials) >= 2
+    assert sum(record.neighbours for record in report.trials) >= 2
 
 
 def test_a_hugging_face_config_is_probed_by_its_own_keys(ray: object, tmp_path: Path) -> None:

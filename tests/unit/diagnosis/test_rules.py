@@ -23,7 +23,7 @@ def test_the_line_filter_keeps_every_example(row: Signature) -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
 def test_every_row_has_words_or_exception_types(row: Signature) -> None:
-    assert row.says or row.types
+    assert row.phrases or row.types
 
 
 def test_names_are_unique_and_every_row_names_its_source() -> None:

@@ -88,7 +88,7 @@ def test_the_result_says_what_is_missing_for_micro_batch_1(tmp_path: Path) -> No
     assert cell.status == "out_of_memory"
     assert cell.capacity is not None
     assert cell.capacity.verified is None
-    assert "not even micro batch 1 fits: device lacks" in cell.capacity.said
+    assert "not even micro batch 1 fits: device lacks" in cell.capacity.explanation
     assert tried == [1]
 
 
@@ -104,7 +104,7 @@ def test_the_result_says_whether_the_forecast_was_too_low(tmp_path: Path) -> Non
     bold, _ = searched(ask(tmp_path, "rung=zero1", capacity=True), simulating(10), sample_mib=20)
     assert careful.capacity is not None
     assert bold.capacity is not None
-    assert "was too low" in careful.capacity.said
+    assert "was too low" in careful.capacity.explanation
 
 
 def test_a_failure_that_is_not_of_memory_ends_the_search_of_its_cell(tmp_path: Path) -> None:

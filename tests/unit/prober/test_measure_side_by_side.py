@@ -127,7 +127,9 @@ def test_trials_that_shared_a_machine_tell_no_speed(tmp_path: Path) -> None:
     class Shared(Bench):
         def run(self, trial: Trial, *, id: int) -> Record:
             record = Bench.run(self, trial, id=id)
-            return Record(id=id, trial=trial, outcome=record.outcome, seconds=1.0, beside=int(trial.rung == "zero2"))
+            return Record(
+                id=id, trial=trial, outcome=record.outcome, seconds=1.0, neighbours=int(trial.rung == "zero2")
+            )
 
     alone, shared = probed(capacity(tmp_path, parallel=1), Shared(SURFACE)).cells
     assert alone.samples_per_second is not None

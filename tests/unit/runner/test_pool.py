@@ -219,7 +219,7 @@ def test_a_trial_that_ran_out_beside_another_runs_again_alone(tmp_path: Path) ->
         thread.join(WAITS_S)
         record_of.join(WAITS_S)
     assert was_alone == [False, True]  # alone: the other had ended
-    assert [(record.outcome.kind, record.beside) for record in records] == [("fit", 0)]
+    assert [(record.outcome.kind, record.neighbours) for record in records] == [("fit", 0)]
 
 
 def test_the_outcome_of_a_stopped_trial_does_not_count(tmp_path: Path) -> None:
