@@ -187,7 +187,7 @@ class WorkloadRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest(WorkloadRequest):
-    """What a command that runs trials may be asked as well."""
+    """The further options of a command that runs trials."""
 
     nodes: Count | None = field(
         default=None,
@@ -228,7 +228,7 @@ class TrialRequest(WorkloadRequest):
     seed: Count = field(default=0, metadata=_option("Search", "Seed of weights and search.", "N"))
     fresh: Switch = field(default=False, metadata=_option("Output", "Forget the finished trials of an earlier run."))
     out: PathText | None = field(
-        default=None, metadata=_option("Output", "Where the results go.", "DIR", default="autods-out/NAME")
+        default=None, metadata=_option("Output", "Folder for the results.", "DIR", default="autods-out/NAME")
     )
     on_event: Listener | None = field(
         default=None, compare=False, repr=False, metadata=_listener("Called with each `events.Event` while it works.")
@@ -352,7 +352,7 @@ class ProbeRequest(TrialRequest):
         metadata=_option(
             "Search",
             "With --capacity: search up to N cells side by side, as far as cards or processors are "
-            "free. 1 by default: trials that share a machine tell no speeds.",
+            "free. 1 by default: speeds of trials that share a machine cannot be compared.",
             "N",
         ),
     )
@@ -385,19 +385,19 @@ def field_types(request: type) -> Mapping[str, Any]:
 
 
 def kind_of(hint: Any) -> Kind | None:
-    """The `Kind` in a field's type, Count | None say; None: any value may stand there."""
+    """The `Kind` in a field's type, such as Count | None. None means that any value is accepted."""
     if get_origin(hint) is Annotated:
         return next((each for each in hint.__metadata__ if isinstance(each, Kind)), None)
     return next((kind for part in get_args(hint) if (kind := kind_of(part)) is not None), None)
 
 
 def options_of(request: Any) -> Mapping[str, Option]:
-    """The option of each field of a request's class."""
+    """The options of a request's fields, by name."""
     return {each.name: each.metadata["option"] for each in fields(request)}
 
 
 def check_value(name: str, value: Any, kind: Kind) -> Any:
-    """The value as it is kept. Raises InputError that names the argument where the value is of another type.
+    """Return the value as a request keeps it. Raises InputError that names an argument of another type.
 
     True and False are no numbers. Text is no list, although Python can iterate over it.
     """
@@ -415,7 +415,7 @@ def check_value(name: str, value: Any, kind: Kind) -> Any:
 
 
 def check_count(name: str, value: Any) -> int:
-    """A whole number. Raises InputError for a value of another type."""
+    """Return a whole number. Raises InputError for a value of another type."""
     return cast(int, check_value(name, value, Kind(Integral, "a whole number", int)))
 
 

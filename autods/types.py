@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
-# What a rank is doing. The order is that of a trial; the heartbeat stores the index.
+# The activity of a rank. The order is that of a trial; the heartbeat stores the index.
 Phase = Literal[
     "start", "rendezvous", "build", "init", "forward", "backward", "step", "evaluate", "save", "load", "done"
 ]
@@ -41,7 +41,7 @@ class CardUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the wall time of a trial went, seconds; overhead_s = wall_s − build_s − steps_s."""
+    """The parts of a trial's wall time in seconds. `overhead_s` is `wall_s` without `build_s` and `steps_s`."""
 
     wall_s: float
     build_s: float = 0.0
@@ -209,16 +209,16 @@ def first_line(text: str, most: int = 160) -> str:
 
 
 Device = Literal["cuda", "cpu"]
-# Why a trial is run: which part of the search asked for it; "probe": a person did.
+# The part of the search that a trial belongs to, or "probe".
 Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify", "probe"]
 # What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it
 # evaluates, saves a checkpoint and loads it. parity: all ranks and micro batches cut the same samples of one global
 # batch, without dropout, so that the losses of two configs can be compared; a script deals out its own samples, and a
 # mark says which.
 Exam = Literal["worst_case", "parity"]
-# What a Hugging Face config is trained for.
+# The task that a Hugging Face config is trained for.
 Task = Literal["causal-lm", "seq2seq", "masked-lm", "image-classification"]
-# What a training script hands its model to.
+# The library that a training script gives its model to.
 ScriptKind = Literal["deepspeed", "hf_trainer", "accelerate", "lightning"]
 Scalar = bool | int | float | str
 

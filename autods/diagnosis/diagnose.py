@@ -12,14 +12,14 @@ from typing import IO
 
 from ..errors import InputError
 from .exit_codes import ExitCodes
-from .messages import SAYS_SO, Assembler, Message
+from .messages import REPORTS_FAILURE, Assembler, Message
 from .reader import BLOCK_BYTES, Reader
 from .root_cause import LogSummary, finding_of, pick_root_cause
 from .rules import ERROR_LINE, Signature, first_match
 from .values import Diagnosis
 
 Log = str | PathLike[str] | Mapping[str, str]
-# Launchers' exceptions: they only report that a child failed, whose own message is elsewhere.
+# Exceptions of launchers, which only report that a child failed. The child's message stands in another place.
 _LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _ASCEND_RANK = re.compile(r"\bRankID:(\d+)\)")
 # The line is about memory running out, not a report of it: release notes, settings, advice.
@@ -39,9 +39,9 @@ _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def diagnose(log: Log | Iterable[PathLike[str]], exit_code: int | None = None) -> Diagnosis:
     """Find out why a run died.
 
-    log: its text, its path, or several logs, such as one per rank (name → text, or paths). A path is streamed, so that
-    memory stays bounded. exit_code: of the run, negative for a signal or as a shell reports it (137).
-    Raises InputError for a path that cannot be read.
+    `log` is the text or the path of a log. Several logs, such as one per rank, are a dict of texts by name, or a list
+    of paths. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a signal or as a
+    shell reports it (137). Raises InputError for a path that cannot be read.
     """
     if isinstance(log, str):
         return _diagnose_blocks([("", _text_blocks(log))], exit_code)
@@ -53,7 +53,7 @@ def diagnose(log: Log | Iterable[PathLike[str]], exit_code: int | None = None) -
 
 
 def name_logs(paths: Iterable[Path]) -> dict[str, Path]:
-    """Short name → path of every log in the given files and folders. Raises InputError where there is none."""
+    """Return the path of every log in the given files and folders, by short name. Raises InputError if there is none."""
     logs: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
@@ -69,7 +69,7 @@ def name_logs(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """A file's text as blocks of UTF-8; reads gzip and UTF-16 too. Raises InputError where it cannot be read."""
+    """Yield a file's text as blocks of UTF-8; gzip and UTF-16 are read too. Raises InputError if it cannot be read."""
     try:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
@@ -162,7 +162,7 @@ def _add_message(
 def _matching_row(message: Message) -> Signature | None:
     if message.manner == "quoted" or message.type in _LAUNCHER_ERRORS:
         return None
-    is_error = message.prefix.level == "error" or SAYS_SO.match(message.text) is not None
+    is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) is not None
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
     row = first_match(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
     if row is not None and row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):

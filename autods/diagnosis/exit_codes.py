@@ -14,7 +14,8 @@ from .values import Kind
 class Exit:
     """The end of one process as a log reports it.
 
-    code: negative for a signal, as in `subprocess`. root: the launcher names this process as the first that failed.
+    `code` is negative for a signal, as in `subprocess`. `root` is true if the launcher names this process as the first
+    that failed.
     """
 
     code: int

@@ -9,8 +9,8 @@ from typing import Literal
 
 from .reader import PROGRESS, Line, Prefix
 
-# raised: the end of a traceback. stated: a line that reports a failure itself. mentioned: a line below level ERROR.
-# quoted: data, arguments or generated text.
+# A message is raised at the end of a traceback, stated by a line that reports a failure itself, mentioned by a line
+# below level ERROR, or quoted in data, arguments or generated text.
 Manner = Literal["raised", "stated", "mentioned", "quoted"]
 TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
@@ -34,7 +34,7 @@ _CODE = re.compile(
 )
 BOX = "│╭╰┌└├|❱"
 NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
-SAYS_SO = re.compile(
+REPORTS_FAILURE = re.compile(
     r"(?:[\w./-]+: (?=error:)|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
@@ -87,15 +87,9 @@ def is_code(text: str) -> bool:
 
 def manner_of(line: Line) -> Manner:
     """How a plain line relates to a failure that it names: it reports it, mentions it or quotes it."""
-    if _QUOTED.search(line.text) and line.prefix.level != "error" and not SAYS_SO.match(line.text):
+    if _QUOTED.search(line.text) and line.prefix.level != "error" and not REPORTS_FAILURE.match(line.text):
         return "quoted"
-    match line.prefix.level:
-        case "error":
-            return "stated"
-        case "debug" | "info" | "warning":
-            return "mentioned"
-        case _:
-            return "stated"
+    return "mentioned" if line.prefix.level in ("debug", "info", "warning") else "stated"
 
 
 _MOST_FRAMES = 120
@@ -106,7 +100,7 @@ CUT = "a traceback without its end"
 
 @dataclass(slots=True)
 class Message:
-    """One message of a process. text: the exception with its message, or the line."""
+    """One message of a process. `text` is the exception with its message, or the line."""
 
     file: str
     number: int

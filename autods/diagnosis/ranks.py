@@ -37,12 +37,15 @@ _ONE_HOST = re.compile(
 _MANY_HOSTS = re.compile(
     r"WORLD INFO DICT: \{'[^']+': \[[\d, ]*\], '|nnodes=(?:[2-9]|\d\d)|--nnodes[= ](?:[2-9]|\d\d)|--num_machines[= ](?:[2-9]|\d\d)|\bnode_rank=[1-9]"
 )
+_OWN_PID = re.compile(
+    r"\W*(?:(?:my|own|process|this|running|started|trainer|main)\W+){0,4}pid\W{1,3}\d+\W*", re.IGNORECASE
+)
 _MOST_PIDS = 20_000
 
 
 @dataclass(slots=True)
 class Ranks:
-    """The ranks of process ids and GPUs, collected from messages. hosts: 1, 2 (more than one) or None (unknown)."""
+    """The ranks of process ids and GPUs, collected from messages. `hosts` is 1, 2 for more than one, or None."""
 
     pids: dict[int, int] = field(default_factory=dict)
     hosts: int | None = None
@@ -122,14 +125,7 @@ def rank_of_file(name: str) -> int | None:
 
 
 def _is_own_pid(line: str) -> bool:
-    return (
-        re.fullmatch(
-            r"\W*(?:(?:my|own|process|this|running|started|trainer|main)\W+){0,4}pid\W{1,3}\d+\W*",
-            line.strip(),
-            re.IGNORECASE,
-        )
-        is not None
-    )
+    return _OWN_PID.fullmatch(line.strip()) is not None
 
 
 def _pid_in(stream: str) -> int | None:

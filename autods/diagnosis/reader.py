@@ -1,4 +1,4 @@
-"""Read logs: skip lines that say nothing, and split off prefixes, times and records that loggers add."""
+"""Read logs: skip lines that show no failure, and split off prefixes, times and records that loggers add."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LineFilter:
         self._kept = 0
 
     def keeps(self, raw: bytes, lowered: bytes) -> bool:
-        """Whether the line has a word that some row looks for and is no repetition. lowered: the line in lower case.
+        """Whether the line has a word that some row looks for and is no repetition. `lowered` is it in lower case.
 
         Lines that differ only in their digits are repetitions. After `_MANY` kept lines those with the same words,
         or the same text but for hexadecimal digits, count as repetitions too.
@@ -347,7 +347,7 @@ _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line without its prefix. progress: training steps that its file has shown since the first failure."""
+    """One line without its prefix. `progress` counts the training steps in its file since the first failure."""
 
     file: str
     number: int
@@ -374,7 +374,7 @@ class Reader:
         self._filter = LineFilter()
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
-        """The lines in order. blocks: the file's bytes (UTF-8) in pieces of any size."""
+        """The lines in order. `blocks` are the file's bytes (UTF-8) in pieces of any size."""
         rest = b""
         for block in blocks:
             self.bytes += len(block)
@@ -391,11 +391,11 @@ class Reader:
         self._watch_until = self.number + _WATCH_LINES
 
     def ended(self) -> dict[str, int]:
-        """File → training progress."""
+        """The training progress by file."""
         return {**self.parts, self.file: self.progress}
 
     def when(self, number: int) -> Clock | None:
-        """The time of a line that was just read: its own, or that of the last line before it with a time."""
+        """The time of a line that was just read, or of the last line before it with a time."""
         here = number - self._first
         for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
             if clock := clock_of(raw[: 2 * _TIME_SPAN].decode(errors="replace")):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .exit_codes import Exit, meaning_of_exit, normalize_exit_code
-from .messages import SAYS_SO, Message
+from .messages import REPORTS_FAILURE, Message
 from .ranks import Ranks, local_of, nccl_device_of, rank_of
 from .reader import Clock
 from .rules import Signature
@@ -150,7 +150,12 @@ def _is_incidental_mention(cause: Finding, causes: Sequence[Finding]) -> bool:
     message = cause.message
     if cause.row.kind != "out_of_memory" or cause.row.tier != "device" or cause.row.weight == "decisive":
         return False
-    if message.manner == "raised" or message.type or message.prefix.level == "error" or SAYS_SO.match(message.text):
+    if (
+        message.manner == "raised"
+        or message.type
+        or message.prefix.level == "error"
+        or REPORTS_FAILURE.match(message.text)
+    ):
         return False
     if "tried to allocate" in message.text.lower():
         return False

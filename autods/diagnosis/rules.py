@@ -103,7 +103,7 @@ _FRAGMENT = re.compile(r"\{([a-z_]+)\}")
 
 @cache
 def _fragments() -> dict[str, str]:
-    """Name → regular expression, from `signatures/fragments.toml`."""
+    """The regular expressions of `signatures/fragments.toml`, by name."""
     lists = tomllib.loads((_FOLDER / "fragments.toml").read_text(encoding="utf-8"))
     return {name: f"(?:{'|'.join(alternatives)})" for name, alternatives in lists.items()}
 

@@ -80,7 +80,7 @@ def _question(report: Report) -> str:
 
 
 def ladder_table(report: Report, *, wide: bool) -> Table:
-    """A row a rung: its outcome, memory and speed. wide: with the reason."""
+    """A row a rung: its outcome, memory and speed, and in a `wide` table the reason."""
     table = plain_table(expand=wide)
     table.add_column("rung", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
@@ -103,7 +103,7 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
 
 
 def ladder_rows(report: Report) -> dict[str, Record | str]:
-    """Rung → its most telling trial, or why it was skipped; in the ladder's order."""
+    """Return the most telling trial of each rung, or why it was skipped, in the ladder's order."""
     rows: dict[str, Record | str] = {}
     for record in report.trials:
         if record.trial.limited:  # an unlimited trial only measures how much would have been enough
@@ -115,7 +115,7 @@ def ladder_rows(report: Report) -> dict[str, Record | str]:
 
 
 def untried_rungs(report: Report) -> dict[str, list[str]]:
-    """Reason → the rungs of the ladder that were neither tried nor skipped for it."""
+    """Return the rungs of the ladder that were neither tried nor skipped, by the reason."""
     rows, groups = ladder_rows(report), dict[str, list[str]]()
     for rung in report.ladder:
         if rung not in rows and rung in report.reasons:
@@ -141,7 +141,7 @@ def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def _refused_by_forecast(report: Report) -> dict[str, TierUse]:
-    """Rungs that were not tried because their forecast cannot fit → the forecast of their device memory."""
+    """Return the forecast of device memory of each rung that was not tried because it cannot fit."""
     tried_rungs = {record.trial.rung for record in report.trials}
     return {
         row["rung"]: TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=row["device"]["limit_bytes"])
@@ -165,7 +165,7 @@ def _memory(report: Report, record: Record, winner: bool) -> Text:
 
 
 def _memory_line(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
-    """sign: ≥ for a lower bound, ~ for a forecast."""
+    """Format one tier's memory. `sign` is ≥ for a lower bound and ~ for a forecast."""
     return Text.assemble((f"{tier:<7}", "dim"), sign, format_use(use))
 
 
@@ -192,7 +192,7 @@ def _variant_reasons(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def communication_lines(report: Report) -> Iterator[tuple[str, Text]]:
-    """Rung → bytes a rank sends in an optimizer step, and the share of the step that this takes where it was timed."""
+    """A line for each rung: the bytes that a rank sends in an optimizer step, and their share of its time."""
     fits: dict[str, Fit] = {}
     for record in sorted(report.trials, key=_communication_order):
         if isinstance(record.outcome, Fit) and _sends(record.outcome):

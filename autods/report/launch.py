@@ -39,7 +39,7 @@ _TRAINER_ARGUMENTS = {
 
 
 def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
-    """What to type now: a name and one whole line each, so that they can be copied."""
+    """The lines with which a user starts the training, each with a name. A line is whole, so that it can be copied."""
     assert report.knobs is not None
     folder, commands, script = Path(report.out), launch_commands(report), report.script
     if script is None:
@@ -65,7 +65,7 @@ def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def launch_commands(report: Report) -> dict[str, str]:
-    """Launcher → its whole command line. `train.py` stands for the user's script where the workload is none.
+    """The whole command line of each launcher. `train.py` stands for the user's script where the workload is none.
 
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
     are GPUs; OMP_NUM_THREADS gives each rank as many threads as it had in trials.

@@ -72,11 +72,11 @@ class _Running:
 
 
 class Progress(LiveView):
-    """A `events.Listener` and a context manager.
+    """An `events.Listener` and a context manager.
 
     On a terminal it prints finished trials as lines, and below them the running one with its phase and seconds.
     Elsewhere it prints one plain line for each finished trial, skipped rung and note. Events may come from any thread.
-    label: a trial's conditions, shown beside its rung and batch.
+    `label` formats a trial's conditions, which stand beside its rung and batch.
     """
 
     def __init__(

@@ -190,7 +190,7 @@ def _reference(report: ProbeReport) -> int | None:
 
 
 def _reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
-    """Cells → why they did not run, how their capacity was found, or which values have no effect there."""
+    """Sentences by cells: why they did not run, how their capacity was found, or which values have no effect."""
     cells_by_reason: dict[str, list[int]] = {}
     for cell in report.cells:
         if cell.same_as is None:

@@ -96,7 +96,7 @@ def read(folder: Path) -> Report:
 
 
 def _configs(report: Report) -> dict[str, str | None]:
-    """File → its text; None for a file that does not apply."""
+    """Return the text of each file by its name; None for a file that does not apply."""
     if report.ds_config is None:
         return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE))
     lightning = report.script is not None and report.script.kind == "lightning"

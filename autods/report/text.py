@@ -87,7 +87,7 @@ def format_value(value: Scalar | None) -> str:
 
 
 def format_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
-    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'. name: 'replicas' for a pipeline."""
+    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'. For a pipeline `name` is 'replicas'."""
     parts = f"{knobs.micro_batch} micro batch × {knobs.accumulation} accumulation × {ranks} {name}"
     return f"{parts} = {knobs.train_batch(ranks)} train batch"
 
@@ -103,7 +103,7 @@ def format_phase(phase: Phase, step: int) -> str:
 
 
 def format_record(record: Record, *, replayed: bool = False, label: str = "") -> str:
-    """A finished trial as one plain line. label: the conditions of a probe's trial."""
+    """A finished trial as one plain line. `label` has the conditions of a probe's trial."""
     trial = record.trial
     end = "from the journal" if replayed else format_seconds(record.seconds)
     steps = f" × {trial.knobs.accumulation}" if trial.knobs.accumulation > 1 else ""
@@ -175,5 +175,5 @@ def pairs_grid(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
 
 
 def bullets(lines: Iterable[str], *, style: str = "") -> RenderableType:
-    """One indented line each, with a dot before it."""
+    """The lines, each indented and with a dot before it."""
     return Group(*(Padding(Text(f"· {line}", style=style), (0, 0, 0, 2)) for line in lines))
