@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
+TIERS_OF_A_NODE: tuple[Tier, ...] = ("host", "nvme")  # the others are a rank's
 # The activity of a rank. The order is that of a trial; the heartbeat stores the index.
 Phase = Literal[
     "start", "rendezvous", "build", "init", "forward", "backward", "step", "evaluate", "save", "load", "done"

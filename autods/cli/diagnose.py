@@ -25,7 +25,7 @@ autods diagnose rank_0.log rank_1.log        one file a rank; a folder of logs w
 
 dmesg -T | cat train.log - | autods diagnose -
 
-Exit codes: 0 answered, whatever the answer; 2 wrong input.
+Exit codes: 0 diagnosed, 2 wrong input.
 """
 
 
@@ -59,7 +59,7 @@ def _diagnose(request: DiagnoseRequest) -> Diagnosis:
 
     logs = [Path(log) for log in request.logs]
     if not logs and request.exit_code is None:
-        raise InputError("there is nothing to go by", hint="give a log, or --exit-code: autods diagnose train.log")
+        raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
     if Path("-") in logs:
         return diagnose(sys.stdin.buffer.read().decode(errors="replace"), request.exit_code)
     diagnosis = diagnose(logs, request.exit_code)

@@ -45,6 +45,7 @@ _KEYS = (
 )  # fmt: skip
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
 _NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+_GIVE_JSON = "give --base-config a DeepSpeed JSON file"
 _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
@@ -58,16 +59,12 @@ def read_base_config(path: Path) -> dict[str, Any]:
             _strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once, parse_constant=_no_number
         )
     except OSError as error:
-        raise InputError(
-            f"cannot be read: {error.strerror}", place=str(path), hint="give --base-config a DeepSpeed JSON file"
-        ) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=str(path), hint=_GIVE_JSON) from None
     except UnicodeDecodeError:
-        raise InputError("is not text", place=str(path), hint="give --base-config a DeepSpeed JSON file") from None
+        raise InputError("is not text", place=str(path), hint=_GIVE_JSON) from None
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
-        raise InputError(
-            f"is not JSON: {error.msg}", place=place, hint="give --base-config a DeepSpeed JSON file"
-        ) from None
+        raise InputError(f"is not JSON: {error.msg}", place=place, hint=_GIVE_JSON) from None
     except _Refused as error:
         problem, hint = error.args
         raise InputError(problem, place=str(path), hint=hint) from None

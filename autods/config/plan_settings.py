@@ -150,7 +150,7 @@ def _check_script(source: WorkloadSource, request: PlanRequest) -> None:
     for option, given in options.items():
         if given:
             raise InputError(
-                f"{option} says nothing to a training script: it builds its model itself",
+                f"{option} has no effect on a training script, which builds its model itself",
                 place=source.path,
                 hint="drop the option, or give the script's own arguments after --",
             )
@@ -169,7 +169,7 @@ def _resolve_machines(
     if on is not None:
         if device_bytes is not None or device == "cpu":
             other = "--gpu-memory" if device_bytes is not None else "--device cpu"
-            raise InputError(f"--on names a card, so {other} says nothing", hint="drop one of the two")
+            raise InputError(f"--on names a card, so {other} has no effect", hint="drop one of the two")
         return find_machines(on)
     cards = hardware.cards if device == "cuda" else ()
     if device_bytes is not None:

@@ -179,6 +179,3 @@ def _is_text(block: bytes) -> bool:
         return False
     undecodable = sample.decode("utf-8", errors="replace").count("�")
     return undecodable < len(sample) * (1 - _LEAST_PRINTABLE)
-
-
-__all__ = ["Diagnosis", "diagnose", "name_logs", "read_blocks"]

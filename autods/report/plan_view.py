@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..forecast.values import RungForecast, TierForecast
-from ..types import TIERS, Tier
+from ..types import TIERS, TIERS_OF_A_NODE, Tier
 from ..units import choose_unit, format_bytes, format_count
 from .results import Forecast, SiteForecast
 from .text import (
@@ -36,7 +36,6 @@ _TENSOR_KINDS: Mapping[str, tuple[str, str]] = {
     "other": ("·", "white"),
 }
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
-_PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 _STATUS_STYLES = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
 _CLEARLY_LEANER = 0.8  # of the best rung's device memory
 
@@ -250,7 +249,7 @@ def _need(rung: RungForecast) -> str:
         return f"needs {format_bytes(device.peak_bytes)} of device memory" if device else rung.reason
     predicted = rung.memory[tier]
     missing = predicted.peak_bytes - (predicted.limit_bytes or 0)
-    memory = f"{TIER_NAMES[tier]}{' on a node' if tier in _PER_NODE else ''}"
+    memory = f"{TIER_NAMES[tier]}{' on a node' if tier in TIERS_OF_A_NODE else ''}"
     return f"needs {format_bytes(predicted.peak_bytes)} of {memory}, {format_bytes(missing)} more than there is"
 
 

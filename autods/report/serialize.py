@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..journal import read_record
 from ..schema import read_as
-from ..types import TIERS, Knobs, Record, Skipped, Tier, TierUse
+from ..types import TIERS, TIERS_OF_A_NODE, Knobs, Record, Skipped, Tier, TierUse
 from .launch import (
     ACCELERATE,
     DS_CONFIG,
@@ -212,7 +212,6 @@ def _unwritable(path: Path, why: str | None) -> InputError:
 
 
 _NOTHING = TierForecast(peak_bytes=0, low_bytes=0, high_bytes=0)
-_PER_NODE: tuple[Tier, ...] = ("host", "nvme")
 
 
 def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
@@ -256,8 +255,7 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
         "assumed": list(rung.assumed),
         "seconds": round(rung.seconds, 3),
     }
-    tiers: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
-    for tier in tiers:
+    for tier in TIERS:
         row[tier] = _tier(rung, tier, ranks_per_node) if rung.memory else None
     return row
 
@@ -266,7 +264,7 @@ def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]
     forecast = rung.memory.get(tier, _NOTHING)
     sizes = {"peak_bytes": forecast.peak_bytes, "low_bytes": forecast.low_bytes, "high_bytes": forecast.high_bytes}
     limit = {"limit_bytes": forecast.limit_bytes}
-    if tier in _PER_NODE:
+    if tier in TIERS_OF_A_NODE:
         each = {name: -(-size // ranks_per_node) for name, size in sizes.items()}
         return {**each, "node": {**sizes, **limit}}
     if tier == "pinned":

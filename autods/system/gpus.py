@@ -108,7 +108,7 @@ def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...
         return ()
     return (
         f"CUDA_VISIBLE_DEVICES names cards by UUID, which DeepSpeed's ZeRO-1 and -2 cannot read: trials run with "
-        f"CUDA_VISIBLE_DEVICES={numbers} CUDA_DEVICE_ORDER=PCI_BUS_ID, and so has to be what comes after",
+        f"CUDA_VISIBLE_DEVICES={numbers} CUDA_DEVICE_ORDER=PCI_BUS_ID; set both for your own runs as well",
     )
 
 

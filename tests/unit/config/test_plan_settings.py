@@ -165,7 +165,7 @@ def test_a_script_s_batch_that_cannot_be_split_is_refused() -> None:
 
 
 def test_how_a_script_builds_its_model_is_not_for_the_command_line() -> None:
-    assert "--zero-init says nothing to a training script" in refusal(
+    assert "--zero-init has no effect on a training script" in refusal(
         source=SCRIPT, gpus=8, on="a100-80gb", zero_init=True
     )
     assert "--checkpointing" in refusal(source=SCRIPT, gpus=8, on="a100-80gb", checkpointing="on")
