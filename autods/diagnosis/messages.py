@@ -240,25 +240,19 @@ class Assembler:
 
     def _continues_with_stamp(self, opened: _Open, line: Line) -> bool:
         """Whether every line here has a time or level, and the exception's text ends with a colon."""
-        head = opened.message
-        alike = head is not None and (bool(head.prefix.time), head.prefix.level) == (
-            bool(line.prefix.time),
-            line.prefix.level,
-        )
+        if opened.message is None:
+            return False
+        first, prefix = opened.message.prefix, line.prefix
+        alike = bool(first.time) == bool(prefix.time) and first.level == prefix.level
         return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
 
     def _start(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         match = EXCEPTION.match(line.text)
-        if match and not match["type"].endswith("Warning") and not is_code(line.text):
-            opened = _Open()
-            opened.message = self._message(line, "stated", match, ())
-            opened.body = [line.text.rstrip()]
-            self._open[key] = opened
-        elif NATIVE.match(line.text):
-            opened = _Open()
-            opened.message = self._message(line, "stated", None, ())
-            opened.body = [line.text.rstrip()]
-            self._open[key] = opened
+        if match and (match["type"].endswith("Warning") or is_code(line.text)):
+            match = None
+        if match or NATIVE.match(line.text):
+            message = self._message(line, "stated", match, ())
+            self._open[key] = _Open(message=message, body=[line.text.rstrip()])
         else:
             yield from self._single_line(key, line)
 
@@ -282,8 +276,7 @@ class Assembler:
 
     def _message(self, line: Line, manner: Manner, match: re.Match[str] | None, frames: tuple[str, ...]) -> Message:
         self._order += 1
-        full = match["type"] if match else ""
-        module, _, name = full.replace("::", ".").rpartition(".")
+        module, _, name = (match["type"] if match else "").replace("::", ".").rpartition(".")
         return Message(
             file=line.file,
             number=line.number,

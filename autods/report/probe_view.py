@@ -142,9 +142,9 @@ def _outcome(cell: CellResult) -> Text:
 def _largest(cell: CellResult) -> str:
     if cell.capacity is None or cell.capacity.verified is None:
         return ""
-    return f"{cell.capacity.verified:,}" + (
-        "" if cell.capacity.exact else " or more" if not cell.capacity.refused else " ±"
-    )
+    if cell.capacity.exact:
+        return f"{cell.capacity.verified:,}"
+    return f"{cell.capacity.verified:,} {'±' if cell.capacity.refused else 'or more'}"
 
 
 def _number(value: int | None) -> str:
@@ -178,9 +178,7 @@ def _ratio(ratio: Ratio) -> Text:
 def _memory(tier: Tier) -> Callable[[CellResult], str]:
     def cell_text(cell: CellResult) -> str:
         use = cell.memory.get(tier)
-        if use is None or not use.peak_bytes:
-            return ""
-        return format_bytes(use.peak_bytes)
+        return format_bytes(use.peak_bytes) if use is not None and use.peak_bytes else ""
 
     return cell_text
 

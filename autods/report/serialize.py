@@ -327,16 +327,8 @@ def _csv_fields(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, An
     yield "cell", cell.number
     for name in report.axes:
         yield name, _csv_value(cell.values.get(name))
-    for name in (
-        "status",
-        "same_as",
-        "repeats",
-        "samples_per_second",
-        "tokens_per_second",
-        "spread",
-        "step_s",
-        "sent_bytes",
-    ):
+    figures = ("samples_per_second", "tokens_per_second", "spread", "step_s", "sent_bytes")
+    for name in ("status", "same_as", "repeats", *figures):
         yield name, _csv_value(getattr(cell, name))
     for name in ("times", "low", "high", "differs"):
         yield f"ratio_{name}", _csv_value(getattr(cell.ratio, name, None))
