@@ -90,7 +90,7 @@ class _Request:
     def __post_init__(self) -> None:
         """Raises InputError for a value of another type. Numbers become Python's own, numpy's too."""
         for name, hint in field_types(type(self)).items():
-            if (kind := kind_of(hint)) is not None:
+            if (kind := find_kind(hint)) is not None:
                 value = getattr(self, name)
                 if value is not None or type(None) not in get_args(hint):
                     object.__setattr__(self, name, check_value(name, value, kind))
@@ -379,19 +379,19 @@ class ProbeRequest(TrialRequest):
 
 
 def field_types(request: type) -> Mapping[str, Any]:
-    """The type of each field, with its `Kind`; types of layers above are left out as Any."""
+    """The type of each field, with its `Kind`; types of higher layers become Any."""
     above = {"Workload": Any, "Listener": Any, "ForecastListener": Any}
     return get_type_hints(request, localns=above, include_extras=True)
 
 
-def kind_of(hint: Any) -> Kind | None:
+def find_kind(hint: Any) -> Kind | None:
     """The `Kind` in a field's type, such as Count | None. None means that any value is accepted."""
     if get_origin(hint) is Annotated:
         return next((each for each in hint.__metadata__ if isinstance(each, Kind)), None)
-    return next((kind for part in get_args(hint) if (kind := kind_of(part)) is not None), None)
+    return next((kind for part in get_args(hint) if (kind := find_kind(part)) is not None), None)
 
 
-def options_of(request: Any) -> Mapping[str, Option]:
+def read_options(request: Any) -> Mapping[str, Option]:
     """The options of a request's fields, by name."""
     return {each.name: each.metadata["option"] for each in fields(request)}
 
@@ -421,5 +421,5 @@ def check_count(name: str, value: Any) -> int:
 
 def describe_arguments(request: Callable[..., Any]) -> str:
     """The docstring of a function of the Python API that takes these arguments."""
-    lines = [f"{name}: {option.help}" for name, option in options_of(request).items()]
+    lines = [f"{name}: {option.help}" for name, option in read_options(request).items()]
     return "\n".join([inspect.cleandoc(request.__doc__ or ""), "", *lines])

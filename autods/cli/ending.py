@@ -160,7 +160,7 @@ class Call:
     probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
 
 
-def own_arguments(argv: Sequence[str]) -> Sequence[str]:
+def arguments_before_script(argv: Sequence[str]) -> Sequence[str]:
     """The part of a command line that is not the script's: before `--`."""
     return argv[: argv.index("--")] if "--" in argv else argv
 

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import InputError
 from . import diagnose, fit, plan, probe
-from .ending import Call, end_with_error, own_arguments
+from .ending import Call, arguments_before_script, end_with_error
 
 # Typer names only BadParameter; its base is the error of every wrong command line.
 UsageError: Any = typer.BadParameter.__base__
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
     except UsageError as error:
         command = f"{args[0]} " if args[0] in _COMMANDS else ""
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
-        return end_with_error(wrong, call=call, as_json="--json" in own_arguments(args), resumes=False)
+        return end_with_error(wrong, call=call, as_json="--json" in arguments_before_script(args), resumes=False)
     finally:
         signal.signal(signal.SIGTERM, before)
 

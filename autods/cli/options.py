@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..requests import Option, field_types, kind_of
+from ..requests import Option, field_types, find_kind
 from .ending import Call
 
 
@@ -61,7 +61,7 @@ def make_command(request: type[Any], run: Callable[..., int], *flags: inspect.Pa
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     """A field as a parameter that Typer understands."""
     option: Option = field.metadata["option"]
-    kind = kind_of(hint)
+    kind = find_kind(hint)
     cli = str if kind is None else kind.cli
     required = field.default is MISSING
     default = None if required or field.default == () else field.default

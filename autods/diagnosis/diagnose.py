@@ -14,7 +14,7 @@ from ..errors import InputError
 from .exit_codes import ExitCodes
 from .messages import REPORTS_FAILURE, Assembler, Message
 from .reader import BLOCK_BYTES, Reader
-from .root_cause import LogSummary, finding_of, pick_root_cause
+from .root_cause import LogSummary, make_finding, pick_root_cause
 from .rules import ERROR_LINE, Signature, first_match
 from .values import Diagnosis
 
@@ -150,7 +150,7 @@ def _add_message(
     message.order = len(summary.findings)
     if row_counts[row.name] <= _MOST_FINDINGS or row.weight == "done":
         when = reader.when(message.number) if row_counts[row.name] <= _MOST_TIMES else None
-        finding = finding_of(row, message, summary.files + len(reader.parts), when)
+        finding = make_finding(row, message, summary.files + len(reader.parts), when)
         if finding.rank is None and finding.local is not None:
             summary.ranks.gpus.add(finding.local)
         summary.findings.append(finding)

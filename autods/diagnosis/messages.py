@@ -85,7 +85,7 @@ def is_code(text: str) -> bool:
     return bool(_CODE.match(text)) or text[:1] in BOX or bool(NATIVE_FRAME.match(text)) or text.startswith('File "')
 
 
-def manner_of(line: Line) -> Manner:
+def judge_manner(line: Line) -> Manner:
     """How a plain line relates to a failure that it names: it reports it, mentions it or quotes it."""
     if _QUOTED.search(line.text) and line.prefix.level != "error" and not REPORTS_FAILURE.match(line.text):
         return "quoted"
@@ -259,7 +259,7 @@ class Assembler:
     def _single_line(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
         text = line.text.strip()
         if text and not is_code(text):
-            yield self._message(line, manner_of(line), None, ())
+            yield self._message(line, judge_manner(line), None, ())
 
     def _close(self, key: tuple[str, str]) -> Iterator[Message]:
         opened = self._open.pop(key, None)

@@ -76,9 +76,9 @@ class Ranks:
         if rank is not None and "worker (pid" not in line:
             self.pids.setdefault(owner, int(rank[1]))
         elif pid is not None and _is_own_pid(line):
-            of_file = message.prefix.rank if message.prefix.rank is not None else rank_of_file(message.file)
-            if of_file is not None:
-                self.pids.setdefault(owner, of_file)
+            file_rank = message.prefix.rank if message.prefix.rank is not None else find_rank_in_name(message.file)
+            if file_rank is not None:
+                self.pids.setdefault(owner, file_rank)
 
     def of(self, message: Message) -> int | None:
         """The rank of the process id that the message names or comes from."""
@@ -94,31 +94,31 @@ class Ranks:
         return local if self.hosts == 1 or len(self.gpus) > 1 else None
 
 
-def rank_of(message: Message, weight: Weight, files: int) -> int | None:
-    """The rank in the message's prefix, text or file name."""
+def find_rank(message: Message, weight: Weight, files: int) -> int | None:
+    """Return the rank that the message's prefix, text or file name has; None without one."""
     rank = message.prefix.rank
     if rank is None and weight != "secondary" and (match := _RANK_BEFORE.search(message.text)):
         rank = _number(match)
     if rank is None and weight in ("cause", "likely") and (match := _RANK_IN_TEXT.search(message.text[:600])):
         rank = _number(match)
     if rank is None and files > 1:
-        rank = rank_of_file(message.file)
+        rank = find_rank_in_name(message.file)
     return rank
 
 
-def local_of(message: Message) -> int | None:
-    """The index of the GPU that the message names."""
+def find_local_gpu(message: Message) -> int | None:
+    """Return the index of the GPU that the message names; None without one."""
     match = _LOCAL.search(message.text)
     return _number(match) if match else None
 
 
-def nccl_device_of(message: Message) -> int | None:
-    """The device in NCCL's prefix; on one host it is the rank."""
+def find_nccl_device(message: Message) -> int | None:
+    """Return the device in NCCL's prefix. On one host it is the rank."""
     match = _NCCL_DEVICE.search(message.text)
     return int(match[1]) if match else None
 
 
-def rank_of_file(name: str) -> int | None:
+def find_rank_in_name(name: str) -> int | None:
     """The rank in a log's name, such as 'rank_3.log' or 'attempt_0/3/stderr.log'."""
     match = _RANK_IN_FILE.search(name)
     return _number(match) if match else None

@@ -110,7 +110,7 @@ _TIME_SPAN = 160  # characters at a line's start that may hold its time
 Clock = tuple[str, float]  # the kind of time and seconds; times of different kinds cannot be compared
 
 
-def clock_of(text: str) -> Clock | None:
+def parse_clock(text: str) -> Clock | None:
     """The first time near the start of the text: "date" (with a year), "day" (without) or "clock", and seconds."""
     text = text[:_TIME_SPAN]
     if match := _UNIX.match(text.strip()):
@@ -227,7 +227,7 @@ def join_prefixes(outer: Prefix, inner: Prefix) -> Prefix:
     )
 
 
-def level_of(word: str) -> Level | None:
+def parse_level(word: str) -> Level | None:
     """'error' for "CRITICAL"; None for a word that is no level."""
     return _LEVELS.get(word.lower())
 
@@ -256,7 +256,7 @@ _LOGFMT = re.compile(r'(?:[\w.@-]+=(?:"(?:[^"\\]|\\.)*"|\S*) *){2,}$')
 _PAIR = re.compile(r'([\w.@-]+)=("(?:[^"\\]|\\.)*"|\S*)')
 
 
-def record_of(text: str) -> tuple[Prefix, list[str]] | None:
+def parse_record(text: str) -> tuple[Prefix, list[str]] | None:
     """The prefix and the lines of a structured record; None for plain text, and for data without a message."""
     fields = _fields(text)
     if fields is None:
@@ -306,7 +306,7 @@ def _merged(prefix: Prefix, fields: Mapping[str, Any]) -> Prefix:
     rank = _first(fields, _RANK)
     number = int(rank) if isinstance(rank, int) or (isinstance(rank, str) and rank.isdigit()) else None
     named = "/".join(str(fields[name]) for name in _STREAM if isinstance(fields.get(name), str | int))
-    level = level_of(str(_first(fields, _LEVEL_FIELDS) or ""))
+    level = parse_level(str(_first(fields, _LEVEL_FIELDS) or ""))
     time = _first(fields, _TIME)
     return replace(
         prefix,
@@ -398,7 +398,7 @@ class Reader:
         """The time of a line that was just read, or of the last line before it with a time."""
         here = number - self._first
         for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
-            if clock := clock_of(raw[: 2 * _TIME_SPAN].decode(errors="replace")):
+            if clock := parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")):
                 return clock
         return None
 
@@ -443,7 +443,7 @@ class Reader:
             if bar and (after_bar := rest[bar.end() :].strip()):  # written after a bar that has no line end
                 inner, rest = split_prefix(after_bar)
                 prefix = join_prefixes(prefix, inner)
-            if (rest[:2] == '{"' or "msg=" in rest) and (record := record_of(rest)):
+            if (rest[:2] == '{"' or "msg=" in rest) and (record := parse_record(rest)):
                 record_prefix, lines = record
                 for line in lines:
                     yield Line(self.file, self.number, line, join_prefixes(prefix, record_prefix), self.progress)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from .exit_codes import Exit, meaning_of_exit, normalize_exit_code
 from .messages import REPORTS_FAILURE, Message
-from .ranks import Ranks, local_of, nccl_device_of, rank_of
+from .ranks import Ranks, find_local_gpu, find_nccl_device, find_rank
 from .reader import Clock
 from .rules import Signature
-from .values import Diagnosis, shortage_in
+from .values import Diagnosis, parse_shortage
 
 _EVIDENCE_LINES = 4
 _EVIDENCE_CHARS = 400
@@ -68,10 +68,10 @@ class LogSummary:
         return next((rank for rank in ranks if rank is not None), None)
 
 
-def finding_of(row: Signature, message: Message, files: int, when: Clock | None = None) -> Finding:
+def make_finding(row: Signature, message: Message, files: int, when: Clock | None = None) -> Finding:
     """A finding with the rank and the GPU that the message itself names."""
-    rank = rank_of(message, row.weight, files)
-    return Finding(row, message, rank, local_of(message), nccl_device_of(message), when)
+    rank = find_rank(message, row.weight, files)
+    return Finding(row, message, rank, find_local_gpu(message), find_nccl_device(message), when)
 
 
 def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagnosis:
@@ -230,7 +230,7 @@ def _diagnosis(
     """The diagnosis by a finding's row. The lines of the findings in `same` are its evidence."""
     row, message = finding.row, finding.message
     lines = list(dict.fromkeys(line for other in same for line in _telling_lines(other)))[:_EVIDENCE_LINES]
-    shortage = shortage_in(message.text)
+    shortage = parse_shortage(message.text)
     notes = shortage.notes() if row.tier == "device" else ()
     advice = advice or row.advice
     if notes and shortage.fragmented:

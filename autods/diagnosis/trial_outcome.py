@@ -15,7 +15,7 @@ from ..units import format_bytes
 from .exit_codes import MEANINGS
 from .messages import BOILERPLATE
 from .rules import Signature, first_match
-from .values import Kind, shortage_in
+from .values import Kind, parse_shortage
 
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
@@ -219,7 +219,7 @@ def _memory_row(rows: Sequence[Signature]) -> Signature | None:
 def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
     notes: tuple[str, ...] = ()
     if row.tier == "device":
-        shortage = shortage_in(cause.text)
+        shortage = parse_shortage(cause.text)
         if cause.idle_bytes is not None:  # the allocator's own figure
             shortage = replace(shortage, idle_bytes=cause.idle_bytes)
         notes = shortage.notes()
@@ -322,7 +322,7 @@ def _out_of_memory(cause: Evidence, verdict: Verdict) -> OutOfMemory:
         limit = cause.limit_bytes
     elif verdict.tier == "host" and cause.host:
         limit = cause.host.limit_bytes
-    shortage = shortage_in(cause.text)
+    shortage = parse_shortage(cause.text)
     return OutOfMemory(
         tier=verdict.tier,
         rank=cause.rank,

@@ -84,8 +84,8 @@ class Shortage:
         return tuple(sentences)
 
 
-def shortage_in(text: str) -> Shortage:
-    """The sizes in one message."""
+def parse_shortage(text: str) -> Shortage:
+    """Return the sizes in one message."""
     idle = _bytes(_IDLE, text)
     allocated, reserved = _bytes(_ALLOCATED, text), _bytes(_RESERVED, text)
     if idle is None and allocated is not None and reserved is not None:

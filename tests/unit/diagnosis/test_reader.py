@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import autods
-from autods.diagnosis.reader import Reader, clock_of, record_of
+from autods.diagnosis.reader import Reader, parse_clock, parse_record
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU {gpu} has a total capacity of 79 GiB"
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in <module>\n    loss.backward()\n'
@@ -21,12 +21,12 @@ def test_a_json_record_gives_its_rank_and_its_traceback() -> None:
 
 
 def test_data_in_json_is_no_record() -> None:
-    assert record_of('{"question": "CUDA out of memory?", "answer": "a smaller batch"}') is None
-    assert record_of('{"loss": 2.1, "step": 4}') is None
+    assert parse_record('{"question": "CUDA out of memory?", "answer": "a smaller batch"}') is None
+    assert parse_record('{"loss": 2.1, "step": 4}') is None
 
 
 def test_logfmt_is_read_as_a_record() -> None:
-    found = record_of('time=2026-01-05T10:00:00Z level=error rank=3 msg="no space left on device"')
+    found = parse_record('time=2026-01-05T10:00:00Z level=error rank=3 msg="no space left on device"')
     assert found is not None
     prefix, lines = found
     assert (prefix.rank, prefix.level, lines) == (3, "error", ["no space left on device"])
@@ -38,13 +38,13 @@ def test_a_containers_last_state_in_json_is_read() -> None:
 
 
 def test_times_of_the_same_kind_compare() -> None:
-    iso, us = clock_of("2026-01-05 10:00:01,250 INFO"), clock_of("[01/05/2026 10:00:02] step")
+    iso, us = parse_clock("2026-01-05 10:00:01,250 INFO"), parse_clock("[01/05/2026 10:00:02] step")
     assert iso is not None
     assert us is not None
     assert iso < us
-    assert clock_of("1767607200.5") is not None
-    assert clock_of("step 4 loss 2.1") is None
-    of_day = clock_of("10:00:01 step")
+    assert parse_clock("1767607200.5") is not None
+    assert parse_clock("step 4 loss 2.1") is None
+    of_day = parse_clock("10:00:01 step")
     assert of_day is not None
     assert of_day[0] != iso[0]
 
