@@ -1,1 +1,1 @@
-"""How much memory each rung will need on every tier, said before anything runs on a GPU."""
+"""Forecasts of each rung's memory on every tier, before anything runs on a GPU."""

@@ -219,7 +219,7 @@ _LARGE_RANGE = 2 * _ENDLESS  # where the large pool's range begins; that of the 
 
 @dataclass(slots=True)
 class ExpandableHeap(Heap):
-    """The allocator with expandable segments: one range a pool, whose pages are mapped as they are needed.
+    """The allocator with expandable segments: each pool is one range of addresses, and maps pages as it needs them.
 
     `holes` maps the address of an unmapped range to its size.
     """
@@ -345,9 +345,9 @@ class Replay:
 def replay(
     trace: Trace, *, expandable: bool = False, limit_bytes: int | None = None, only_if_well: bool = False
 ) -> Replay:
-    """Replay a trace on torch's allocator, which may reserve `limit_bytes` (None: any number).
+    """Replay a trace on torch's allocator, which may reserve `limit_bytes`; None is no limit.
 
-    only_if_well: stop after the phase in which it is found not to run well.
+    `only_if_well` stops the replay after the first phase that does not run well.
     """
     heap = ExpandableHeap(limit_bytes=limit_bytes) if expandable else Heap(limit_bytes=limit_bytes)
     allocated: dict[ForecastPhase, int] = {}
@@ -380,8 +380,8 @@ def find_least_limit(
 ) -> tuple[int, Replay]:
     """Return the least limit in bytes at which the trace runs well, and its replay there.
 
-    A large card caches memory that a smaller one gives back once and never misses: what initialising leaves in pieces
-    that no later request fits. `tolerance` is relative.
+    A large card caches pieces that initialising leaves and no later request fits. A smaller card gives them back once,
+    and never misses them. `tolerance` is relative.
     """
     low, high, best = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes, unlimited
     while high - low > max(2**21, tolerance * high):

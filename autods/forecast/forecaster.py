@@ -144,8 +144,8 @@ class Limits:
 class Forecaster:
     """Forecasts engines on one simulator; each micro batch of an engine is simulated once. Thread-safe.
 
-    expandable: torch's allocator has expandable segments. before_simulation: called with the engine and the micro
-    batch before each simulation; it may raise.
+    `expandable` tells that torch's allocator has expandable segments.
+    `before_simulation` is called with the engine and the micro batch before each simulation; it may raise.
     """
 
     simulator: Simulator
@@ -160,12 +160,12 @@ class Forecaster:
             yield EngineForecaster(self, spec, stack)
 
     def simulate(self, spec: EngineSpec, micro_batch: int) -> Simulation:
-        """Simulate one micro batch on an engine of its own, if it is not known yet. Raises SimulationFailed."""
+        """Simulate one micro batch on a separate engine, unless its result is known. Raises SimulationFailed."""
         with self.open(spec) as engine:
             return engine.simulate(micro_batch)
 
     def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
-        """Return what was simulated before."""
+        """Return the result of an earlier simulation."""
         return self._simulations.get((memory_key(spec), micro_batch))
 
     def judge(
@@ -325,7 +325,7 @@ class TrialForecaster:
             return None
 
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
-        """Keep what a trial shows beside its forecast, and return it; None if it shows nothing new."""
+        """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
         spec, key = self.spec_of(trial), self.key_of(trial)
         simulation = self.forecaster.get(spec, trial.knobs.micro_batch)
         if simulation is None or key in self.observations:

@@ -9,8 +9,8 @@ from .values import ForecastPhase, Trace
 def peak_pinned_bytes(trace: Trace) -> int:
     """Return the most page-locked bytes at once.
 
-    torch rounds each request up to a power of two and keeps freed blocks for requests of the same size. Blocks in
-    `trace.unrounded` come from elsewhere: they have the size that was requested and are returned when freed.
+    torch rounds each request up to a power of two, and keeps freed blocks for requests of the same size. The blocks in
+    `trace.unrounded` come from other libraries: they have the requested size and are returned when freed.
     """
     sizes: list[int] = []
     cached: dict[int, int] = {}  # size of a free block → how many there are

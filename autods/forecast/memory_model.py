@@ -1,4 +1,4 @@
-"""Compute what a rank holds on each memory tier: replayed traces, and overheads that no allocator sees."""
+"""Compute the memory of a rank on each tier: replayed traces, and overheads that no allocator sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Overhead:
     """One row: `bytes`, or a `share` of `share_of`, as (low, typical, high) a rank.
 
     The row counts for engines of this device with at least these ranks and stage, where `needs` is true in
-    zero_optimization. `each` says what the bytes are counted for.
+    zero_optimization. `each` names the unit that the bytes are counted for.
     """
 
     name: str
@@ -181,7 +181,7 @@ def _replay_device(
     """Return the bytes that the device's allocator holds, and its peak in each phase.
 
     The peak is the least limit at which the trace runs well: a larger card caches more but does not have to. The low
-    end is what is allocated. A trace may lack a phase, because init runs once for several micro batches, so a phase
+    end is the allocated bytes. A trace may lack a phase, because init runs once for several micro batches, so a phase
     counts at least its live bytes.
     """
     live = {phase: peaks.get("device", 0) for phase, peaks in simulation.live_bytes.items()}

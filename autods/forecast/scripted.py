@@ -34,7 +34,7 @@ def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int
 
 @dataclass(slots=True)
 class ScriptedSimulator(Simulator):
-    """A simulator that records the engines it started, and what it measured as (rung, micro batch)."""
+    """A simulator that records the engines that it started, and each measurement as (rung, micro batch)."""
 
     known: ModelFacts
     script: Script

@@ -1,4 +1,4 @@
-"""The values of a forecast: intervals, simulated engines, what a rung needs, and progress events."""
+"""The values of a forecast: intervals, simulated engines, the memory of a rung, and progress events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge what a rung needs against the limits of a machine."""
+"""Judge the memory that a rung needs by the limits of a machine."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def find_deciding_tier(memory: Mapping[Tier, TierForecast]) -> Tier:
 
 
 def advise_on_allocator(trace: Trace, *, limit_bytes: int, least_bytes: int, expandable: bool) -> str | None:
-    """Return half a sentence about an allocator whose limit is below `least_bytes`, at which the trace runs well."""
+    """Return half a sentence of advice when the limit is below `least_bytes`, at which the trace runs well."""
     if not expandable:
         other, _ = find_least_limit(trace, replay(trace, expandable=True), expandable=True)
         if other <= limit_bytes and least_bytes - other > _WORTH_SAVING * limit_bytes:

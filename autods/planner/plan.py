@@ -1,4 +1,4 @@
-"""`autods plan`: what every rung needs on every tier, and which machine is enough. No GPU, no trial."""
+"""`autods plan`: the memory that every rung needs on every tier, and the machine that is enough. No GPU, no trial."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _notes_on_allocator(conf: AllocConf) -> tuple[str, ...]:
 
 
 def _as_user_error(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
-    """Return the error of the machine or of the workload, whichever has to be mended."""
+    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload."""
     if failed.kind in _ENVIRONMENT:
         return EnvironmentBroken(str(failed))
     place = failed.place or (None if failed.kind == "engine" else source.path)

@@ -123,7 +123,7 @@ def capacity_result(cell: Cell, boundary: Boundary, forecast: CapacityForecast) 
     result = summarize_cell(cell, shown)
     if any(record.neighbours for record in shown) and fits is not None:
         result = replace(
-            result, reason="another trial ran on the same machine, so no speed is told",
+            result, reason="another trial ran on the same machine, so its speed is not reported",
             samples_per_second=None, tokens_per_second=None, spread=None, step_s=None,
         )  # fmt: skip
     return replace(

@@ -233,8 +233,10 @@ def build_probe_settings(
 ) -> ProbeSettings:
     """Check and resolve a request. Raises InputError.
 
-    arguments: those of the workload's functions. ladder: the rungs, where no axis names them. machine: the one that is
-    forecast for, whose `hardware` is given. `options` are the other fields of `FitRequest`.
+    `arguments` returns the arguments of the workload's functions.
+    `ladder` has the rungs when no axis names them.
+    `machine` is the one to forecast for, and `hardware` is then its hardware.
+    `options` are the other fields of `FitRequest`.
     """
     capacity = capacity or machine is not None
     folders = (experiment_rungs(), *strategies)
@@ -423,7 +425,7 @@ def _given_ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Itera
 
 
 def list_notes(question: ProbeSettings) -> tuple[str, ...]:
-    """Return sentences about what was assumed and what this device cannot show."""
+    """Return sentences about assumptions and about effects that this device cannot show."""
     names = [axis.name for axis in question.axes]
     notes = [f"assumed: {assumption}" for assumption in question.assumed]
     if not question.capacity and "micro_batch" not in names:

@@ -187,7 +187,7 @@ def _check_workload(records: Sequence[Record], question: ProbeSettings) -> None:
 
 
 def _as_user_error(failed: SimulationFailed, question: ProbeSettings) -> AutodsError:
-    """Return the error of the machine or of the workload, whichever has to be mended."""
+    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload."""
     if failed.kind in ("no_compiler", "build_failed", "crashed"):
         return EnvironmentBroken(str(failed))
     return InputError(failed.problem, place=failed.place or question.settings.source.path, hint=failed.hint)

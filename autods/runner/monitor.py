@@ -31,7 +31,11 @@ _SLOW_PHASES = ("start", "rendezvous", "build", "init", "save", "load")
 
 @dataclass(slots=True)
 class RunningRank:
-    """A rank that has not ended. slot: its place on this node. changed_s: when a new heartbeat was seen."""
+    """A rank that has not ended.
+
+    `slot` is its place on this node.
+    `changed_s` is the time at which a new heartbeat was seen.
+    """
 
     rank: int
     slot: int
@@ -226,7 +230,7 @@ def _count_kills(groups: tuple[MemoryGroup, ...]) -> int:
 
 
 def _read_rss(pid: int) -> int:
-    """Resident private bytes; 0 when the process is gone. File pages can be dropped, shared pages count elsewhere."""
+    """Resident private bytes; 0 when the process is gone. Pages of files can be dropped; shared pages count apart."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""From what the nodes report of a job to an outcome."""
+"""Turn the nodes' reports of a job into an outcome."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def judge_trial(
 
 
 def result_of_rank_0(results: Sequence[NodeResult]) -> Mapping[str, Any]:
-    """Return what rank 0 wrote in a job that succeeded."""
+    """Return the result of rank 0 in a job that succeeded."""
     ranks = (rank for result in results if isinstance(result, NodeReport) for rank in result.ranks)
     return next(rank.result for rank in ranks if rank.rank == 0 and rank.result is not None)
 

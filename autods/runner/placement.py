@@ -126,8 +126,8 @@ def reserve_nodes(
 ) -> tuple[Any, tuple[Spot, ...]]:
     """Reserve a placement group; return it with its spots. The node with the id `first` comes first: it gets rank 0.
 
-    Waits while others hold what is needed, and reports that. Raises EnvironmentBroken when the cluster never can hold
-    the ranks, NoRoom when it does not hold them `within_s`.
+    Waits, with a report, while others hold the resources. Raises EnvironmentBroken when the cluster never can hold the
+    ranks, NoRoom when it does not hold them `within_s`.
     """
     _check_possible(cluster, need)
     group = cluster.reserve([need.bundle] * need.nodes, need.strategy)
@@ -154,7 +154,7 @@ def _wait(cluster: Cluster, need: Need, group: Any, report: Callable[[str], None
 
 
 def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:
-    """A sentence with what is needed, and what is free where."""
+    """A sentence with the resources that are needed, and those that are free on each node."""
     kind = need.resource
     free = ", ".join(
         f"{node.free.get(kind, 0):g} of {node.total[kind]:g} on {node.address}"

@@ -115,8 +115,11 @@ class RunnerPool:
     """A context manager with a runner for each environment that trials need. Ray starts with the first trial.
 
     Zygotes of CPU ranks stay alive for later trials, and the one that rested longest is ended first. Only one zygote at
-    a time has GPUs. environments: how many different ones will be needed. make: makes a runner. number, turns: see
-    `another`.
+    a time has GPUs.
+
+    `environments` is the number of different environments that will be needed.
+    `make` makes a runner.
+    `number` and `turns` are explained in `another`.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class RunnerPool:
                 self.alive.pop(key).__exit__(*exception)
 
     def survey(self, conditions: Mapping[str, Scalar]) -> Survey:
-        """Find out what the workload is under these conditions; see `RayRunner.survey`."""
+        """Return the facts of the workload under these conditions; see `RayRunner.survey`."""
         return self._choose_runner(conditions).switch_to(apply_conditions(self.settings, conditions))
 
     def run(self, trial: Trial, *, id: int) -> Record:

@@ -164,7 +164,7 @@ class ZygoteDied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
-    """A node's agent does not answer any more. how: what shows it."""
+    """A node's agent does not answer any more. `how` is the evidence."""
 
     address: str
     how: str

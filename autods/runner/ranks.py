@@ -76,10 +76,10 @@ def run_ranks(
 def start_ranks(
     job: RankJob, board: Heartbeats, workload: Workload | None, *, spawn: bool, store: socket.socket | None = None
 ) -> dict[int, RunningRank]:
-    """Start every rank of this node; the ranks by their pidfd. To be called from the main thread only.
+    """Start every rank of this node, and return the ranks by their pidfd. Call it from the main thread only.
 
-    spawn: as new processes, because this one must not be forked. store: the rendezvous socket, where other nodes know
-    its port already.
+    `spawn` starts new processes, because this one must not be forked.
+    `store` is the rendezvous socket when other nodes know its port already.
     """
     # Bound before the fork and inherited: no other process can take the port in between.
     # Nodes other than the first get their own socket, which nobody uses: their ranks know the port of the first.
@@ -107,7 +107,7 @@ def _live_as_rank(
     spawn: bool,
     keep: int,
 ) -> NoReturn:
-    """In the child: cut every tie to the zygote, then run the rank. keep: a descriptor whose end shows ours."""
+    """In the child: cut every tie to the zygote, then run the rank. `keep` is a descriptor that ends with the rank."""
     code = _NO_EXIT_CODE
     try:
         os.setsid()

@@ -121,8 +121,8 @@ def _init_local(ray: Any, cpus: int, folder: Path) -> None:
 def join_cluster(ray: Any, address: str) -> Iterator[None]:
     """A connection to the cluster at `address`, whose nodes get our package.
 
-    address: 'auto' (RAY_ADDRESS, or the cluster that was last started on this machine) or HOST:PORT. Raises InputError
-    when no cluster answers there, EnvironmentBroken when it cannot be joined.
+    `address` is HOST:PORT or 'auto': RAY_ADDRESS, or the cluster that was last started on this machine.
+    Raises InputError when no cluster answers there, EnvironmentBroken when it cannot be joined.
     """
     host, port = _parse_address(address)
     try:
@@ -186,7 +186,7 @@ def _find_token() -> None:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """`ray.init` installs a handler of its own; afterwards the handler is as it was."""
+    """Restore the handler of SIGTERM that `ray.init` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

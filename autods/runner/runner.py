@@ -34,10 +34,11 @@ _LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch
 
 
 class RayRunner:
-    """A context manager: Ray and the nodes' zygotes live inside it. `survey` once, then `run` trials.
+    """A context manager: Ray and the nodes' zygotes live inside it. Call `survey` once, then `run` for each trial.
 
-    environment: more variables for the ranks. number: of the runners that share a journal. Those after the first (0)
-    raise NoRoom where the cluster has none for them at once.
+    `environment` has more variables for the ranks.
+    `number` is the place among the runners that share a journal. Those after the first (0) raise NoRoom when the
+    cluster has no resources for them at once.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RayRunner:
         self.workers.__exit__(*exception)
 
     def survey(self) -> Survey:
-        """Find out what the workload is, and which DeepSpeed ops cannot be built here.
+        """Return the facts of the workload, and the DeepSpeed ops that cannot be built here with the reasons.
 
         Raises InputError for broken user code, EnvironmentBroken for a broken machine.
         """
@@ -188,9 +189,9 @@ class RayRunner:
 
 
 def check_ready(ready: Ready | LoadFailed | ZygoteDied, job: RankJob, log: Path, listen: Listener) -> None:
-    """Check what a zygote reports after loading. job: any job of the workload.
+    """Check the report of a zygote that has loaded. `job` is any job of the workload.
 
-    Raises InputError where the workload is at fault, EnvironmentBroken where the machine is.
+    Raises InputError when the workload is at fault, EnvironmentBroken when the machine is.
     """
     match ready:
         case LoadFailed():
@@ -248,7 +249,7 @@ class JobFactory:
     number: int = 0
 
     def survey(self) -> RankJob:
-        """Find out what the workload is, and which ops of the ladder cannot be built; on one rank."""
+        """Make the job of one rank that reads the workload's facts and finds ops that cannot be built."""
         settings = self.settings
         rungs = [rung for rung in settings.ladder if not rung.needs.nvme_path or settings.nvme_path]
         ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))

@@ -1,4 +1,4 @@
-"""A runner for tests of what decides: a function answers its trials, without Ray, ranks or memory."""
+"""A runner for tests of the search: a function answers its trials, without Ray, ranks or memory."""
 
 from __future__ import annotations
 

@@ -48,7 +48,11 @@ CheckReady = Callable[[Ready | LoadFailed | ZygoteDied], None]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node and its agent. ahead_s: of its monotonic clock. lost: why the node is not used again."""
+    """One node and its agent.
+
+    `ahead_s` is how far its monotonic clock is ahead of ours.
+    `lost` is the reason that the node is not used again.
+    """
 
     state: NodeState
     agent: Any  # the Ray actor of a NodeAgent
@@ -237,7 +241,7 @@ class WorkerGroup:
             ) from None
 
     def take_result(self, node: Node, reference: Any) -> NodeResult:
-        """Read what an agent's `run` returned, with times on our clock."""
+        """Read the result of an agent's `run`, with times on our clock."""
         try:
             result: NodeResult = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError:
@@ -314,7 +318,7 @@ class WorkerGroup:
             )
 
     def _bind_store(self) -> StoreBound | NodeResult:
-        """A port for the rendezvous of the next job, on the first node; or what is wrong there."""
+        """A port for the rendezvous of the next job, on the first node; or the reason that there is none."""
         first = self.nodes[0]
         reference = first.agent.bind_store.remote(first.address)
         done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
@@ -411,7 +415,7 @@ class JobExecution:
 
 
 def repeat_job(job: RankJob, nodes: Sequence[Node]) -> list[tuple[Node, RankJob]]:
-    """Let every node do the whole job by itself, in a folder of its own."""
+    """Let every node do the whole job by itself, each in a separate folder."""
     scratch = job.scratch.removeprefix(job.folder)
     folders = [_path_of_node(job.folder, number) for number in range(len(nodes))]
     return [
@@ -455,7 +459,7 @@ def _path_of_node(path: str, number: int) -> str:
 
 
 def _replace_path(config: Any, path: str, other: str) -> Any:
-    """The config with `other` wherever `path` stands."""
+    """The config with every value `path` replaced by `other`."""
     if isinstance(config, Mapping):
         return {key: _replace_path(value, path, other) for key, value in config.items()}
     return other if config == path else config

@@ -84,9 +84,10 @@ def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, 
 
 @dataclass(slots=True)
 class Zygote:
-    """Serves one agent. driver: a pidfd of the fit's process where it lives on this machine.
+    """Serves one agent.
 
-    spawn: start ranks as new processes, because this one must not be forked.
+    `driver` is a pidfd of the fit's process if that lives on this machine.
+    `spawn` starts ranks as new processes, because this one must not be forked.
     """
 
     agent: socket.socket

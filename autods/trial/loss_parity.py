@@ -124,8 +124,9 @@ def turn_off_dropout(model: Any) -> None:
 def reset_step_counts(optimizer: Any) -> None:
     """Make the optimizer count its steps from 0, as a new one does.
 
-    DeepSpeed's stage 0 in bf16 and fp16 creates the states by a step without gradients, which Adam's bias correction
-    counts (FP16_UnfusedOptimizer.initialize_optimizer_states): its first real update is 0.74 of ZeRO's.
+    DeepSpeed's stage 0 in bf16 and fp16 creates the states by a step without gradients
+    (FP16_UnfusedOptimizer.initialize_optimizer_states). Adam's bias correction counts that step: the first real update
+    is then 0.74 of ZeRO's.
     """
     import torch
 

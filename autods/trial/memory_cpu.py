@@ -165,7 +165,7 @@ def read_mapped_bytes() -> MappedBytes | None:
 
 
 def _capture_stderr(function: object) -> bytes:
-    """Return what a C function writes to file descriptor 2; malloc_stats writes nowhere else."""
+    """Return the text that a C function writes to file descriptor 2, the only output of malloc_stats."""
     assert callable(function)
     sys.stderr.flush()
     memory, before = os.memfd_create("malloc_stats"), os.dup(2)

@@ -53,7 +53,7 @@ class CudaMeter:
         """Keep the limit: results are written from host memory."""
 
     def sample(self) -> None:
-        """The allocator keeps its own peak."""
+        """Do nothing: the allocator records the peak itself."""
 
     def peaks(self) -> dict[str, int | None]:
         """`device` is the most that was reserved, which a limit counts; `device_card` adds the memory beside it."""

@@ -98,7 +98,7 @@ class LongestBatch:
 def longest_batch(workload: Workload, micro_batch: int) -> LongestBatch:
     """Call `build_longest_batch`; without it, return the batch with most elements of some draws of `build_batch`.
 
-    Each rank draws its own. Raises WorkloadError if a batch breaks the contract.
+    Each rank draws its batches itself. Raises WorkloadError if a batch breaks the contract.
     """
     if workload.build_longest_batch is not None:
         longest = check_batch(workload.build_longest_batch(micro_batch), micro_batch, by="build_longest_batch")

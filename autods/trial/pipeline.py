@@ -43,9 +43,10 @@ def check_pair(batch: Any) -> Any:
 def engine_steps(
     engine: Any, batches: Sequence[Any], observe: Callable[[Phase, int], None]
 ) -> tuple[Callable[[int], list[Any]], Callable[[bool], float]]:
-    """Return two functions: one optimizer step by its index, which returns its losses; and the mean loss of its micro
-    batches without a gradient, whose argument keeps dropout on.
+    """Return two functions.
 
+    The first runs one optimizer step by its index, and returns its losses.
+    The second returns the mean loss of a step's micro batches without a gradient; its argument keeps dropout on.
     Both take the batches in turn, as many as a step accumulates. Raises WorkloadError if a batch is no pair.
     """
     for batch in batches:

@@ -30,7 +30,7 @@ def find_loaded_library(name: str) -> Any:
 
 
 def is_cuda_initialized(find: FindLibrary = find_loaded_library) -> bool:
-    """Whether cuInit was called in this process. torch knows of its own calls only; other packages call it, too."""
+    """Whether cuInit was called in this process. torch knows its calls only; other packages call it, too."""
     cuda = find("libcuda.so.1")
     return cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
 

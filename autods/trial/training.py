@@ -220,8 +220,11 @@ def _last_loss(losses: Sequence[float]) -> float:
 def _engine_steps(
     workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
 ) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
-    """Return two functions: one optimizer step by its index, which returns the losses of its batches; and the loss
-    without a gradient, whose argument keeps dropout on."""
+    """Return two functions.
+
+    The first runs one optimizer step by its index, and returns the losses of its batches.
+    The second returns the loss without a gradient; its argument keeps dropout on.
+    """
     if pipeline.is_pipeline(engine.module):
         return pipeline.engine_steps(engine, batches, observe)
     repeats = accumulation // len(batches)
@@ -239,7 +242,7 @@ def _evaluate_seeded(seed: int, compute: Callable[[], float | None]) -> float | 
 
 
 def _forward(workload: Workload, engine: Any, batch: Any) -> Any:
-    """Run the forward pass; return what should be the loss."""
+    """Run the forward pass; return its loss, which is not checked yet."""
     if workload.loss is not None:
         return workload.loss(engine, batch)
     output = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)

@@ -34,7 +34,7 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """A rank's job, and what it needs to do it.
+    """A rank's job and its resources.
 
     `slot` is its place on this node. `store` is the socket on which rank 0 serves the rendezvous. `workload` is the
     zygote's copy, if it could load one. `leave` ends this process with a result or an error, for user code that does
@@ -50,7 +50,7 @@ class RankContext:
 
     @property
     def seed(self) -> int:
-        """Each rank draws its own data. Where losses are compared, all ranks share a seed: samples have their own."""
+        """Each rank draws different data. When losses are compared, the ranks share it: samples have separate seeds."""
         return self.job.seed if self.job.exam == "parity" else self.job.seed + self.job.local_ranks[self.slot]
 
     def load_workload(self) -> Workload:
@@ -153,7 +153,7 @@ def _train_script(context: RankContext) -> Result:
 
 
 def _run_script(context: RankContext, complete: Callable[[Result], Result]) -> Result:
-    """Run the script as `__main__`. `complete` makes the rank's result from what the script's run returns."""
+    """Run the script as `__main__`. `complete` makes the rank's result from the result of the run."""
     from .script.run import run
 
     def leave(end: Result | BaseException) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Peak memory and step time of one config by micro batch: as measured, and as far as that can be extrapolated.
+"""Peak memory and step time of one config by micro batch: measured, interpolated and extrapolated.
 
-Growth, race, certificate and probe share it: `BatchCurve.from_records(records, usable_bytes)` collects the
-measurements, `next_size` proposes the next micro batch by memory, `micro_step_at` extrapolates the time of a step, and
-`throughput_bound` says how fast the config may still become.
+Growth, race, certificate and probe share it. `BatchCurve.from_records(records, usable_bytes)` collects the
+measurements. `next_size` proposes the next micro batch by memory. `micro_step_at` extrapolates the time of a step.
+`throughput_bound` is the throughput that the config may still reach.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class BatchCurve:
         return self._size_within(between, self.too_large, limit)
 
     def open_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Those of `sizes` above what fits and below what is too large."""
+        """Those of `sizes` between the largest that fits and the smallest that is too large."""
         stop = len(sizes) if self.too_large is None else bisect_left(sizes, self.too_large)
         return sizes[bisect_right(sizes, self.fits) : stop]
 
     def _size_within(self, sizes: Sequence[int], too_large: int, limit: float | None) -> int | None:
-        """Between what fits and what does not."""
+        """The next size between the largest that fits and the smallest that is too large."""
         if too_large in self.peak_bytes:  # the chord lies above the peaks between, so its limit is a lower bound
             chord = MemoryLine.through(self.peak_bytes, self.fits, too_large)
             if (size := _largest_up_to(sizes, chord.largest(self.usable_bytes))) is not None:
@@ -133,7 +133,7 @@ class BatchCurve:
         return _largest_up_to(sizes, math.sqrt(self.fits * too_large)) or sizes[0]
 
     def _size_above(self, sizes: Sequence[int], limit: float | None) -> int | None:
-        """Upwards, as far as the line says, but never far beyond what was measured."""
+        """The next size above all that fit, as far as the line allows, but not far beyond measured sizes."""
         # All of the peak cannot grow faster than in proportion to the micro batch, so this size must fit.
         certain = self.fits * self.usable_bytes / max(1, self.peak_bytes[self.fits])
         match limit:
@@ -219,7 +219,7 @@ def least_sample_s(curves: Iterable[BatchCurve]) -> float:
 
 
 def well_below(sizes: Iterable[int], size: int) -> int | None:
-    """The largest of `sizes` that is far enough below `size` for their times to show what a sample costs."""
+    """The largest of `sizes` that is far enough below `size` for their times to show the cost of a sample."""
     return max((other for other in sizes if size >= _WIDE * other), default=None)
 
 

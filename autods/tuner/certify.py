@@ -40,9 +40,10 @@ class CertifyResult:
 def certify_winner(
     tuned: TuneResult, raced: RaceResult, reference: Record, untried: Sequence[Candidate], context: FitContext
 ) -> CertifyResult | None:
-    """Certify the fit's winner; None where the profile wants no certificate.
+    """Certify the fit's winner; None when the profile wants no certificate.
 
-    reference: the walk's winner. untried: rungs to try where no known config holds.
+    `reference` is the walk's winner.
+    `untried` are rungs to try when no known config holds.
     """
     settings, limits = context.settings, context.settings.profile.certify
     if limits.most_trials < 1:
@@ -270,7 +271,9 @@ class ExamSearch:
         return self.limit_bytes * (1 - self.headroom)
 
     def prove(self, config: Trial) -> ProvenConfig | None:
-        """The config at the largest micro batch that holds, at most its own. None: none does, or trials are spent.
+        """The config at the largest micro batch that holds; None when none does or trials are spent.
+
+        No size above that of `config` is tried.
 
         An exam that fails for another reason than memory counts as holding: a smaller micro batch would not help.
         """

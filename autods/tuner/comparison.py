@@ -1,7 +1,7 @@
 """Compare configs by interleaved turns: A B C A B C …
 
-What drifts (clocks, heat, other processes) affects all configs of a turn alike. In logarithms each turn and each config
-adds its part; what neither explains is noise.
+Drift (clocks, heat, other processes) affects all configs of a turn alike. The logarithm of a measurement is modelled
+as a part of its turn, a part of its config, and noise.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ def finals(
 ) -> FinalsResult:
     """Measure all again in turn, drop those that are clearly slower, until one is left or the turns are spent.
 
-    score: larger is better, above 0 for a fit. The contestants' first measurements do not count, because these were
-    chosen for being high. On a tie the earlier contestant wins. One that no longer fits within `usable_bytes` is
-    dropped; one that never did has only to run. `purpose` and a new repeat number keep the journal from answering with
-    earlier trials. may_run: whether the budget allows so many more trials; the best ones go first.
+    The contestants' first measurements do not count, because these were chosen for being high. On a tie the earlier
+    contestant wins. One that no longer fits within `usable_bytes` is dropped; one that never did only has to run.
+
+    `score` is larger for the better record, and above 0 for a fit.
+    `purpose` and a new repeat number keep the journal from answering with earlier trials.
+    `may_run` tells whether the budget allows so many more trials; the best contestants go first.
     """
     if not contestants:
         raise ValueError("finals need a contestant")

@@ -290,7 +290,7 @@ class RaceField:
         return None
 
     def _entry_size(self) -> int:
-        """The leader's micro batch, or twice that where memory is what ended the leader's growth."""
+        """The leader's micro batch, or twice that if memory ended the leader's growth."""
         leader = self.leader()
         best = leader.growth.best()
         assert best is not None

@@ -53,7 +53,7 @@ class FitContext:
 
     @property
     def world_size(self) -> int:
-        """Replicas of the model, each with a batch of its own."""
+        """Replicas of the model; each has a separate batch."""
         return self.facts.replicas(self.settings.gpus)
 
     @property

@@ -1,4 +1,4 @@
-"""Forecasts for the search: what a search needs of a forecaster, and the one that a fit opens."""
+"""The forecasts that a search uses: their protocol, and the forecaster that a fit opens."""
 
 from __future__ import annotations
 

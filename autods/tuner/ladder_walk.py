@@ -20,8 +20,8 @@ _MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many sampl
 class WalkResult:
     """The records of a walk, and how it ended.
 
-    `winner` is the first rung that fits well; where none does, the first one that fits although its allocator had to
-    flush its cache in the steps; else None. `stopped` is a failure that every rung would share.
+    `winner` is the first rung that fits well. If none does, it is the first one that fits although its allocator had to
+    flush its cache in the steps, or None. `stopped` is a failure that every rung would share.
     """
 
     winner: Record | None
@@ -78,9 +78,9 @@ def walk(
 ) -> WalkResult:
     """Try each rung at the smallest micro batch until one fits.
 
-    A rung is skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below: they
+    A rung is skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below. They
     are ordered by speed, and a leaner rung can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1).
-    When no rung fits, the one whose forecast lacks least runs nevertheless: its verdict is then measured.
+    When no rung fits, the one whose forecast lacks least still runs, so that its verdict is measured.
     """
     rungs = tuple(candidates)
     walking = _Walk(run=run, steps=steps, on_skip=on_skip, forecaster=forecaster)

@@ -89,7 +89,7 @@ def with_knob_of(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
 
 
 def same_samples(plain: Knobs, winner: Knobs) -> Knobs:
-    """The plain config on as many samples as the winner, at the largest divisor up to its own micro batch."""
+    """The plain config on as many samples as the winner, at the largest divisor up to its micro batch."""
     samples = winner.micro_batch * winner.accumulation
     size = max(size for size in range(1, min(plain.micro_batch, samples) + 1) if samples % size == 0)
     return replace(plain, micro_batch=size, accumulation=samples // size)
@@ -140,7 +140,10 @@ def share(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """The inputs of a comparison. `batch`: micro batch and accumulation of all configs; None: each has its own."""
+    """The inputs of a comparison.
+
+    `batch` is the micro batch and accumulation of all configs; None lets each config keep its batch.
+    """
 
     exams: Exams
     steps: Steps

@@ -210,7 +210,7 @@ def has_converged(scores: Sequence[float | None], gain: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeReporter:
-    """Tells outcomes to Optuna. A score is told for every one; too much memory is a constraint that is violated."""
+    """Reports outcomes to Optuna. Each one has a score; too much memory violates a constraint."""
 
     start: Record
     limit_bytes: int
@@ -289,9 +289,9 @@ def open_study(path: Path, name: str, space: Space) -> optuna.Study:
 
 
 def _clear_leftovers(path: Path) -> None:
-    """Remove what a kill during a write left: a lock, and a torn last line.
+    """Remove the leftovers of a driver that was killed during a write: a lock, and a torn last line.
 
-    One driver owns the output folder, so a lock found before the study is opened belongs to a dead driver; Optuna would
+    One driver owns the output folder, so a lock found before the study is opened belongs to a dead driver. Optuna would
     wait 30 seconds for it. A torn line would be joined with the next one.
     """
     for leftover in path.parent.glob(f"{path.name}.lock*"):
@@ -361,7 +361,7 @@ def distributions(space: Space) -> dict[str, Any]:
 
 
 def parameter_importances(study: optuna.Study) -> dict[str, float]:
-    """Key → share of the score's variation among trials that fitted; an out-of-memory has no score of its own."""
+    """Key → share of the score's variation among trials that fitted; an out-of-memory does not count."""
     import optuna
 
     fitted = [trial for trial in finished_trials(study) if _fitted(trial)]

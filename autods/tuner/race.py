@@ -84,11 +84,12 @@ def race(
 ) -> RaceResult:
     """Race `rivals` (in the ladder's order) against `first`, the finished growth of the walk's winner.
 
-    A rival enters with one short trial at the leader's micro batch. It is out when its own step times say that no micro
-    batch would make it the fastest; the failure of another rung never decides. Those that stay in grow. Checkpointing
-    costs every rung the same arithmetic, so the winner alone shows whether it pays: where it does not, rivals enter
-    without it, and with it where memory limits them. Those that may lead are tried in the other precisions that were
-    allowed. At last the leaders are measured again in turn.
+    A rival enters with one short trial at the leader's micro batch. It is out when its step times show that no micro
+    batch would make it the fastest; the failure of another rung never decides. Those that stay in grow.
+
+    Checkpointing costs every rung the same arithmetic, so the winner alone shows whether it pays. If it does not,
+    rivals enter without it, and with it where memory limits them. Those that may lead are tried in the other allowed
+    precisions. At last the leaders are measured again in turn.
     """
     field = RaceField(
         rules=rules,

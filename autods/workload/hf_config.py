@@ -105,7 +105,7 @@ def load_config(source: WorkloadSource) -> Workload:
 
 
 class _Zero3Config:
-    """Has what transformers reads of `HfDeepSpeedConfig`, which needs accelerate to be installed."""
+    """The part of `HfDeepSpeedConfig` that transformers reads; that class needs accelerate to be installed."""
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         self.config = dict(ds_config)

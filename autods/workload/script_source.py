@@ -264,7 +264,7 @@ def script_imports(source: WorkloadSource) -> list[Import]:
 
 
 def imports_in(file: Path) -> tuple[Import, ...]:
-    """The absolute imports of a file, wherever they stand in it; none when the file is not Python."""
+    """The absolute imports of a file, at any depth in it; none when the file is not Python."""
     return _read_imports(file, _modified_ns(file))[0]
 
 

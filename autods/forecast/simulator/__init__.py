@@ -1,4 +1,4 @@
-"""The simulated device: DeepSpeed's real engine on tensors without memory, in a process of its own.
+"""The simulated device: DeepSpeed's real engine on tensors without memory, in a separate process.
 
 Only `client` may be imported by the rest of autods: it needs no torch. The other modules run inside the worker.
 """

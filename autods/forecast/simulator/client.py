@@ -48,7 +48,7 @@ class SimulationFailed(AutodsError):
 
 
 class SimulatedEngine:
-    """A living engine in a process of its own."""
+    """A running engine in a separate process."""
 
     def __init__(self, connection: socket.socket, log: IO[bytes]) -> None:
         self._connection, self._log = connection, log

@@ -84,7 +84,7 @@ def _find_duplicates_by_a_set() -> None:
 
 
 class _Ops(types.ModuleType):
-    """A compiled op whose functions do nothing. Functions whose memory use is unknown raise."""
+    """A compiled op whose functions do nothing; a function with unknown memory use raises."""
 
     def __init__(self, name: str, handle: type) -> None:
         super().__init__(name)

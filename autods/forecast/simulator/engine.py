@@ -76,7 +76,7 @@ class BuiltModel:
 
 
 class Engine:
-    """One DeepSpeed engine, in a process of its own. Without a built model it builds one itself."""
+    """One DeepSpeed engine, in a separate process. It builds the model, unless it gets a built one."""
 
     def __init__(
         self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str, model: BuiltModel | None
@@ -90,7 +90,7 @@ class Engine:
         context.ledger.device_bytes = spec.device_bytes
 
     def measure(self, micro_batch: int) -> Simulation:
-        """Run steps with this micro batch; the first call initialises DeepSpeed. Raises what the user's code raises."""
+        """Run steps with this micro batch; the first call initialises DeepSpeed. Errors of user code pass through."""
         began = time.perf_counter()
         ledger = self._context.ledger
         first = self._engine is None

@@ -25,7 +25,7 @@ class Refused(Exception):
 
 
 def unsupported(problem: str, hint: str | None = None) -> Refused:
-    """The error for code whose memory use is unknown: no forecast is better than a wrong one."""
+    """The error for code with unknown memory use: no forecast is better than a wrong one."""
     return Refused("unsupported", problem, hint or "forecast with --no-forecast, or measure by a trial (autods fit)")
 
 

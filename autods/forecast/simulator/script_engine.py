@@ -1,7 +1,7 @@
 """An unmodified training script on the simulated device, run to the end of its second optimizer step.
 
 The hooks are those of a trial (`trial.script`), and the ledger is the observer. A script cannot be rewound, so each
-micro batch is a run in a process of its own.
+micro batch is a run in a separate process.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _ScriptRun:
         self.training_peaks: dict[str, int] = {}
 
     def run(self) -> NoReturn:
-        """Run the script, send what comes of it, and end this process."""
+        """Run the script, send its result, and end this process."""
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the script's output is no log of a forecast
         try:
@@ -209,7 +209,7 @@ class _ScriptRun:
 
 
 class _SimulatedSession(Session):
-    """A session whose steps are neither timed nor read."""
+    """A session that neither times steps nor reads their results."""
 
     def __init__(self, script_run: _ScriptRun, **fields: Any) -> None:
         super().__init__(**fields)

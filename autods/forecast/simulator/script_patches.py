@@ -95,7 +95,7 @@ def _open_weights_without_values() -> None:
 
 
 class _WeightsFile:
-    """A file of `safetensors.safe_open` whose tensors have no values."""
+    """A file of `safetensors.safe_open` that gives tensors without values."""
 
     def __init__(self, real: Any, device: torch.device) -> None:
         self._real, self._device = real, device

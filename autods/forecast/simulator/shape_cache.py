@@ -131,7 +131,7 @@ def _append_key(values: Any, parts: list[Any]) -> None:
 
 
 def _describe_result(result: Any, func: Any, args: Any, kwargs: Any, key: Any) -> _Result | None:
-    """How to make this result again; None if that cannot be told from the key."""
+    """How to make this result again; None if the key does not determine it."""
     container = type(result) if isinstance(result, (tuple, list)) else None
     if container not in (None, tuple, list):
         return None

@@ -84,10 +84,10 @@ class EngineConfig:
 
 
 class LibraryConfig(EngineConfig):
-    """The config of a script whose engine is called by a library.
+    """The config of a script when a library calls the engine.
 
-    Such a library reads the script's config early and completes it from its own arguments. So the trial's config is
-    put in its place there, and reaches the engine already completed. `convert` adapts the file to the library.
+    Such a library reads the script's config early and completes it from the library's arguments. So the trial's config
+    is put in its place there, and reaches the engine already completed. `convert` adapts the file to the library.
     """
 
     def __init__(self, job: RankJob, convert: Callable[[Mapping[str, Any]], dict[str, Any]] = dict) -> None:
@@ -101,7 +101,7 @@ class LibraryConfig(EngineConfig):
 
     @property
     def _requested(self) -> dict[str, Any]:
-        """The trial's config. Without the default optimizer before the survey knows whether the script has its own."""
+        """The trial's config, without the default optimizer until the survey knows whether the script makes one."""
         config = dict(self.job.ds_config)
         if stops_at_engine(self.job) and _is_default_optimizer(config.get("optimizer")):
             del config["optimizer"]

@@ -81,7 +81,7 @@ class WorstCaseExam:
 
 @dataclass(slots=True)
 class LossRecorder:
-    """Records what a parity trial trains on and its losses, so that the trials of two configs can be compared.
+    """Records the samples and losses of a parity trial, so that the trials of two configs can be compared.
 
     `losses` has the mean over all micro batches of all ranks for each optimizer step. `weights` is the sum of the
     magnitudes of the whole model's weights before the first step; None where a part of them lies on NVMe.

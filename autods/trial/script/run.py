@@ -34,9 +34,9 @@ def run(
 ) -> dict[str, Any]:
     """Run the script and return its facts (`types.ModelFacts`) after a survey, else its measurements.
 
-    `leave` ends this process with a result or an error where the script does not let itself be ended. `make_session`
-    serves a forecast, which has a session of its own. Raises the error that ended the script too early; WorkloadError
-    where it can be explained in the user's terms.
+    `leave` ends this process with a result or an error if the script ignores the exception that should end it.
+    `make_session` replaces the session; a forecast uses it.
+    Raises the error that ended the script too early; WorkloadError if it can be explained in the user's terms.
     """
     session = make_session(job=job, slot=slot, observer=observer, leave=leave)
     cpu_ranks.install(job, slot, store, session.stand_ins)

@@ -150,8 +150,8 @@ def _replace_path(patch: Patch, choose: Callable[[Any], Any]) -> None:
 def _skip_saves(session: Session) -> None:
     """Let saves be no part of training.
 
-    Small files are written to the overlay, where the script finds them again. For large ones there is an empty file,
-    and for checkpoints an empty folder: a script may go on with them, for example copy the best one.
+    Small files are written to the overlay, where the script finds them again. Large files are empty there, and so are
+    the folders of checkpoints: a script may go on with them, for example copy the best one.
     """
     for patch in _ENGINE_SAVES.values():
         if (original := patch.original()) is not None:

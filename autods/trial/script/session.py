@@ -304,8 +304,8 @@ class Session:
 class StepClock:
     """Times optimizer steps, from the calls of the engine with their times in seconds of a monotonic clock.
 
-    A step lasts from the end of the last step to its own end, so the wait for its data is included. Between two steps
-    a script may evaluate, save and log. A stretch in which it evaluates or saves is left out as a whole.
+    A step begins when the last one ends, so the wait for its data is included. Between two steps a script may
+    evaluate, save and log. A stretch in which it evaluates or saves is left out as a whole.
     """
 
     times: list[float] = field(default_factory=list)  # seconds of each optimizer step

@@ -135,7 +135,7 @@ def test_trials_that_shared_a_machine_tell_no_speed(tmp_path: Path) -> None:
     assert alone.samples_per_second is not None
     assert shared.samples_per_second is None
     assert shared.memory == alone.memory
-    assert "no speed is told" in shared.reason
+    assert "its speed is not reported" in shared.reason
 
 
 def test_timed_trials_are_not_run_side_by_side(tmp_path: Path) -> None:

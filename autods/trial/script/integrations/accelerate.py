@@ -71,7 +71,7 @@ def _with_dummy_optimizer(session: Session, config: LibraryConfig, original: Any
 
 
 def _with_gloo(original: Any) -> Any:
-    """Give ranks without a GPU a backend: accelerate takes each of them for a process on its own."""
+    """Give ranks without a GPU a backend: without one, accelerate takes each of them for a single process."""
 
     @functools.wraps(original)
     def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:

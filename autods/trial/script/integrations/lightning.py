@@ -135,7 +135,7 @@ def _with_fabric_config(config: LibraryConfig, original: Any) -> Any:
 
 
 def _training_step_of(strategy: Any) -> Any:
-    """A forward through the strategy's training step: a Lightning module may have no forward of its own."""
+    """A forward through the strategy's training step: a Lightning module may have no forward."""
 
     def forward(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = strategy.lightning_module
