@@ -1,4 +1,4 @@
-"""Correct forecasts by what trials measured, shrunk towards no correction."""
+"""Correct forecasts by the measurements of trials, shrunk towards no correction."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _WIDTH = 2.0  # standard errors each way: about 95 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A trial's peak on the device beside its forecast before calibration.
+    """A trial's peak on the device, and its forecast before calibration.
 
-    at_least: the trial ran out of memory, so the true peak is larger. It counts only if it contradicts the forecast.
+    `at_least` means that the trial ran out of memory, so that the true peak is larger. Such a peak counts only if it
+    contradicts the forecast.
     """
 
     rung: str

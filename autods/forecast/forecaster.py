@@ -57,7 +57,7 @@ def find_largest(
 ) -> LargestMicroBatch:
     """Search `sizes` (ascending) with at most `most` measurements; `known` is a size that was measured before.
 
-    slope: the one at another rung's answer. Rungs have the same activations, so it is a good first guess.
+    `slope` is the one at another rung's answer. Rungs have the same activations, so it is a good first guess.
     """
     seen: dict[int, float] = dict([known]) if known else {}
     while len(seen) - bool(known) < most and (size := _next(seen, sizes, slope)) is not None:
@@ -121,8 +121,8 @@ _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larg
 class Limits:
     """The memory that a rung may use: the device's bytes a rank, the others a node; None where it is not known.
 
-    emulated: `device_bytes` is a budget of torch's allocator on a larger card, as a fit with --gpu-memory sets it.
-    Memory beside the allocator does not count against such a budget.
+    `emulated` means that `device_bytes` is a budget of torch's allocator on a larger card, as --gpu-memory sets it.
+    Memory outside the allocator does not count against such a budget.
     """
 
     device_bytes: int
@@ -171,7 +171,7 @@ class Forecaster:
     def judge(
         self, spec: EngineSpec, simulation: Simulation, limits: Limits, observations: Iterable[Observation] = ()
     ) -> RungForecast:
-        """Return the forecast within these limits, corrected by what trials have shown."""
+        """Return the forecast within these limits, corrected by the measurements of trials."""
         return judge_memory(
             spec,
             simulation,
@@ -205,7 +205,7 @@ class EngineForecaster:
         return simulation
 
     def forecast(self, micro_batch: int, limits: Limits, *, on: EngineSpec | None = None) -> RungForecast:
-        """Return the forecast within these limits. on: the same engine on another machine, to judge it there."""
+        """Return the forecast within these limits. `on` is the same engine on another machine, to judge it there."""
         return self.forecaster.judge(on or self.spec, self.simulate(micro_batch), limits)
 
     def find_largest(
@@ -262,7 +262,7 @@ def memory_key(spec: EngineSpec) -> str:
 
 @dataclass(slots=True)
 class TrialForecaster:
-    """Forecasts the trials of a fit and corrects them by what trials measure; a `tuner.forecasts.Forecaster`.
+    """Forecasts the trials of a fit, corrected by the trials' measurements; a `tuner.forecasts.Forecaster`.
 
     A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
     A model may refuse so few samples: the forecast is then that of a larger micro batch.

@@ -17,7 +17,7 @@ from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
 from .values import EngineSpec, ForecastPhase, Interval, Simulation, exact_interval, sum_intervals
 
-Place = Literal["inside", "outside"]  # of what torch allocates
+Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
 _DEVICES = ("cuda", "cpu")
 
@@ -121,7 +121,7 @@ def _check_row(row: Overhead) -> None:
 
 
 _DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
-_KEPT_SHARE_OF_CACHE = 0.1  # of what could be given back but may have to be kept after all; estimated
+_KEPT_SHARE_OF_CACHE = 0.1  # of the bytes that could be given back but may have to be kept; estimated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

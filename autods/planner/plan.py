@@ -112,7 +112,7 @@ def _search_where_best(run: PlanRun, job: _Job) -> _Job:
 def _run_in_parallel(run: PlanRun, jobs: list[_Job], *, until_one_fits: bool) -> None:
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
-    until_one_fits: a site is done when one of its rungs fits.
+    With `until_one_fits` a site is done when one of its rungs fits.
     """
 
     def forecast(job: _Job) -> None:

@@ -203,7 +203,7 @@ class PlanRun:
         return any(machine == site.machine.name and forecast.verdict == "fits" for (machine, _), forecast in known)
 
     def forecast_rung(self, rung: Rung, sites: Sequence[Site], group: SiteGroup, *, search: bool) -> None:
-        """Forecast a rung on sites of one group. search: find its largest micro batch, too.
+        """Forecast a rung on sites of one group; with `search`, find its largest micro batch, too.
 
         A failure that concerns this rung alone is its forecast. Raises SimulationFailed for others.
         """

@@ -216,7 +216,7 @@ class CapacitySearch:
         return known | search_in_parallel(left, search_cell, bench, most=self.question.parallel, listen=self.listen)
 
     def _forecast(self, trials: Mapping[int, Trial]) -> dict[int, CapacityForecast]:
-        """Forecast what an earlier run of the probe has not forecast."""
+        """Return the forecast of each cell, from the journal or from the simulator."""
         before = self.past.forecasts
         known = {
             number: read_as(CapacityForecast, before[key])

@@ -31,9 +31,9 @@ _ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityForecast:
-    """The largest micro batch that fits by the forecast; None where none does, for this `reason`.
+    """The largest micro batch that fits by the forecast; None when none does, for this `reason`.
 
-    simulated: False where the engine cannot be simulated.
+    `simulated` is False when the engine cannot be simulated.
     """
 
     largest: int | None
@@ -75,7 +75,7 @@ FactsUnder = Callable[[Mapping[str, Scalar]], ModelFacts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellForecaster:
-    """Forecasts the largest micro batch of cells. facts: the model's under some conditions."""
+    """Forecasts the largest micro batch of cells. `facts` returns the model's facts under some conditions."""
 
     question: ProbeSettings
     facts: FactsUnder

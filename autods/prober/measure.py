@@ -15,7 +15,7 @@ from ..events import Listener, Note
 from ..journal import trial_key
 from ..report import text
 from ..report.results import CellResult, CellStatus
-from ..tuner.comparison import estimate_ratios, relative_spread
+from ..tuner.comparison import estimate_ratios, largest_spread, relative_spread
 from ..tuner.trials import PERMANENT_ACTIONS
 from ..types import Failed, Fit, ModelFacts, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
 from .grid import Cell
@@ -51,7 +51,7 @@ def compare_cells(
     if not fitting:
         return dict(results), None
     rates = {number: _rates(records[number], by_tokens=by_tokens) for number in fitting}
-    within = {number: _within(records[number]) for number in fitting}
+    within = {number: largest_spread(records[number]) for number in fitting}
     ratios = estimate_ratios(rates, fitting[0], within=within)
     return {number: replace(result, ratio=ratios.get(number)) for number, result in results.items()}, fitting[0]
 
@@ -122,11 +122,6 @@ def _rates(records: Sequence[Record], *, by_tokens: bool) -> dict[int, float]:
             if rate:
                 rates[record.trial.repeat] = rate
     return rates
-
-
-def _within(records: Sequence[Record]) -> float:
-    """Return the widest spread of step times inside a trial."""
-    return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
 
 
 def _memory(fits: Sequence[Fit]) -> dict[Tier, TierUse]:

@@ -21,7 +21,7 @@ from ..types import Device
 from ..units import format_bytes
 from .protocol import LostBecause, RankExit, RankRecord
 
-_GRACE_S = 0.05  # after the first failure: time for the other ranks to report what they saw
+_GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
 _STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 _KILL_AGAIN_S = 0.5
@@ -250,7 +250,7 @@ def _read_used() -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMonitor:
-    """`begin` before the ranks start, `check_freed` when they are gone. ranks: one a GPU, from the first GPU on."""
+    """Call `begin` before the ranks start, `check_freed` when they are gone. `ranks` is their number: one a GPU."""
 
     before: tuple[int, ...] | None
     ranks: int

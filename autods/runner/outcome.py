@@ -41,7 +41,7 @@ from .protocol import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a rank measured in a training job. peaks: bytes, and counts, by the meter's names for them."""
+    """The measurements of a rank in a training job. `peaks` has bytes and counts, by the meter's names for them."""
 
     step_s: tuple[float, ...]
     steps_s: float
@@ -69,7 +69,7 @@ def judge_trial(
     tokens_per_sample: int | None,
     host_bytes: int | None,
 ) -> Outcome:
-    """Return the outcome of a training job. host_bytes: the limit of the fullest node's host memory."""
+    """Return the outcome of a training job. `host_bytes` is the limit of the fullest node's host memory."""
     failure = find_failure(results, job)
     if failure is not None:
         return failure
@@ -166,7 +166,7 @@ def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | F
 
 
 def evidence_of(rank: RankExit, job: RankJob, host: HostMemory | None) -> Evidence:
-    """What the diagnosis needs to know of a rank. host: the memory of its node."""
+    """The evidence of a rank for the diagnosis. `host` is the memory of its node."""
     record, error = rank.record, rank.error
     return Evidence(
         rank=rank.rank,

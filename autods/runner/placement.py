@@ -26,7 +26,7 @@ class NoRoom(EnvironmentBroken):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The resources of each of `nodes` nodes. cpus: one a CPU rank on a shared cluster, else one for the agent."""
+    """The resources of each of `nodes` nodes. `cpus` is one a CPU rank on a shared cluster, else one for the agent."""
 
     nodes: int
     cpus: int
@@ -110,7 +110,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """The place of one node's ranks. bundle: its index in the placement group."""
+    """The place of one node's ranks. `bundle` is its index in the placement group."""
 
     node: NodeState
     bundle: int

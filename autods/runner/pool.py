@@ -24,7 +24,7 @@ _MOST_ALIVE = 4  # an idle zygote holds some 300 MiB of the host
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A running trial. neighbours: how many other trials ran on one of its machines meanwhile."""
+    """A running trial. `neighbours` counts the other trials that ran on one of its machines meanwhile."""
 
     hosts: frozenset[str]
     neighbours: int = 0
@@ -173,8 +173,8 @@ class RunnerPool:
     def another(self, conditions: Mapping[str, Scalar]) -> AbstractContextManager[RunnerPool]:
         """A second pool on CPUs or GPUs that are free now, for trials at the same time as ours.
 
-        conditions: of its first trial. Enter it in the thread that runs its trials. Raises NoRoom where nothing is
-        free, or where the memory budgets of CPU ranks do not fit together.
+        `conditions` are those of its first trial. Enter it in the thread that runs its trials. Raises NoRoom when
+        nothing is free, or when the memory budgets of CPU ranks do not fit together.
         """
         self._choose_runner(conditions)  # starts the Ray that both use
         other = RunnerPool(

@@ -20,7 +20,7 @@ LostBecause = Literal["stopped", "stuck", "wall limit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """An exception as a rank described it; see `trial.job.describe`. types: the most derived class comes first."""
+    """An exception as a rank described it; see `trial.job.describe_error`. The first of `types` is the most derived."""
 
     types: tuple[str, ...] = ()
     message: str = ""
@@ -52,7 +52,9 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How one rank ended. at_s: when it wrote its record, else when its end was seen or its last heartbeat came."""
+    """How one rank ended, and when.
+
+    `at_s` is the time of its record; without one, the time at which its end was seen or its last heartbeat came."""
 
     rank: int
     phase: Phase
@@ -82,7 +84,7 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A zygote has loaded torch, DeepSpeed and the workload. spawn_because: why it must not fork ranks."""
+    """A zygote has loaded torch, DeepSpeed and the workload. `spawn_because` is the reason not to fork ranks."""
 
     kind: Literal["ready"] = "ready"
     pid: int
@@ -154,7 +156,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZygoteDied:
-    """The process that forks a node's ranks died. how: 'killed by SIGKILL' or 'exit 3'."""
+    """The process that forks a node's ranks died. `how` is 'killed by SIGKILL' or 'exit 3'."""
 
     how: str
     phase: Phase = "start"

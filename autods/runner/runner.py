@@ -1,6 +1,6 @@
 """Run trials on Ray.
 
-`RayRunner.run` prepares a job for the ranks, has the `WorkerGroup` execute it, and judges what the nodes report. On
+`RayRunner.run` prepares a job for the ranks, has the `WorkerGroup` execute it, and judges the nodes' reports. On
 each node an agent owns a zygote, which forks the ranks.
 """
 
@@ -27,7 +27,7 @@ from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .worker_group import WorkerGroup
 
-Survey = tuple[ModelFacts, Mapping[str, str]]  # what the workload is, and why each missing DeepSpeed op is missing
+Survey = tuple[ModelFacts, Mapping[str, str]]  # the facts, and for each missing DeepSpeed op the reason
 _NO_VARIABLES: Mapping[str, str] = {}
 _ROOM_WITHIN_S = 3.0
 _LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch

@@ -57,7 +57,7 @@ def fit(
 def out_of_memory(
     *, missing_bytes: int | None = None, tier: Tier = "device", action: Action = "leaner_rung"
 ) -> OutOfMemory:
-    """The outcome of a trial that ran out on a tier. missing_bytes: of its last allocation."""
+    """The outcome of a trial that ran out of a tier. `missing_bytes` is the size of its last allocation."""
     return OutOfMemory(
         tier=tier,
         rank=0,

@@ -427,7 +427,7 @@ def repeat_job(job: RankJob, nodes: Sequence[Node]) -> list[tuple[Node, RankJob]
 def split_job(job: RankJob, nodes: Sequence[Node], ranks_per_node: int, port: int | None) -> list[tuple[Node, RankJob]]:
     """Give each node consecutive ranks. A job that fits on one node stays whole.
 
-    port: of the rendezvous on the first node.
+    `port` is that of the rendezvous on the first node.
     """
     if job.world_size <= ranks_per_node:
         return [(nodes[0], job)]

@@ -18,7 +18,7 @@ from .trials import fits_within, median_step_s
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
 _LONGEST_FLAT_JUMP = 4  # the same while the peak has not begun to grow
 _CLOSE = 1 / 16  # relative distance of two micro batches below which nothing between them is worth a trial
-_WIDE = 2  # ratio of two micro batches from which their times show what a sample costs; closer ones show noise
+_WIDE = 2  # ratio of two micro batches from which their times show the cost of a sample; closer ones show noise
 SURE = 0.85  # share of a measured slope that is relied upon, for its noise
 _WORTH_GROWING = 1.02  # predicted gain that is worth a trial
 

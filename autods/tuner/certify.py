@@ -273,9 +273,8 @@ class ExamSearch:
     def prove(self, config: Trial) -> ProvenConfig | None:
         """The config at the largest micro batch that holds; None when none does or trials are spent.
 
-        No size above that of `config` is tried.
-
-        An exam that fails for another reason than memory counts as holding: a smaller micro batch would not help.
+        No size above that of `config` is tried. An exam that fails for another reason than memory counts as
+        holding: a smaller micro batch would not help.
         """
         too_large: list[int] = []
         while (exam := self._examine(config)) is not None:

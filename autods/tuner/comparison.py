@@ -6,7 +6,7 @@ as a part of its turn, a part of its config, and noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, log, sqrt
 from statistics import mean, median, median_low, stdev
@@ -80,7 +80,7 @@ def finals(
                 measured[place].clear()
                 left.remove(place)
         scores = {place: [score(record) for record in measured[place]] for place in left}
-        left = _not_clearly_slower(scores, _spread([record for place in left for record in measured[place]]))
+        left = _not_clearly_slower(scores, largest_spread(record for place in left for record in measured[place]))
         following = _affordable(sorted(left, key=lambda place: mean(scores[place]), reverse=True), may_run)
         if len(following) <= 1:
             break
@@ -192,7 +192,7 @@ def _affordable(best_first: Sequence[int], may_run: Callable[[int], bool]) -> Se
     return best_first[: max((count for count in range(len(best_first) + 1) if may_run(count)), default=0)]
 
 
-def _spread(records: Sequence[Record]) -> float:
+def largest_spread(records: Iterable[Record]) -> float:
     """The largest relative error of a trial's median step."""
     return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
 

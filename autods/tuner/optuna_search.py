@@ -52,7 +52,7 @@ def gp_sampler(seed: int) -> optuna.samplers.BaseSampler:
 class TuneResult:
     """The result of tuning. `best` is the start unless another config was confirmed to be faster.
 
-    importances: key → share of the score's variation; empty with too few trials.
+    `importances` maps a key to its share of the score's variation; empty with too few trials.
     """
 
     best: Record

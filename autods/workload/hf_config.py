@@ -117,8 +117,8 @@ class _Zero3Config:
 def partition_at_build(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
     """The workload with build_model partitioned over the ranks, as ZeRO-3 would partition it.
 
-    transformers is told of stage 3. It then skips its own initialisation under `deepspeed.zero.Init`, and gathers the
-    weights of each module to initialise them. With zero.Init alone, a model would start from wrong weights.
+    transformers must know of stage 3. Under `deepspeed.zero.Init` it then skips its usual initialisation, and gathers
+    the weights of each module to initialise them. With zero.Init alone, a model would start from wrong weights.
     """
 
     def build_model() -> Any:

@@ -1,4 +1,4 @@
-"""A copy-on-write overlay over the user's files: a script reads what it wrote, and the files on disk stay as they are.
+"""A copy-on-write overlay over the user's files: a script reads its changes, and the files on disk stay the same.
 
 It replaces `open` and the functions of `os` that take a path. Libraries in C that open files themselves bypass it.
 """

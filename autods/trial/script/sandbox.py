@@ -247,7 +247,7 @@ class _ActingLoader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Create the module with its own loader."""
+        """Create the module with the loader that Python found for it."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -75,8 +75,8 @@ class ScriptEnd:
 class Session:
     """Measures one script in one rank. The engine's hooks call it at each event, on every rank alike.
 
-    `observer` gets each phase, and holds the rank's meter. `stand_ins` collects what the script asked of a GPU and a
-    CPU rank does without. A library's integration replaces `config` before the script starts.
+    `observer` gets each phase, and holds the rank's meter. `stand_ins` collects uses of a GPU that a
+    CPU rank skips. A library's integration replaces `config` before the script starts.
     """
 
     def __init__(

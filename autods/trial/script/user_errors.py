@@ -1,4 +1,4 @@
-"""Errors of a script in the user's terms: the line in the user's file, what is wrong there, and how to fix it."""
+"""Errors of a script in the user's terms: the line in the user's file, the problem there, and its fix."""
 
 from __future__ import annotations
 

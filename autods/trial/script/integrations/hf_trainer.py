@@ -1,6 +1,6 @@
 """The Hugging Face Trainer: TrainingArguments compares its arguments with its DeepSpeed config, long before the engine.
 
-So the trial's config is put in there, with "auto" wherever an argument holds the value.
+So the trial's config is put in there, with "auto" for each value that an argument holds.
 """
 
 from __future__ import annotations
