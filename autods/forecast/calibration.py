@@ -95,7 +95,7 @@ def observe_trial(
     overheads: Overheads | None = None,
     expandable: bool = False,
 ) -> Observation | None:
-    """Return the device's peak beside its forecast; None where the trial does not show it.
+    """Return the device's peak with its forecast; None when the trial does not show it.
 
     `spec` and `simulation` are those of the config that the trial ran. On CUDA a trial measures the bytes that were
     reserved within its limit, which may be more than it needed.

@@ -113,7 +113,8 @@ def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
     return chord if chord - fits > _NOTICEABLE * (refused - fits) else math.sqrt(fits * refused)
 
 
-_PARALLEL_ENGINES = 2
+PARALLEL_ENGINES = 2  # each holds half a gigabyte
+ENOUGH_ACCUMULATION = 2  # longer accumulation repeats the second micro batch, the first that runs with kept gradients
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
 
 
@@ -253,7 +254,7 @@ class EngineForecaster:
 def memory_key(spec: EngineSpec) -> str:
     """Return equal keys for engines that allocate the same at a micro batch.
 
-    The second micro batch of a step is the first that runs beside kept gradients, so longer accumulation adds nothing.
+    The second micro batch of a step is the first that runs with kept gradients, so longer accumulation adds nothing.
     """
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
     accumulates = int(spec.ds_config.get("gradient_accumulation_steps") or 1) > 1
@@ -282,7 +283,7 @@ class TrialForecaster:
     _reported: set[str] = field(default_factory=set)
     _least: int = 1  # the model cannot be trained with a smaller micro batch
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_PARALLEL_ENGINES))
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARALLEL_ENGINES))
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Start to simulate these trials in the background, in this order."""

@@ -13,6 +13,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
+from ..forecast.forecaster import PARALLEL_ENGINES
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
@@ -22,7 +23,6 @@ from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 
-_PARALLEL_ENGINES = 2  # each holds half a gigabyte
 _ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
 
 
@@ -120,7 +120,7 @@ def _run_in_parallel(run: PlanRun, jobs: list[_Job], *, until_one_fits: bool) ->
         if sites:
             run.forecast_rung(job.rung, sites, job.group, search=job.search)
 
-    pool = ThreadPoolExecutor(_PARALLEL_ENGINES, thread_name_prefix="forecast")
+    pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
     try:
         tasks = [pool.submit(forecast, job) for job in jobs]
         for done in wait(tasks, return_when=FIRST_EXCEPTION).done:

@@ -12,7 +12,14 @@ from ..config.deepspeed import compose, get_key, start_settings
 from ..config.plan_settings import PlanSettings, Site
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, Forecaster, LargestMicroBatch, Limits
+from ..forecast.forecaster import (
+    ENOUGH_ACCUMULATION,
+    MOST_MICRO_BATCH,
+    EngineForecaster,
+    Forecaster,
+    LargestMicroBatch,
+    Limits,
+)
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import (
     EngineSpec,
@@ -27,7 +34,6 @@ from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts, Scalar
 
-_ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
 # Failures that every rung would share: the workload or the installation has to be mended first.
 _LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed")
 
@@ -101,7 +107,7 @@ def engine_spec(
         return _not_applicable(rung.name, site, reason)
     knobs = Knobs(
         micro_batch=site.micro_batch,
-        accumulation=min(_ENOUGH_ACCUMULATION, _accumulation(site)),
+        accumulation=min(ENOUGH_ACCUMULATION, _accumulation(site)),
         checkpointing=choose_checkpointing(settings, facts),
         settings=_start_settings(rung, site, settings, facts, group),
     )

@@ -57,7 +57,7 @@ class Boundary:
         return record
 
     def search(self, guess: int | None) -> None:
-        """Search from the guess outwards until a size that fits stands beside one that does not."""
+        """Search from the guess outwards until a size that fits is next to one that does not."""
         size: int | None = self._near(guess or 1)
         while size is not None and len(self.records) < MOST_TRIALS:
             if isinstance(self.measure(size).outcome, Failed):
@@ -109,7 +109,7 @@ class Boundary:
 
 
 def capacity_result(cell: Cell, boundary: Boundary, forecast: CapacityForecast) -> CellResult:
-    """Return the result of trials beside the forecast; speed and memory are those of the largest that fits."""
+    """Return the result of trials with the forecast; speed and memory are those of the largest that fits."""
     fits = boundary.fits
     shown = [boundary.records[fits]] if fits is not None else list(boundary.records.values())[-1:]
     capacity = Capacity(

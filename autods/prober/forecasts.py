@@ -12,7 +12,7 @@ from ..config.deepspeed import compose, without_monitors
 from ..config.plan_settings import NVME_PLACE
 from ..events import Listener, Note
 from ..forecast.allocator import read_alloc_conf
-from ..forecast.forecaster import MOST_MICRO_BATCH, Forecaster, Limits
+from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import EngineSpec, Simulator, StartSimulator
@@ -24,9 +24,7 @@ from .grid import compose_cell_config, settings_under_conditions
 from .request import ProbeSettings
 
 NOT_SIMULATED = "cannot be simulated"
-_PARALLEL_ENGINES = 2
 _MOST_SIMULATORS = 3  # that are open at a time
-_ENOUGH_ACCUMULATION = 2  # more repeats the second micro batch, the first that runs beside kept gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,7 @@ class Simulators:
         return self._facts[source.digest]
 
     def close(self) -> None:
-        """End them all: none may run beside trials."""
+        """End them all: none may run during trials."""
         while self._open:
             self._open.popitem()[1][1].close()
 
@@ -106,7 +104,7 @@ class CellForecaster:
         """Yield forecasts as they finish. Leaving the simulator ends its processes, and then the threads end."""
         expandable = self.question.settings.device == "cuda" and read_alloc_conf(os.environ).expandable
         forecaster = Forecaster(simulator, expandable)
-        pool = ThreadPoolExecutor(_PARALLEL_ENGINES, thread_name_prefix="forecast")
+        pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
         try:
             tasks = {pool.submit(self._forecast_cell, forecaster, trial): number for number, trial in trials.items()}
             left = set(tasks)
@@ -138,7 +136,7 @@ class CellForecaster:
 
     def _engine_spec(self, trial: Trial) -> EngineSpec:
         settings, machine = self.question.settings, self.question.machine
-        accumulation = min(_ENOUGH_ACCUMULATION, trial.knobs.accumulation)
+        accumulation = min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)
         trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
         ranks = apply_conditions(settings, trial.conditions).gpus
         stage = next(rung.stage for rung in settings.ladder if rung.name == trial.rung)

@@ -87,7 +87,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
     knobs = cell.trial.knobs
     fits = [record.outcome for record in records if isinstance(record.outcome, Fit)]
     last = next((record.outcome for record in reversed(records) if not isinstance(record.outcome, Fit)), None)
-    # A failure among trials that ran may have been a fluke: it is reported beside the measurements.
+    # A failure among trials that ran may have been a fluke: it is reported with the measurements.
     status: CellStatus = "fit" if last is None or (fits and isinstance(last, Failed)) else last.kind
     tokens = [fit.tokens_per_second for fit in fits if fit.tokens_per_second is not None]
     rates = [fit.samples_per_second for fit in fits]

@@ -1,6 +1,6 @@
 """Start Ray on this machine or join a cluster.
 
-Ray is started and joined through its documented interface. Three of its internals are used beside that, each through
+Ray is started and joined through its documented interface. Three of its internals are used as well, each through
 `ray_internal`, which fails with Ray's version where one is missing.
 """
 

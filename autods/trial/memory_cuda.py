@@ -56,7 +56,7 @@ class CudaMeter:
         """Do nothing: the allocator records the peak itself."""
 
     def peaks(self) -> dict[str, int | None]:
-        """`device` is the most that was reserved, which a limit counts; `device_card` adds the memory beside it."""
+        """`device` is the peak of reserved bytes, which a limit counts; `device_card` adds `device_beside`."""
         cuda = self._api()
         self._update_outside_bytes()
         reserved = int(cuda.max_memory_reserved(self.local_rank))

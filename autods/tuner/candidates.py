@@ -115,7 +115,7 @@ def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[
 
 
 def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> Candidate:
-    # Accumulation above 2 needs no more memory: from the second micro batch on, each runs beside kept gradients.
+    # Accumulation above 2 needs no more memory: from the second micro batch on, each runs with kept gradients.
     # Growth sets the accumulation of the global batch.
     replicas = facts.replicas(settings.gpus)
     accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))

@@ -90,7 +90,7 @@ def open_forecaster(
 ) -> Iterator[Forecaster]:
     """A forecaster of this fit's trials; one that knows nothing when the settings want no forecast.
 
-    The simulator starts with the first forecast. Each trial's measured peak is stored in the journal beside its
+    The simulator starts with the first forecast. Each trial's measured peak is stored in the journal with its
     forecast, so that later forecasts are corrected by it, also after the fit is resumed.
     """
     if not settings.forecast:

@@ -108,7 +108,7 @@ def tune(
     `current` has the values of the start's DeepSpeed config for keys that its settings leave out. A proposal that
     cannot fit by its forecast is not run. The score is larger for a better config, and above 0 for a fit. The search
     ends once it gains less than `stop_gain`, see `has_converged`; 0 spends all trials. `may_go_on` is called before
-    each proposal. The best settings are measured again beside the start. `sampler` is called with a seed for each
+    each proposal. The best settings are measured again with the start. `sampler` is called with a seed for each
     proposal. Raises InputError when the study on disk is damaged.
     """
     space = space_of(rung, start.trial.knobs.settings, current or {})

@@ -192,7 +192,7 @@ def _remeasured_scores(final: FinalsResult, close: Sequence[tuple[Record, Contes
 
 
 def _why_slower(contestant: Contestant, winner: Contestant, field: RaceField, remeasured: Mapping[str, float]) -> str:
-    """A contestant's speed beside the winner's, by the last comparison where both took part."""
+    """A contestant's speed and the winner's, by the last comparison where both took part."""
     _, times = comparison_words(field.rules.score)
     if contestant.name in remeasured and remeasured.get(winner.name):
         ratio = remeasured[contestant.name] / remeasured[winner.name]
