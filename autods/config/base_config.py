@@ -216,8 +216,8 @@ def resolve_base_config(
     users = source.base_config if given is None else given
     base, place = load_base_config(users, world_size=world_size, filled_in=fills_in_auto(source))
     if source.kind == "script":
-        return over_script(base, precision, place)
-    return with_precision(base, precision, place, otherwise=otherwise)
+        return override_script_config(base, precision, place)
+    return add_precision(base, precision, place, otherwise=otherwise)
 
 
 def parse_size(given: str | int | None, option: str) -> int | None:
@@ -251,7 +251,7 @@ def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int)
     return total
 
 
-def with_precision(base: Mapping[str, Any], precision: str, place: str, *, otherwise: str = "bf16") -> dict[str, Any]:
+def add_precision(base: Mapping[str, Any], precision: str, place: str, *, otherwise: str = "bf16") -> dict[str, Any]:
     """Return the config with a precision: the one that it enables, else `precision`, else `otherwise` for "auto"."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise InputError(f"there is no precision {precision!r}", hint="give --precision bf16, fp16 or fp32")
@@ -265,11 +265,11 @@ def with_precision(base: Mapping[str, Any], precision: str, place: str, *, other
     return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
 
 
-def over_script(base: Mapping[str, Any], precision: str, place: str) -> dict[str, Any]:
+def override_script_config(base: Mapping[str, Any], precision: str, place: str) -> dict[str, Any]:
     """Return the keys that win over a script's own config; its precision stays unless one is asked for."""
     if precision == "auto":
         return dict(base)
-    config = with_precision(base, precision, place)
+    config = add_precision(base, precision, place)
     off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != enabled_half_precision(config)}
     return merge(config, off)
 

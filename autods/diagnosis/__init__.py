@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .diagnose import diagnose
-from .trial_outcome import Evidence, HostMemory, explain_failure, input_error, wants_larger_batch
+from .trial_outcome import Evidence, HostMemory, explain_failure, make_input_error, wants_larger_batch
 from .values import Diagnosis
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "HostMemory",
     "diagnose",
     "explain_failure",
-    "input_error",
+    "make_input_error",
     "wants_larger_batch",
 ]

@@ -15,7 +15,7 @@ from .exit_codes import ExitCodes
 from .messages import REPORTS_FAILURE, Assembler, Message
 from .reader import BLOCK_BYTES, Reader
 from .root_cause import LogSummary, make_finding, pick_root_cause
-from .rules import ERROR_LINE, Signature, first_match
+from .rules import ERROR_LINE, Signature, find_signature
 from .values import Diagnosis
 
 Log = str | PathLike[str] | Mapping[str, str]
@@ -164,7 +164,7 @@ def _matching_row(message: Message) -> Signature | None:
         return None
     is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) is not None
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
-    row = first_match(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
+    row = find_signature(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
     if row is not None and row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
         return None
     return row

@@ -182,6 +182,6 @@ def normalize_exit_code(code: int) -> int:
     return 128 - code if 128 < code <= 128 + 64 else code
 
 
-def meaning_of_exit(code: int) -> Meaning:
+def explain_exit_code(code: int) -> Meaning:
     """The meaning of an exit code other than 0."""
     return MEANINGS.get(normalize_exit_code(code), _OTHER)

@@ -73,7 +73,7 @@ STARTS_ANEW = re.compile(
 )
 
 
-def exception_type(text: str) -> str:
+def parse_exception_type(text: str) -> str:
     """'OutOfMemoryError' for "torch.OutOfMemoryError: CUDA …"; empty when the text does not begin with an exception."""
     match = EXCEPTION.match(text)
     return match["type"].replace("::", ".").rpartition(".")[2] if match else ""

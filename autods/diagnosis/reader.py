@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, Literal
 
-from .rules import rows
+from .rules import read_signatures
 
 # Words that tracebacks, launchers and shells use. The rows of `signatures/` add their own.
 _STRUCTURE = (
@@ -67,7 +67,7 @@ class LineFilter:
 
 @cache
 def _telling_words() -> re.Pattern[bytes]:
-    words = {word for row in rows() for word in row.phrases} | set(_STRUCTURE)
+    words = {word for row in read_signatures() for word in row.phrases} | set(_STRUCTURE)
     return re.compile(_any_of(words).encode())
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from .exit_codes import Exit, meaning_of_exit, normalize_exit_code
+from .exit_codes import Exit, explain_exit_code, normalize_exit_code
 from .messages import REPORTS_FAILURE, Message
 from .ranks import Ranks, find_local_gpu, find_nccl_device, find_rank
 from .reader import Clock
@@ -308,7 +308,7 @@ def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
     if code == -9 and hints:
         return _diagnosis(hints[-1], 0.7, hints, rank=summary.root_rank)
     exit = next((exit for exit in summary.exits if normalize_exit_code(exit.code) == code), None)
-    meaning = meaning_of_exit(code)
+    meaning = explain_exit_code(code)
     report = exit.line if exit is not None else f"exit code {code}"
     last = [line for lines in summary.last.values() for line in lines[-1:]]
     evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (report, *last) if line)

@@ -114,7 +114,7 @@ def _expand(pattern: str) -> str:
 
 
 @cache
-def rows() -> tuple[Signature, ...]:
+def read_signatures() -> tuple[Signature, ...]:
     """All rows in the order in which they are tried."""
     return tuple(row for name in FILES for row in _read(name))
 
@@ -134,10 +134,10 @@ def _read(name: str) -> list[Signature]:
     return signatures
 
 
-def first_match(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
+def find_signature(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
     """The first row that matches. With `passing` the line only mentions a failure, so only `passing` rows are tried."""
     lowered = text.lower()
-    for row in rows():
+    for row in read_signatures():
         if row.phrases and not any(phrase in lowered for phrase in row.phrases):
             continue
         if (row.passing or not passing) and row.matches(text, type, stack):

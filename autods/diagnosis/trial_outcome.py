@@ -14,7 +14,7 @@ from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
 from ..units import format_bytes
 from .exit_codes import MEANINGS
 from .messages import BOILERPLATE
-from .rules import Signature, first_match
+from .rules import Signature, find_signature
 from .values import Kind, parse_shortage
 
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
@@ -188,12 +188,12 @@ def _matching_row(evidence: Evidence) -> Signature | None:
 def _row_of_exception(evidence: Evidence) -> Signature | None:
     """By type and message, then by the base classes, then by the exceptions that it was raised from."""
     text = "\n".join(line for line in evidence.exception.splitlines() if not BOILERPLATE.match(line))
-    row = first_match(text, type=evidence.types[0], stack=evidence.stack)
+    row = find_signature(text, type=evidence.types[0], stack=evidence.stack)
     if row is None or row.name == "any-exception":
-        by_base = (first_match(text, type=base, stack=evidence.stack) for base in evidence.types[1:])
+        by_base = (find_signature(text, type=base, stack=evidence.stack) for base in evidence.types[1:])
         row = next((match for match in by_base if match is not None and match.name != "any-exception"), None)
     if row is None or row.kind == "unknown":
-        by_cause = (first_match(f"{type}: {message}", type=type) for type, message in evidence.causes)
+        by_cause = (find_signature(f"{type}: {message}", type=type) for type, message in evidence.causes)
         row = next((match for match in by_cause if match is not None and match.kind == "out_of_memory"), row)
     if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.types:
         row = _memory_row(_rows_of(evidence.log_tail)) or row  # NCCL writes the reason only into the log
@@ -209,7 +209,7 @@ def _row_of_last_lines(evidence: Evidence) -> Signature | None:
 
 def _rows_of(text: str) -> list[Signature]:
     """The rows that match the last lines, the last line first."""
-    return [row for line in reversed(text.splitlines()[-_LAST_LINES:]) if (row := first_match(line)) is not None]
+    return [row for line in reversed(text.splitlines()[-_LAST_LINES:]) if (row := find_signature(line)) is not None]
 
 
 def _memory_row(rows: Sequence[Signature]) -> Signature | None:
@@ -364,7 +364,7 @@ def wants_larger_batch(text: str) -> bool:
     return _TOO_SMALL.search(text) is not None
 
 
-def input_error(failure: Failed, path: str, log: Path) -> InputError:
+def make_input_error(failure: Failed, path: str, log: Path) -> InputError:
     """The error for a failure that the user has to fix: in the workload at `path`, or in the DeepSpeed config."""
     place, text = CONFIG if failure.action == "fix_config" else path, failure.evidence
     if place == path and (match := _PLACE.match(text)):  # a line of the workload, or of a module that it imports

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ..config.base_config import precision_name
 from ..config.settings import Settings
-from ..diagnosis.trial_outcome import input_error
+from ..diagnosis.trial_outcome import make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Listener, Note
 from ..forecast.simulator.client import SimulationFailed
@@ -183,7 +183,7 @@ def _check_workload(records: Sequence[Record], question: ProbeSettings) -> None:
         outcome for outcome in outcomes if isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config")
     ]
     if faults and len(faults) == len(outcomes):
-        raise input_error(faults[0], question.settings.source.path, question.settings.out / "logs")
+        raise make_input_error(faults[0], question.settings.source.path, question.settings.out / "logs")
 
 
 def _as_user_error(failed: SimulationFailed, question: ProbeSettings) -> AutodsError:

@@ -17,7 +17,7 @@ from typing import Any
 from ..config.deepspeed import compose, required_ops, without_monitors
 from ..config.settings import Settings, apply_script_config, describe_script
 from ..config.strategies import Rung
-from ..diagnosis.trial_outcome import input_error
+from ..diagnosis.trial_outcome import make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Listener, Note, TrialMoved
 from ..trial.job import JobKind, RankJob
@@ -228,7 +228,7 @@ def _explain(failure: OutOfMemory | Failed, job: RankJob, log: Path) -> AutodsEr
     if isinstance(failure, OutOfMemory):
         return InputError("the workload does not fit into this machine's memory", place=path)
     if failure.action in ("fix_code", "fix_config"):
-        return input_error(failure, path, log)
+        return make_input_error(failure, path, log)
     return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..config.base_config import find_misspelt_keys
 from ..config.settings import Settings, apply_script_config
-from ..diagnosis.trial_outcome import input_error
+from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
 from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
@@ -178,7 +178,7 @@ def _check_that_memory_decided(result: NothingFits, settings: Settings) -> None:
     if walked.stopped is not None:
         _check_machine(walked.stopped, settings)
         assert isinstance(walked.stopped.outcome, Failed)
-        raise input_error(walked.stopped.outcome, settings.source.path, _log_path(walked.stopped, settings))
+        raise make_input_error(walked.stopped.outcome, settings.source.path, _log_path(walked.stopped, settings))
     failures = [record.outcome for record in walked.records if isinstance(record.outcome, Failed)]
     if failures and len(failures) == len(walked.records):
         rung = walked.records[-1].trial.rung

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import pytest
 
-from autods.diagnosis.messages import exception_type
+from autods.diagnosis.messages import parse_exception_type
 from autods.diagnosis.reader import LineFilter
-from autods.diagnosis.rules import ERROR_LINE, Signature, first_match, rows
+from autods.diagnosis.rules import ERROR_LINE, Signature, find_signature, read_signatures
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
+@pytest.mark.parametrize("row", read_signatures(), ids=lambda row: f"{row.file}/{row.name}")
 def test_each_example_matches_its_own_row_first(row: Signature) -> None:
-    type = exception_type(row.example) or (ERROR_LINE if ERROR_LINE in row.types else "")
-    assert first_match(row.example, type=type, stack=row.example_stack) is row
+    type = parse_exception_type(row.example) or (ERROR_LINE if ERROR_LINE in row.types else "")
+    assert find_signature(row.example, type=type, stack=row.example_stack) is row
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
+@pytest.mark.parametrize("row", read_signatures(), ids=lambda row: f"{row.file}/{row.name}")
 def test_the_line_filter_keeps_every_example(row: Signature) -> None:
     raw = row.example.encode()
     assert LineFilter().keeps(raw, raw.lower())
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.file}/{row.name}")
+@pytest.mark.parametrize("row", read_signatures(), ids=lambda row: f"{row.file}/{row.name}")
 def test_every_row_has_words_or_exception_types(row: Signature) -> None:
     assert row.phrases or row.types
 
 
 def test_names_are_unique_and_every_row_names_its_source() -> None:
-    assert len({(row.file, row.name) for row in rows()}) == len(rows())
-    assert all(row.source and row.example for row in rows())
+    assert len({(row.file, row.name) for row in read_signatures()}) == len(read_signatures())
+    assert all(row.source and row.example for row in read_signatures())
 
 
 def test_memory_rows_have_a_tier_and_others_have_none() -> None:
-    for row in rows():
+    for row in read_signatures():
         assert (row.tier is not None) == (row.kind in ("out_of_memory", "memory_pressure")), row.name
 
 
 @pytest.mark.parametrize("name", ["BloomPreTrainedModel", "RoomImpulse", "zoom"])
 def test_oom_inside_a_name_is_not_about_memory(name: str) -> None:
     said = f"ImportError: cannot import name '{name}' from 'transformers'"
-    row = first_match(said, type="ImportError", stack="")
+    row = find_signature(said, type="ImportError", stack="")
     assert row is None or "memory" not in row.name
 
 
 def test_a_download_without_network_is_no_rendezvous_failure() -> None:
     said = "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>"
-    row = first_match(said, type="URLError", stack="")
+    row = find_signature(said, type="URLError", stack="")
     assert row is not None
     assert row.name == "remote-service"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autods.diagnosis import Evidence, HostMemory, explain_failure, input_error, wants_larger_batch
+from autods.diagnosis import Evidence, HostMemory, explain_failure, make_input_error, wants_larger_batch
 from autods.types import Failed, OutOfMemory, Phase
 
 
@@ -191,18 +191,18 @@ def ended(phase: Phase = "forward", **fields: Any) -> Evidence:
 
 def test_a_line_in_the_workload_is_the_place() -> None:
     failure = failed(types=("ValueError",), message="no data", user_frame="/x/model.py:12")
-    error = input_error(failure, "/x/model.py", LOG)
+    error = make_input_error(failure, "/x/model.py", LOG)
     assert (error.place, error.problem) == ("/x/model.py:12", "ValueError: no data")
     assert str(LOG) in str(error.hint)
 
 
 def test_a_line_in_an_imported_module_is_the_place() -> None:
     failure = failed(types=("ValueError",), message="no data", user_frame="/x/data/read.py:7")
-    assert input_error(failure, "/x/model.py", LOG).place == "/x/data/read.py:7"
+    assert make_input_error(failure, "/x/model.py", LOG).place == "/x/data/read.py:7"
 
 
 def test_without_a_line_the_file_is_the_place() -> None:
-    error = input_error(failed(contract="the loss is nan", hint="check it"), "/x/model.py", LOG)
+    error = make_input_error(failed(contract="the loss is nan", hint="check it"), "/x/model.py", LOG)
     assert (error.place, error.problem) == ("/x/model.py", "the loss is nan")
     assert str(error.hint).startswith("check it (rank 0, forward")
 
@@ -216,7 +216,7 @@ def test_sys_exit_is_reported_with_its_line() -> None:
 def test_deepspeed_errors_outside_user_code_blame_the_config(phase: Phase) -> None:
     failure = failed(phase=phase, types=("TypeError",), message="'>' not supported")
     assert failure.action == "fix_config"
-    assert input_error(failure, "/x/model.py", LOG).place == "DeepSpeed config"
+    assert make_input_error(failure, "/x/model.py", LOG).place == "DeepSpeed config"
 
 
 def test_pydantic_message_is_cut_to_key_and_fault() -> None:
