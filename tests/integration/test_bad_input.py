@@ -109,7 +109,7 @@ REFUSED = {
     "a key that ZeRO does not have": ({"zero_optimization": {"stage_3": 1}}, "stage_3: Extra inputs are not permitted"),
     "an unknown optimizer": ({"optimizer": {"type": "Adamm"}}, "Adamm is not a supported DeepSpeed Optimizer"),
     "a parameter that the optimizer does not have": (
-        {"optimizer": {"type": "AdamW", "params": {"rate": 1}}},
+        {"optimizer": {"type": "AdamW", "params": {"rate": 1, "torch_adam": True}}},
         "unexpected keyword argument 'rate'",
     ),
     "an unknown scheduler": ({"scheduler": {"type": "Up"}}, "does not recognize LR scheduler Up"),

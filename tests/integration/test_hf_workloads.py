@@ -66,7 +66,7 @@ def test_the_batch_has_the_requested_lengths(tmp_path: Path) -> None:
     ("config", "task", "message"),
     [
         ({"model_type": "lamma"}, None, "has no architecture 'lamma'"),
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, None, "code that a config brings"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, None, "its custom code (auto_map) is never run"),
         (CONFIGS["bert"], "seq2seq", "bert has no model for --task seq2seq\n  give --task causal-lm or masked-lm"),
         (CONFIGS["vit"], "causal-lm", "vit has no model for --task causal-lm\n  give --task image-classification"),
         ({**CONFIGS["llama"], "hidden_size": "wide"}, None, "is not a config of llama"),

@@ -24,7 +24,9 @@ TRAIN = HERE.parents[1] / "examples" / "train.py"
 def ds_config(tmp_path_factory) -> Path:
     """As a fit writes it when ZeRO-3 is the answer."""
     folder = tmp_path_factory.mktemp("emitted")
-    base = question("tiny.py", folder).base | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    base = question("tiny.py", folder).base | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    }
     facts = ModelFacts(
         parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
     )
