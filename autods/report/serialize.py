@@ -309,6 +309,8 @@ def _cell_row(cell: CellResult) -> dict[str, Any]:
     row = asdict(cell)
     if cell.ratio is not None:
         row["ratio"]["differs"] = cell.ratio.differs
+    if cell.capacity is not None:
+        row["capacity"]["said"] = row["capacity"].pop("explanation")  # the key that readers of probe.json know
     row["memory"] = {tier: row["memory"].get(tier) for tier in TIERS}
     return row
 
