@@ -24,6 +24,12 @@ def read_as(kind: type[T], data: object, *, name: str | None = None) -> T:
     return cast(T, _read(kind, data, name or kind.__name__))
 
 
+def read_known(kind: type[T], data: Mapping[str, Any]) -> T:
+    """Read a dataclass as `read_as` does, and skip keys that it has no field for. Raises ValueError alike."""
+    known = {field.name for field in fields(cast(Any, kind))}
+    return read_as(kind, {name: value for name, value in data.items() if name in known})
+
+
 def _read(hint: Any, data: Any, name: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

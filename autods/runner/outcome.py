@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..diagnosis.trial_outcome import Evidence, HostMemory, explain_failure
-from ..schema import read_as
+from ..schema import read_known
 from ..trial.job import RankJob
 from ..trial.training import relative_spread
 from ..types import (
@@ -57,8 +57,7 @@ class TrainResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TrainResult:
         """Read the result of a rank's record. Raises ValueError where a field is missing or ill-typed."""
-        known = {field.name for field in fields(cls)}
-        return read_as(cls, {name: value for name, value in data.items() if name in known})
+        return read_known(cls, data)
 
 
 def judge_trial(

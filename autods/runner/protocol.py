@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
 
 from ..diagnosis.trial_outcome import HostMemory
-from ..schema import read_as
+from ..schema import read_as, read_known
 from ..types import Phase
 
 LostBecause = Literal["stopped", "stuck", "wall limit"]
@@ -46,8 +46,7 @@ class RankRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankRecord:
         """Read the content of a rank's file. Raises ValueError where a field is missing or ill-typed."""
-        known = {field.name for field in fields(cls)}
-        return read_as(cls, {name: value for name, value in data.items() if name in known})
+        return read_known(cls, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
