@@ -31,38 +31,30 @@ class Observation:
     measured_bytes: int
     at_least: bool = False
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RungError:
-    """The number of a rung's trials, and their mean logarithm of measured over predicted bytes."""
-
-    samples: int
-    mean: float
+    @property
+    def error(self) -> float:
+        """The logarithm of measured over predicted bytes."""
+        return math.log(max(1, self.measured_bytes) / max(1, self.predicted_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """The errors of a machine's forecasts, as logarithms of measured over predicted bytes.
 
-    `mean` is the machine's error, `spread` the standard error of one forecast, `least` the smallest half-width.
+    `spread` is the standard error of one forecast, and `least` the smallest half-width.
+    `mean` is the machine's error. `rungs` has that of each rung with trials, shrunk towards the machine's.
     """
 
     spread: float
     least: float
-    samples: int = 0
     mean: float = 0.0
-    rungs: Mapping[str, RungError] = field(default_factory=dict)
+    rungs: Mapping[str, float] = field(default_factory=dict)
 
     def ratios(self, rung: str) -> Ratios:
         """Return the factors of a rung's forecast."""
-        error = self.expected_error(rung)
+        error = self.rungs.get(rung, self.mean)
         half = max(_WIDTH * self.spread, self.least)
         return Ratios(low=math.exp(error - half), middle=math.exp(error), high=math.exp(error + half))
-
-    def expected_error(self, rung: str) -> float:
-        """Return the mean error of the rung, shrunk towards the machine's."""
-        known = self.rungs.get(rung, RungError(samples=0, mean=0.0))
-        return (known.samples * known.mean + _WEIGHT_OF_POOL * self.mean) / (known.samples + _WEIGHT_OF_POOL)
 
 
 def calibrate_forecast(
@@ -75,16 +67,26 @@ def calibrate_forecast(
 
 def fit_calibration(observations: Iterable[Observation], *, spread: float, least: float) -> Calibration:
     """Return the calibration after these trials; `spread` and `least` are those before any."""
-    known = tuple(observations)
-    errors = [(trial.rung, _error(trial)) for trial in known if not trial.at_least]
-    first = _fit(errors, spread, least)
+    trials = tuple(observations)
+    measured = [trial for trial in trials if not trial.at_least]
+    first = _fit(measured, spread, least)
     # A bound below the forecast shows nothing. A bound above it shows that the error is at least so large.
-    beyond = [
-        (trial.rung, error)
-        for trial in known
-        if trial.at_least and (error := _error(trial)) > math.log(first.ratios(trial.rung).middle)
-    ]
-    return _fit([*errors, *beyond], spread, least) if beyond else first
+    beyond = [trial for trial in trials if trial.at_least and trial.error > first.rungs.get(trial.rung, first.mean)]
+    return _fit([*measured, *beyond], spread, least) if beyond else first
+
+
+def _fit(trials: Sequence[Observation], spread: float, least: float) -> Calibration:
+    by_rung: dict[str, list[float]] = {}
+    for trial in trials:
+        by_rung.setdefault(trial.rung, []).append(trial.error)
+    mean = sum(trial.error for trial in trials) / (len(trials) + _WEIGHT_OF_ZERO)
+    rungs = {
+        rung: (sum(errors) + _WEIGHT_OF_POOL * mean) / (len(errors) + _WEIGHT_OF_POOL)
+        for rung, errors in by_rung.items()
+    }
+    squares = sum((trial.error - rungs[trial.rung]) ** 2 for trial in trials)
+    variance = (_WEIGHT_OF_SPREAD * spread**2 + squares) / (_WEIGHT_OF_SPREAD + len(trials))
+    return Calibration(spread=math.sqrt(variance), least=least, mean=mean, rungs=rungs)
 
 
 def observe_trial(
@@ -113,26 +115,7 @@ def observe_trial(
                 if limited.ran_out is None:
                     predicted = max(limited.peak_reserved_bytes, need.live_bytes) + beside_tensors
             return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=use.peak_bytes)
-        case OutOfMemory(tier="device") if outcome.limit_bytes is not None:
-            limit = outcome.limit_bytes
+        case OutOfMemory(tier="device", limit_bytes=int(limit)):
             return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=limit, at_least=True)
         case _:
             return None
-
-
-def _error(trial: Observation) -> float:
-    return math.log(max(1, trial.measured_bytes) / max(1, trial.predicted_bytes))
-
-
-def _fit(errors: Sequence[tuple[str, float]], spread: float, least: float) -> Calibration:
-    by_rung: dict[str, list[float]] = {}
-    for rung, error in errors:
-        by_rung.setdefault(rung, []).append(error)
-    rungs = {
-        rung: RungError(samples=len(samples), mean=sum(samples) / len(samples)) for rung, samples in by_rung.items()
-    }
-    mean = sum(error for _, error in errors) / (len(errors) + _WEIGHT_OF_ZERO)
-    located = Calibration(spread=spread, least=least, samples=len(errors), mean=mean, rungs=rungs)
-    squares = sum((error - located.expected_error(rung)) ** 2 for rung, error in errors)
-    variance = (_WEIGHT_OF_SPREAD * spread**2 + squares) / (_WEIGHT_OF_SPREAD + len(errors))
-    return Calibration(spread=math.sqrt(variance), least=least, samples=len(errors), mean=mean, rungs=rungs)

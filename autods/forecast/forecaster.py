@@ -6,8 +6,7 @@ import contextlib
 import json
 import math
 import threading
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
@@ -18,14 +17,12 @@ from ..types import Device, Outcome, Tier, Trial
 from .calibration import Observation, calibrate_forecast, observe_trial
 from .simulator.client import SimulationFailed
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
-from .verdict import forecast_tiers, judge_memory
+from .verdict import judge_memory
 
 MOST_MICRO_BATCH = 4096
 MOST_MEASUREMENTS = 8
 _NOTICEABLE = 0.1  # of a bracket: where the chord moves less, its steep end misleads it
 _NEAR = 1.03  # a bracket of 100 and 103 is not worth another simulation
-# Micro batch → peak over limit of the fullest tier; up to 1 it fits.
-Fill = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class LargestMicroBatch:
 
 
 def find_largest(
-    fill: Fill,
+    fill: Callable[[int], float],
     sizes: Sequence[int],
     *,
     known: tuple[int, float] | None = None,
@@ -57,6 +54,7 @@ def find_largest(
 ) -> LargestMicroBatch:
     """Search `sizes` (ascending) with at most `most` measurements; `known` is a size that was measured before.
 
+    `fill` returns the peak over the limit of the fullest tier: up to 1 a micro batch fits.
     `slope` is the one at another rung's answer. Rungs have the same activations, so it is a good first guess.
     """
     seen: dict[int, float] = dict([known]) if known else {}
@@ -78,15 +76,13 @@ def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
 def _next(seen: dict[int, float], sizes: Sequence[int], slope: float | None = None) -> int | None:
     """Return the size to measure next; None when the search is over."""
     fits, refused = _bracket(seen)
-    first = 0 if fits is None else bisect_right(sizes, fits)
-    last = len(sizes) if refused is None else bisect_left(sizes, refused)
-    left = sizes[first:last]
+    left = [size for size in sizes if (fits is None or size > fits) and (refused is None or size < refused)]
     if not left or (fits is not None and refused is not None and refused <= _NEAR * fits):
         return None
     if fits is None:
         return left[0]
     target = _extrapolated(seen, fits, slope) if refused is None else _interpolated(seen, fits, refused)
-    return left[max(0, bisect_right(left, target) - 1)]
+    return max((size for size in left if size <= target), default=left[0])
 
 
 def _extrapolated(seen: dict[int, float], fits: int, guess: float | None) -> float:
@@ -170,7 +166,13 @@ class Forecaster:
         return self._simulations.get((memory_key(spec), micro_batch))
 
     def judge(
-        self, spec: EngineSpec, simulation: Simulation, limits: Limits, observations: Iterable[Observation] = ()
+        self,
+        spec: EngineSpec,
+        simulation: Simulation,
+        limits: Limits,
+        observations: Collection[Observation] = (),
+        *,
+        advise: bool = True,
     ) -> RungForecast:
         """Return the forecast within these limits, corrected by the measurements of trials."""
         return judge_memory(
@@ -180,6 +182,7 @@ class Forecaster:
             emulated=limits.emulated,
             calibration=calibrate_forecast(spec, observations),
             expandable=self.expandable,
+            advise=advise,
         )
 
 
@@ -215,7 +218,7 @@ class EngineForecaster:
         limits: Limits,
         *,
         on: EngineSpec | None = None,
-        observations: Iterable[Observation] = (),
+        observations: Collection[Observation] = (),
         known: tuple[int, float] | None = None,
         slope: float | None = None,
     ) -> LargestMicroBatch:
@@ -225,7 +228,6 @@ class EngineForecaster:
         cannot be simulated (the data of a script may end), it counts as too large and stands in `failures`.
         """
         spec = on or self.spec
-        calibration = calibrate_forecast(spec, observations)
         failures: dict[int, str] = {}
         measured = [] if known is None else [known[0]]
 
@@ -238,15 +240,7 @@ class EngineForecaster:
                 failures[size] = " ".join(str(failed.problem).split())
                 return math.inf
             measured.append(size)
-            tiers = forecast_tiers(
-                spec,
-                simulation,
-                limits=limits.by_tier(spec.device),
-                emulated=limits.emulated,
-                calibration=calibration,
-                expandable=self.forecaster.expandable,
-            )
-            return max(tier.fill for tier in tiers.values())
+            return self.forecaster.judge(spec, simulation, limits, observations, advise=False).fill
 
         return replace(find_largest(fill, sizes, known=known, slope=slope), failures=failures)
 
@@ -304,11 +298,12 @@ class TrialForecaster:
     def forecast(self, trial: Trial) -> RungForecast | None:
         """Return the memory that the trial will need; None when it cannot be simulated."""
         trial = self._with_least(trial)
-        while (simulation := self._simulate(trial)) is None:
-            if trial.knobs.micro_batch >= self._least:
-                return None
-            trial = self._with_least(trial)
-        forecast = self.forecaster.judge(self.spec_of(trial), simulation, self.limits, self.observations.values())
+        spec, micro_batch = self.spec_of(trial), trial.knobs.micro_batch
+        try:
+            simulation = self.forecaster.get(spec, micro_batch) or self._start(trial).result()
+        except AutodsError as error:
+            return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
+        forecast = self.forecaster.judge(spec, simulation, self.limits, self.observations.values())
         self.forecasts.setdefault(trial.rung, forecast)
         return forecast
 
@@ -320,10 +315,8 @@ class TrialForecaster:
             with self.forecaster.open(self.spec_of(trial)) as engine:
                 return engine.find_largest(sizes, limits, observations=tuple(self.observations.values())).micro_batch
         except AutodsError as error:
-            if sizes and self._raise_least(sizes[0], error):
-                return self.largest(trial, sizes, usable_bytes)
-            self._report(trial.rung, error)
-            return None
+            smallest = min(sizes, default=_LARGEST_FIRST_MICRO_BATCH)
+            return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
 
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
         """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
@@ -336,39 +329,24 @@ class TrialForecaster:
             self.observations[key] = observation
         return observation
 
-    def _simulate(self, trial: Trial) -> Simulation | None:
-        try:
-            return self._start(trial).result()
-        except AutodsError as error:
-            if not self._raise_least(trial.knobs.micro_batch, error):
-                self._report(trial.rung, error)
-            return None
-
     def _start(self, trial: Trial) -> Future[Simulation]:
         spec, micro_batch = self.spec_of(trial), trial.knobs.micro_batch
         key = memory_key(spec), micro_batch
         with self._lock:
             if key not in self._pending:
-                known = self.forecaster.get(spec, micro_batch)
-                if known is None:
-                    self._pending[key] = self._pool.submit(self.forecaster.simulate, spec, micro_batch)
-                else:
-                    self._pending[key] = Future()
-                    self._pending[key].set_result(known)
+                self._pending[key] = self._pool.submit(self.forecaster.simulate, spec, micro_batch)
             return self._pending[key]
-
-    def _raise_least(self, micro_batch: int, error: AutodsError) -> bool:
-        """Double the least micro batch if this one has too few samples for the model; return whether it was."""
-        if micro_batch >= _LARGEST_FIRST_MICRO_BATCH or not wants_larger_batch(str(error)):
-            return False
-        self._least = max(self._least, 2 * micro_batch)
-        return True
 
     def _with_least(self, trial: Trial) -> Trial:
         return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
 
-    def _report(self, rung: str, error: AutodsError) -> None:
+    def _can_retry(self, rung: str, micro_batch: int, error: AutodsError) -> bool:
+        """Double the least micro batch if this one has too few samples for the model; else report the error, once."""
+        if micro_batch < _LARGEST_FIRST_MICRO_BATCH and wants_larger_batch(str(error)):
+            self._least = max(self._least, 2 * micro_batch)
+            return True
         reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
         if reason not in self._reported:
             self._reported.add(reason)
             self.report(f"no forecast of {rung}, so it is tried: {reason}")
+        return False

@@ -15,7 +15,7 @@ from ..types import Device, Tier
 from ..units import parse_bytes
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
-from .values import EngineSpec, ForecastPhase, Interval, Simulation, exact_interval, sum_intervals
+from .values import EngineSpec, ForecastPhase, Interval, Simulation
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
@@ -46,10 +46,13 @@ class Overhead:
     def applies_to(self, spec: EngineSpec) -> bool:
         """Return whether the row counts for this engine."""
         zero = spec.ds_config.get("zero_optimization") or {}
-        default = overlaps_communication(spec) if self.needs == "overlap_comm" else False
-        needed = self.needs is None or bool(zero.get(self.needs, default))
-        large = spec.world_size >= self.least_world_size and zero.get("stage", 0) >= self.least_stage
-        return self.device == spec.device and large and needed
+        stage = zero.get("stage", 0)
+        if self.device != spec.device or spec.world_size < self.least_world_size or stage < self.least_stage:
+            return False
+        setting = zero.get(self.needs)
+        if setting is None:  # DeepSpeed overlaps communication at stage 3 only, unless the config says so
+            return self.needs is None or (self.needs == "overlap_comm" and stage == 3)
+        return bool(setting)
 
     def interval(self, amounts: Mapping[str, int]) -> Interval:
         """Return bytes a rank. `amounts` has the bytes that shares are taken of, and the number of expert groups.
@@ -78,14 +81,7 @@ class Overheads:
     def sum(self, spec: EngineSpec, tier: Tier, held: Place, amounts: Mapping[str, int]) -> Interval:
         """Return the sum of the rows that count for this engine, in bytes a rank."""
         rows = (row for row in self.constant if row.tier == tier and row.held == held and row.applies_to(spec))
-        return sum_intervals(row.interval(amounts) for row in rows)
-
-
-def overlaps_communication(spec: EngineSpec) -> bool:
-    """Return whether communication overlaps the backward pass, which is DeepSpeed's default at stage 3 only."""
-    zero = spec.ds_config.get("zero_optimization") or {}
-    setting = zero.get("overlap_comm")
-    return bool(setting) if setting is not None else zero.get("stage") == 3
+        return sum((row.interval(amounts) for row in rows), Interval())
 
 
 @cache
@@ -105,19 +101,14 @@ def read_overheads(path: Path | None = None) -> Overheads:
 
 def _check(overheads: Overheads) -> None:
     for row in overheads.constant:
-        _check_row(row)
+        if bool(row.bytes) == bool(row.share) or len(row.bytes or row.share) != 3:
+            raise ValueError(f"{row.name!r} needs three bytes or three shares: low, typical, high")
+        interval = row.interval({row.share_of: 10**9})
+        if not 0 <= interval.low_bytes <= interval.peak_bytes <= interval.high_bytes:
+            raise ValueError(f"{row.name!r}: low, typical and high are not in order")
     for name, table in (("spread", overheads.spread), ("least", overheads.least)):
         if any(not 0 < table.get(device, 0) < 1 for device in _DEVICES):
             raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_DEVICES)}")
-
-
-def _check_row(row: Overhead) -> None:
-    values = row.bytes or row.share
-    if bool(row.bytes) == bool(row.share) or len(values) != 3:
-        raise ValueError(f"{row.name!r} needs three bytes or three shares: low, typical, high")
-    interval = row.interval({row.share_of: 10**9})
-    if not 0 <= interval.low_bytes <= interval.peak_bytes <= interval.high_bytes:
-        raise ValueError(f"{row.name!r}: low, typical and high are not in order")
 
 
 _DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
@@ -151,20 +142,25 @@ def compute_rank_memory(
     """Replay the traces of a simulation on the allocators' models and add the overheads."""
     live = _peak_live_bytes(simulation, "device")
     tensors, by_phase = _replay_device(spec, simulation, expandable=expandable)
+    bucket = int(get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or _DEFAULT_BUCKET)
     amounts = {
         "tensors": live,
         "activations": simulation.breakdown.get("activations", 0),
-        "reduce_bucket": _bucket_bytes(spec),
+        "reduce_bucket": bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
         "expert_groups": simulation.expert_groups,
     }
     inside = overheads.sum(spec, "device", "inside", amounts)
-    pinned = _pinned(simulation)
+    live_pinned = _peak_live_bytes(simulation, "pinned")
+    trace = simulation.traces.get("pinned")
+    peak_pinned = live_pinned if trace is None else max(peak_pinned_bytes(trace), live_pinned)
+    pinned = Interval(low_bytes=live_pinned, peak_bytes=peak_pinned, high_bytes=peak_pinned)
+    nvme_bytes = simulation.nvme_bytes * min(spec.ranks_per_node, spec.world_size)
     return RankMemory(
         device=tensors + inside,
         outside_allocator=overheads.sum(spec, "device", "outside", amounts),
         host=_host(simulation, pinned) + overheads.sum(spec, "host", "outside", {}),
         pinned=pinned,
-        nvme=exact_interval(simulation.nvme_bytes * min(spec.ranks_per_node, spec.world_size)),
+        nvme=Interval(low_bytes=nvme_bytes, peak_bytes=nvme_bytes, high_bytes=nvme_bytes),
         live_bytes=live,
         tensors_bytes=tensors.peak_bytes,
         by_phase={phase: size + inside.peak_bytes for phase, size in by_phase.items()},
@@ -203,13 +199,6 @@ def _replay_device(
     return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high), by_phase
 
 
-def _pinned(simulation: Simulation) -> Interval:
-    live = _peak_live_bytes(simulation, "pinned")
-    trace = simulation.traces.get("pinned")
-    peak = live if trace is None else max(peak_pinned_bytes(trace), live)
-    return Interval(low_bytes=live, peak_bytes=peak, high_bytes=peak)
-
-
 def _host(simulation: Simulation, pinned: Interval) -> Interval:
     """Return pageable and pinned bytes together.
 
@@ -223,8 +212,3 @@ def _host(simulation: Simulation, pinned: Interval) -> Interval:
     later = max((size for phase, size in both.items() if phase != "init"), default=0)
     top = max(both.values(), default=0) + rounding
     return Interval(low_bytes=min(max(larger, later), top), peak_bytes=top, high_bytes=top)
-
-
-def _bucket_bytes(spec: EngineSpec) -> int:
-    elements = get_key(spec.ds_config, "zero_optimization.reduce_bucket_size")
-    return int(elements or _DEFAULT_BUCKET) * (2 if enabled_half_precision(spec.ds_config) else 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -49,7 +49,7 @@ class Interval:
 
     def __str__(self) -> str:
         """Return text such as '28.3 GiB (27.1 to 30.0)'."""
-        peak, low, high = (format_bytes(size) for size in (self.peak_bytes, self.low_bytes, self.high_bytes))
+        peak, low, high = map(format_bytes, (self.peak_bytes, self.low_bytes, self.high_bytes))
         if low == peak == high:
             return peak
         units = {text.rpartition(" ")[2] for text in (peak, low, high)}
@@ -58,14 +58,16 @@ class Interval:
         return f"{peak} ({low} to {high})"
 
 
-def exact_interval(size: int) -> Interval:
-    """Return an interval without width."""
-    return Interval(low_bytes=size, peak_bytes=size, high_bytes=size)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierForecast(Interval):
+    """The forecast of one tier and its limit: device and pinned a rank, host and NVMe a node."""
 
+    limit_bytes: int | None = None
 
-def sum_intervals(parts: Iterable[Interval]) -> Interval:
-    """Return the sum, bound to bound."""
-    return sum(parts, Interval())
+    @property
+    def fill(self) -> float:
+        """The peak as a share of the limit; 0 where no limit is known."""
+        return self.peak_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
 
 Verdict = Literal["fits", "tight", "cannot_fit", "not_applicable"]
@@ -139,21 +141,6 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierForecast:
-    """Peak bytes on one tier with their interval: device and pinned a rank, host and NVMe a node."""
-
-    peak_bytes: int
-    low_bytes: int
-    high_bytes: int
-    limit_bytes: int | None = None
-
-    @property
-    def fill(self) -> float:
-        """The peak as a share of the limit; 0 where no limit is known."""
-        return self.peak_bytes / self.limit_bytes if self.limit_bytes else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RungForecast:
     """The memory that one rung needs at one micro batch, and its verdict.
 
@@ -182,9 +169,7 @@ class RungForecast:
     @property
     def decides(self) -> ForecastPhase | None:
         """The phase with the largest peak on the device."""
-        if not self.by_phase:
-            return None
-        return max(self.by_phase, key=lambda phase: self.by_phase[phase])
+        return max(self.by_phase, key=self.by_phase.__getitem__, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

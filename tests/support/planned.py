@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from autods.config.plan_settings import PlanSettings
-from autods.forecast.scripted import Script, ScriptedSimulator, simulate_peaks
+from autods.forecast.testing import Script, ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, ForecastEvent, Simulation
 from autods.planner.plan import plan
 from autods.report.results import Forecast

@@ -10,7 +10,7 @@ import pytest
 
 from autods.config.deepspeed import compose
 from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
-from autods.forecast.scripted import Script, ScriptedSimulator, fail_with, simulate_peaks
+from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory

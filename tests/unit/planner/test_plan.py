@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
-from autods.forecast.scripted import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.simulator import SimulationFailed
+from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, Simulation
 from autods.planner.plan import plan
 from autods.planner.simulate import SiteGroup, engine_spec, group_sites

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autods.forecast.scripted import ScriptedSimulator, simulate_peaks
 from autods.forecast.simulator import SimulationFailed
+from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS
 from autods.prober.request import ProbeSettings
