@@ -1,9 +1,10 @@
 """What a user may ask of each command: one frozen dataclass a command, one field an option.
 
-The options of the command line (`cli.options`) and the arguments of the Python API (`api`) are generated from the
+The options of the command line (`cli.main`) and the arguments of the Python API (`api`) are generated from the
 fields: name, type, default and help. A request checks the types of its values only; `settings` checks it against the
 machine.
 """
+# ruff: noqa: RUF009 (`_option` and `_listener` make fields, as `dataclasses.field` does)
 
 from __future__ import annotations
 
@@ -52,37 +53,35 @@ Counts = Annotated[int | str | Sequence[int], Kind(object, "a number, or several
 Axes = Annotated[Sequence[str] | Mapping[str, Iterable[Any]], Kind(object, "a list or a dict", list[str])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
-    """The help text of a field, and its spelling on the command line.
+    """How the command line spells a field, and its help text.
 
     `panel` is the group in which help shows the option; an option of the Python API alone has none. `default` is shown
     as the default where the real one depends on something. `flags` are spellings other than --name.
     """
 
+    panel: str
     help: str
     metavar: str | None = None
-    panel: str = ""
     default: str | None = None
     flags: tuple[str, ...] = ()
     positional: bool = False
 
 
-def _option(
-    panel: str, help: str, metavar: str | None = None, *, default: str | None = None, flags: tuple[str, ...] = ()
-) -> Mapping[str, Option]:
-    """The metadata of a field that is an option."""
-    return {"option": Option(help=help, metavar=metavar, panel=panel, default=default, flags=flags)}
+def _option(panel: str, help: str, metavar: str | None = None, *, value: Any = None, **more: Any) -> Any:
+    """A field of this default value that is an option; see `Option`."""
+    return field(default=value, metadata={"option": Option(panel, help, metavar, **more)})
 
 
 def _argument(help: str, metavar: str) -> Mapping[str, Option]:
     """The metadata of a field that the command line takes by its position."""
-    return {"option": Option(help=help, metavar=metavar, panel="Workload", positional=True)}
+    return {"option": Option("Workload", help, metavar, positional=True)}
 
 
-def _listener(help: str) -> Mapping[str, Option]:
-    """The metadata of a field that only the Python API has."""
-    return {"option": Option(help=help)}
+def _listener(help: str) -> Any:
+    """A field that only the Python API has."""
+    return field(default=None, compare=False, repr=False, metadata={"option": Option("", help)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +102,8 @@ class DiagnoseRequest(_Request):
     logs: Paths = field(
         default=(), kw_only=False, metadata=_argument("Logs of one run, or folders of them; - reads a pipe.", "LOG...")
     )
-    exit_code: Count | None = field(
-        default=None,
-        metadata=_option(
-            "Workload", "Exit code of the run: 137, or -9 as Python says it.", "N", default="", flags=("--exit-code",)
-        ),
+    exit_code: Count | None = _option(
+        "Workload", "Exit code of the run: 137, or -9 as Python says it.", "N", default="", flags=("--exit-code",)
     )
 
 
@@ -131,108 +127,71 @@ class WorkloadRequest(_Request):
             "-- ARGS...",
         ),
     )
-    kind: Text | None = field(
-        default=None,
-        metadata=_option(
-            "Workload",
-            "model, script, deepspeed, hf_trainer, accelerate or lightning.",
-            "NAME",
-            default="by what the file defines and imports",
-        ),
+    kind: Text | None = _option(
+        "Workload",
+        "model, script, deepspeed, hf_trainer, accelerate or lightning.",
+        "NAME",
+        default="by what the file defines and imports",
     )
-    task: Text | None = field(
-        default=None,
-        metadata=_option(
-            "Workload",
-            "Task of a Hugging Face config: causal-lm, seq2seq, masked-lm or image-classification.",
-            "NAME",
-            default="by the config's architectures",
-        ),
+    task: Text | None = _option(
+        "Workload",
+        "Task of a Hugging Face config: causal-lm, seq2seq, masked-lm or image-classification.",
+        "NAME",
+        default="by the config's architectures",
     )
-    seq_len: Count | None = field(
-        default=None,
-        metadata=_option("Workload", "Tokens of a sample; a model.py takes it as build_batch(…, seq_len).", "N"),
+    seq_len: Count | None = _option(
+        "Workload", "Tokens of a sample; a model.py takes it as build_batch(…, seq_len).", "N"
     )
-    target_len: Count | None = field(
-        default=None, metadata=_option("Workload", "Tokens of a target, for seq2seq.", "N", default="--seq-len")
+    target_len: Count | None = _option("Workload", "Tokens of a target, for seq2seq.", "N", default="--seq-len")
+    zero_init: Switch = _option(
+        "Workload", "Stage 3 builds the model under deepspeed.zero.Init, already split.", value=False
     )
-    zero_init: Switch = field(
-        default=False,
-        metadata=_option("Workload", "Stage 3 builds the model under deepspeed.zero.Init, already split."),
+    base_config: ConfigSource | None = _option(
+        "Workload",
+        "Your DeepSpeed JSON; what is not tuned stays. Also: --deepspeed-config.",
+        "FILE",
+        flags=("--base-config", "--deepspeed-config"),
     )
-    base_config: ConfigSource | None = field(
-        default=None,
-        metadata=_option(
-            "Workload",
-            "Your DeepSpeed JSON; what is not tuned stays. Also: --deepspeed-config.",
-            "FILE",
-            flags=("--base-config", "--deepspeed-config"),
-        ),
+    global_batch: Count | None = _option("Workload", "Keep micro batch × accumulation × ranks at N.", "N")
+    precision: Text = _option(
+        "Workload",
+        "auto (the base config's, else bf16), bf16, fp16 or fp32; bf16,fp32: either may win.",
+        "NAME",
+        value="auto",
     )
-    global_batch: Count | None = field(
-        default=None, metadata=_option("Workload", "Keep micro batch × accumulation × ranks at N.", "N")
-    )
-    precision: Text = field(
-        default="auto",
-        metadata=_option(
-            "Workload", "auto (the base config's, else bf16), bf16, fp16 or fp32; bf16,fp32: either may win.", "NAME"
-        ),
-    )
-    device: Text = field(default="cuda", metadata=_option("Machine", "cpu: CPU ranks stand in for GPUs.", "cuda|cpu"))
-    ladder: Names = field(default=(), metadata=_option("Search", "Try these rungs only.", "A,B,C"))
-    strategies: Paths = field(
-        default=(), metadata=_option("Search", "A folder of your own rungs; may be repeated.", "DIR")
-    )
+    device: Text = _option("Machine", "cpu: CPU ranks stand in for GPUs.", "cuda|cpu", value="cuda")
+    ladder: Names = _option("Search", "Try these rungs only.", "A,B,C", value=())
+    strategies: Paths = _option("Search", "A folder of your own rungs; may be repeated.", "DIR", value=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest(WorkloadRequest):
     """The further options of a command that runs trials."""
 
-    nodes: Count | None = field(
-        default=None,
-        metadata=_option(
-            "Machine",
-            "Nodes of the Ray cluster that the ranks are spread over; --gpus 8 --nodes 2 is a "
-            "hostfile of two lines with slots=4. Needs --address.",
-            "N",
-            default="1",
-        ),
+    nodes: Count | None = _option(
+        "Machine",
+        "Nodes of the Ray cluster that the ranks are spread over; --gpus 8 --nodes 2 is a "
+        "hostfile of two lines with slots=4. Needs --address.",
+        "N",
+        default="1",
     )
-    address: Text | None = field(
-        default=None,
-        metadata=_option(
-            "Machine",
-            "Run the ranks on this Ray cluster.",
-            "auto|HOST:PORT",
-            default="a Ray of its own on this machine",
-        ),
+    address: Text | None = _option(
+        "Machine", "Run the ranks on this Ray cluster.", "auto|HOST:PORT", default="a Ray of its own on this machine"
     )
-    gpu_memory: Size | None = field(
-        default=None,
-        metadata=_option(
-            "Machine", "Memory of a rank, such as 416MiB; less than the card has emulates a smaller one.", "SIZE"
-        ),
+    gpu_memory: Size | None = _option(
+        "Machine", "Memory of a rank, such as 416MiB; less than the card has emulates a smaller one.", "SIZE"
     )
-    nvme_path: PathText | None = field(
-        default=None, metadata=_option("Machine", "A folder on NVMe; opens zero3-nvme.", "DIR")
+    nvme_path: PathText | None = _option("Machine", "A folder on NVMe; opens zero3-nvme.", "DIR")
+    config: PathText = _option(
+        "Search", "How hard to try: quick, default, thorough or a FILE.toml.", "NAME", value="default"
     )
-    config: PathText = field(
-        default="default",
-        metadata=_option("Search", "How hard to try: quick, default, thorough or a FILE.toml.", "NAME"),
+    forecast: Switch = _option(
+        "Search", "Forecast first; --no-forecast tries every rung, even those that cannot fit.", value=True
     )
-    forecast: Switch = field(
-        default=True,
-        metadata=_option("Search", "Forecast first; --no-forecast tries every rung, even those that cannot fit."),
-    )
-    seed: Count = field(default=0, metadata=_option("Search", "Seed of weights and search.", "N"))
-    fresh: Switch = field(default=False, metadata=_option("Output", "Forget the finished trials of an earlier run."))
-    out: PathText | None = field(
-        default=None, metadata=_option("Output", "Folder for the results.", "DIR", default="autods-out/NAME")
-    )
-    on_event: Listener | None = field(
-        default=None, compare=False, repr=False, metadata=_listener("Called with each `events.Event` while it works.")
-    )
+    seed: Count = _option("Search", "Seed of weights and search.", "N", value=0)
+    fresh: Switch = _option("Output", "Forget the finished trials of an earlier run.", value=False)
+    out: PathText | None = _option("Output", "Folder for the results.", "DIR", default="autods-out/NAME")
+    on_event: Listener | None = _listener("Called with each `events.Event` while it works.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,29 +201,21 @@ class FitRequest(TrialRequest):
     Finished trials are journaled: the same command goes on where a stopped one ended.
     """
 
-    gpus: Count | None = field(
-        default=None, metadata=_option("Machine", "Ranks, of all nodes together.", "N", default="all visible cards")
+    gpus: Count | None = _option("Machine", "Ranks, of all nodes together.", "N", default="all visible cards")
+    objective: Text = _option(
+        "Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME", value="samples"
     )
-    objective: Text = field(
-        default="samples",
-        metadata=_option("Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME"),
+    stop: Text | None = _option(
+        "Search",
+        "Take the first rung that fits, or race all that could be faster.",
+        "first-fit|fastest",
+        default="the config's",
     )
-    stop: Text | None = field(
-        default=None,
-        metadata=_option(
-            "Search",
-            "Take the first rung that fits, or race all that could be faster.",
-            "first-fit|fastest",
-            default="the config's",
-        ),
+    max_trials: Count | None = _option(
+        "Search", "After N trials nothing more is raced or tuned.", "N", default="the config's"
     )
-    max_trials: Count | None = field(
-        default=None,
-        metadata=_option("Search", "After N trials nothing more is raced or tuned.", "N", default="the config's"),
-    )
-    max_time: Duration | None = field(
-        default=None,
-        metadata=_option("Search", "The same after so much time in trials: 90s, 20m, 2h.", "TIME", default="none"),
+    max_time: Duration | None = _option(
+        "Search", "The same after so much time in trials: 90s, 20m, 2h.", "TIME", default="none"
     )
 
 
@@ -275,49 +226,25 @@ class PlanRequest(WorkloadRequest):
     DeepSpeed's own engine runs on a simulated GPU. A number is what a rank, or a node, must hold, with its interval.
     """
 
-    gpus: Count | None = field(
-        default=None, metadata=_option("Machine", "Ranks, of all nodes together.", "N", default="a node's")
+    gpus: Count | None = _option("Machine", "Ranks, of all nodes together.", "N", default="a node's")
+    nodes: Count | None = _option(
+        "Machine", "Nodes that the ranks are spread over.", "N", default="1; nodes of 8 beyond 16 ranks"
     )
-    nodes: Count | None = field(
-        default=None,
-        metadata=_option(
-            "Machine", "Nodes that the ranks are spread over.", "N", default="1; nodes of 8 beyond 16 ranks"
-        ),
+    on: Text | None = _option(
+        "Machine", "Machines of the catalogue, such as a100-80gb; all: which do I need?", "NAME,…|all"
     )
-    on: Text | None = field(
-        default=None,
-        metadata=_option(
-            "Machine", "Machines of the catalogue, such as a100-80gb; all: which do I need?", "NAME,…|all"
-        ),
+    gpu_memory: Size | None = _option("Machine", "Memory of a card, such as 80GiB, when not --on.", "SIZE")
+    host_memory: Size | None = _option("Machine", "Memory of a node, such as 1TiB.", "SIZE")
+    nvme: Size | None = _option("Machine", "NVMe of a node, such as 2TiB; opens zero3-nvme.", "SIZE")
+    nvme_path: PathText | None = _option("Machine", "The same without a size; the folder need not be here.", "DIR")
+    micro_batch: Count | None = _option("Search", "Samples of a rank at a time.", "N", default="1")
+    checkpointing: OnOff | None = _option("Search", "Recompute activations.", "on|off", default="on, if the model can")
+    as_written: Switch = _option(
+        "Search", "Buckets and limits of the base config, not as a fit would start them.", value=False
     )
-    gpu_memory: Size | None = field(
-        default=None, metadata=_option("Machine", "Memory of a card, such as 80GiB, when not --on.", "SIZE")
-    )
-    host_memory: Size | None = field(
-        default=None, metadata=_option("Machine", "Memory of a node, such as 1TiB.", "SIZE")
-    )
-    nvme: Size | None = field(
-        default=None, metadata=_option("Machine", "NVMe of a node, such as 2TiB; opens zero3-nvme.", "SIZE")
-    )
-    nvme_path: PathText | None = field(
-        default=None, metadata=_option("Machine", "The same without a size; the folder need not be here.", "DIR")
-    )
-    micro_batch: Count | None = field(
-        default=None, metadata=_option("Search", "Samples of a rank at a time.", "N", default="1")
-    )
-    checkpointing: OnOff | None = field(
-        default=None, metadata=_option("Search", "Recompute activations.", "on|off", default="on, if the model can")
-    )
-    as_written: Switch = field(
-        default=False,
-        metadata=_option("Search", "Buckets and limits of the base config, not as a fit would start them."),
-    )
-    largest: Switch = field(default=True, metadata=_option("Search", "Look for the largest micro batch of each rung."))
-    on_event: ForecastListener | None = field(
-        default=None,
-        compare=False,
-        repr=False,
-        metadata=_listener("Called with each `forecast.values` event while it works, from any thread."),
+    largest: Switch = _option("Search", "Look for the largest micro batch of each rung.", value=True)
+    on_event: ForecastListener | None = _listener(
+        "Called with each `forecast.values` event while it works, from any thread."
     )
 
 
@@ -329,52 +256,32 @@ class ProbeRequest(TrialRequest):
     journaled: the same command goes on where a stopped one ended.
     """
 
-    vary: Axes = field(
-        default=(),
-        metadata=_option(
-            "Search",
-            "What is varied, may be repeated: rung, micro_batch, pin_memory, precision, gpus, "
-            "seq_len, checkpointing, accumulation, any DeepSpeed key, env.NAME, build_model.NAME, build_batch.NAME.",
-            "NAME=A,B,…",
-        ),
+    vary: Axes = _option(
+        "Search",
+        "What is varied, may be repeated: rung, micro_batch, pin_memory, precision, gpus, "
+        "seq_len, checkpointing, accumulation, any DeepSpeed key, env.NAME, build_model.NAME, build_batch.NAME.",
+        "NAME=A,B,…",
+        value=(),
     )
-    experiment: PathText | None = field(
-        default=None, metadata=_option("Search", "Axes of a file, such as stages or offload.", "NAME|FILE")
+    experiment: PathText | None = _option("Search", "Axes of a file, such as stages or offload.", "NAME|FILE")
+    gpus: Counts | None = _option("Machine", "Ranks; several are an axis.", "N,M,…", default="all visible cards")
+    capacity: Switch = _option("Search", "Look for the largest micro batch of each cell.", value=False)
+    parallel_trials: Count = _option(
+        "Search",
+        "With --capacity: search up to N cells side by side, as far as cards or processors are "
+        "free. 1 by default: speeds of trials that share a machine cannot be compared.",
+        "N",
+        value=1,
     )
-    gpus: Counts | None = field(
-        default=None, metadata=_option("Machine", "Ranks; several are an axis.", "N,M,…", default="all visible cards")
+    forecast_only: Switch = _option(
+        "Machine", "The same without a trial, for a machine that need not be here.", value=False
     )
-    capacity: Switch = field(
-        default=False, metadata=_option("Search", "Look for the largest micro batch of each cell.")
-    )
-    parallel_trials: Count = field(
-        default=1,
-        metadata=_option(
-            "Search",
-            "With --capacity: search up to N cells side by side, as far as cards or processors are "
-            "free. 1 by default: speeds of trials that share a machine cannot be compared.",
-            "N",
-        ),
-    )
-    forecast_only: Switch = field(
-        default=False, metadata=_option("Machine", "The same without a trial, for a machine that need not be here.")
-    )
-    on: Text | None = field(
-        default=None,
-        metadata=_option("Machine", "With --forecast-only: a machine of the catalogue, such as a100-80gb.", "NAME"),
-    )
-    host_memory: Size | None = field(
-        default=None, metadata=_option("Machine", "With --forecast-only: memory of a node, such as 1TiB.", "SIZE")
-    )
-    repeats: Count | None = field(
-        default=None, metadata=_option("Search", "How often each cell is measured, in turns.", "N", default="3")
-    )
-    steps: Count | None = field(
-        default=None, metadata=_option("Search", "Timed steps of a trial.", "N", default="the config's")
-    )
-    as_written: Switch = field(
-        default=False,
-        metadata=_option("Search", "Buckets and limits of the base config, not as a fit would start them."),
+    on: Text | None = _option("Machine", "With --forecast-only: a machine of the catalogue, such as a100-80gb.", "NAME")
+    host_memory: Size | None = _option("Machine", "With --forecast-only: memory of a node, such as 1TiB.", "SIZE")
+    repeats: Count | None = _option("Search", "How often each cell is measured, in turns.", "N", default="3")
+    steps: Count | None = _option("Search", "Timed steps of a trial.", "N", default="the config's")
+    as_written: Switch = _option(
+        "Search", "Buckets and limits of the base config, not as a fit would start them.", value=False
     )
 
 
@@ -391,22 +298,18 @@ def find_kind(hint: Any) -> Kind | None:
     return next((kind for part in get_args(hint) if (kind := find_kind(part)) is not None), None)
 
 
-def read_options(request: Any) -> Mapping[str, Option]:
-    """The options of a request's fields, by name."""
-    return {each.name: each.metadata["option"] for each in fields(request)}
-
-
 def check_value(name: str, value: Any, kind: Kind) -> Any:
     """Return the value as a request keeps it. Raises InputError that names an argument of another type.
 
     True and False are no numbers. Text is no list, although Python can iterate over it.
     """
     types = kind.types if isinstance(kind.types, tuple) else (kind.types,)
-    right = isinstance(value, types)
     if isinstance(value, bool):
         right = bool in types or object in types
-    if Iterable in types and str not in types and isinstance(value, str | bytes | os.PathLike):
-        right = False
+    elif Iterable in types and str not in types:
+        right = isinstance(value, types) and not isinstance(value, str | bytes | os.PathLike)
+    else:
+        right = isinstance(value, types)
     if not right:
         raise InputError(f"{name}={value!r}: {kind.words} is needed, not {type(value).__name__}")
     if Integral in types:
@@ -421,5 +324,5 @@ def check_count(name: str, value: Any) -> int:
 
 def describe_arguments(request: Callable[..., Any]) -> str:
     """The docstring of a function of the Python API that takes these arguments."""
-    lines = [f"{name}: {option.help}" for name, option in read_options(request).items()]
+    lines = [f"{each.name}: {each.metadata['option'].help}" for each in fields(cast(Any, request))]
     return "\n".join([inspect.cleandoc(request.__doc__ or ""), "", *lines])

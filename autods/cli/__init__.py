@@ -1,1 +1,1 @@
-"""The command line, one file a command. `options` makes the options of a command, `ending` shows how it ends."""
+"""The command line. `main` parses, `commands` has the commands, `ending` shows how one ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -11,31 +12,33 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
-from ..report.fit_view import print_fit
-from ..report.results import Report
-from ..report.serialize import SO_FAR, to_dict
-
-if TYPE_CHECKING:
-    from ..api import UseCase
-    from ..config.plan_settings import PlanSettings
-    from ..config.settings import Settings
-    from ..events import Event
-    from ..forecast.values import ForecastEvent
-    from ..prober.request import ProbeSettings
-    from ..report.results import Forecast, ProbeReport
-    from ..requests import FitRequest, PlanRequest, ProbeRequest
+from ..api import UseCase
+from ..config.plan_settings import PlanSettings
+from ..config.settings import Settings
+from ..errors import AutodsError, InputError, Interrupted
+from ..events import Event
+from ..forecast.values import ForecastEvent
+from ..prober.request import ProbeSettings
+from ..report.results import Forecast, ProbeReport, Report
+from ..report.serialize import SO_FAR
+from ..requests import FitRequest, PlanRequest, ProbeRequest
 
 _MOST = 400  # characters of one line
 
 
-def show_result(report: Report, *, as_json: bool) -> None:
-    """Print the report, as tables or as JSON, to standard output."""
-    print_result(lambda: print(json.dumps(to_dict(report), indent=2)) if as_json else print_fit(report, Console()))
+@dataclass(slots=True)
+class Call:
+    """One call of the program. `argv` begins with the program's name; `out` is the folder of results, once it is known.
+
+    Tests pass their own `fit`, `plan` and `probe`. Those of `api` stand in for None.
+    """
+
+    argv: Sequence[str]
+    out: Path | None = None
+    fit: UseCase[FitRequest, Settings, Event, Report] | None = None
+    plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] | None = None
+    probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
 
 
 def print_result(print_it: Callable[[], None]) -> None:
@@ -52,71 +55,56 @@ def print_result(print_it: Callable[[], None]) -> None:
             raise InputError(f"standard output cannot be written: {error.strerror}") from None
 
 
-def format_error(error: AutodsError) -> list[str]:
-    """One or two lines: what is wrong and where, how to fix it."""
-    if isinstance(error, InputError):
-        line = f"{error.place}: {error.problem}" if error.place else error.problem
-        parts = [line, error.hint or ""]
-    else:
-        first, _, rest = str(error).strip().partition("\n")
-        parts = [first, rest]
-    flat = [" ".join(part.split()) for part in parts]
-    return [part if len(part) <= _MOST else part[: _MOST - 1] + "…" for part in flat if part]
+def end_with_error(error: BaseException, call: Call, *, as_json: bool, resumes: bool) -> int:
+    """Say on standard error what ended the command, and return its exit code: 3 for a bug.
 
-
-def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """The object that `--json` prints instead of a report."""
-    lines = format_error(error) if isinstance(error, AutodsError) else [f"{type(error).__name__}: {error}"]
-    kinds = {InputError: "input", EnvironmentBroken: "environment", Interrupted: "interrupted"}
-    kind = next((name for cls, name in kinds.items() if isinstance(error, cls)), "internal")
-    if isinstance(error, KeyboardInterrupt):
-        kind, lines = "interrupted", ["interrupted"]
-    return {"status": "error", "error": {"kind": kind, "exit_code": exit_code(error), "message": "\n".join(lines)}}
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of a command that this error ended: 2 input, 3 environment or a bug, 130 interrupted."""
-    if isinstance(error, KeyboardInterrupt):
-        return Interrupted.exit_code
-    return error.exit_code if isinstance(error, AutodsError) else EnvironmentBroken.exit_code
-
-
-def print_error(error: BaseException, *, out: Path | None, argv: Sequence[str], resumes: bool = True) -> None:
-    """Say on standard error what ended the command. `out` is the fit's folder, if it is known already.
-
-    `resumes` tells whether the same command goes on where this one stopped.
+    `as_json` prints it as an object on standard output, too. `resumes` tells whether the same command goes on where
+    this one stopped.
     """
+    kind, code = "internal", 3
+    if isinstance(error, KeyboardInterrupt | AutodsError):
+        ended = Interrupted if isinstance(error, KeyboardInterrupt) else error
+        kind, code = ended.kind, ended.exit_code
+    message = _format_error(error)
+    if code == Interrupted.exit_code:
+        lines = _describe_interruption(error, call) if resumes else ["interrupted: nothing is left running"]
+    elif isinstance(error, AutodsError):
+        lines = [f"error: {message[0]}", *message[1:]]
+    else:
+        path = keep_traceback(error, call.out)
+        lines = [f"internal error: {message[0]}", f"the traceback is in {path}; please report it"]
+    print("\n  ".join(lines), file=sys.stderr, flush=True)
+    if as_json:
+        data = {"status": "error", "error": {"kind": kind, "exit_code": code, "message": "\n".join(message)}}
+        print_result(lambda: print(json.dumps(data)))
+    return code
+
+
+def _format_error(error: BaseException) -> list[str]:
+    """One or two lines: what is wrong and where, how to fix it."""
     match error:
-        case KeyboardInterrupt() | Interrupted() if not resumes:
-            _print_lines("interrupted: nothing is left running")
-        case KeyboardInterrupt() | Interrupted():
-            gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
-            kept = out is not None and _has_finished(out / "journal.jsonl")
-            state = f"finished trials are kept in {out}" if kept else "no trial had finished yet"
-            _print_lines(
-                f"interrupted: {gone}{state}", *_name_best_config(out), f"go on with: {resuming_command(argv)}"
-            )
+        case KeyboardInterrupt():
+            parts = ["interrupted"]
+        case InputError(problem=problem, place=place, hint=hint):
+            parts = [f"{place}: {problem}" if place else problem, hint or ""]
         case AutodsError():
-            first, *rest = format_error(error) or ["unknown"]
-            _print_lines(f"error: {first}", *rest)
+            parts = str(error).strip().split("\n", 1)
         case _:
-            cause = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
-            _print_lines(
-                f"internal error: {cause}", f"the traceback is in {keep_traceback(error, out)}; please report it"
-            )
+            parts = [f"{type(error).__name__}: {error}"]
+    flat = [" ".join(part.split()) for part in parts]
+    return [part if len(part) <= _MOST else part[: _MOST - 1] + "…" for part in flat if part] or ["unknown"]
 
 
-def _has_finished(journal: Path) -> bool:
-    """Whether the journal holds a trial that will not run again."""
-    try:
-        return b'"kind": "finished"' in journal.read_bytes()
-    except OSError:
-        return False
-
-
-def _name_best_config(out: Path | None) -> list[str]:
-    best = None if out is None else out / SO_FAR
-    return [f"the best config so far, not certified: {best}"] if best is not None and best.exists() else []
+def _describe_interruption(error: BaseException, call: Call) -> list[str]:
+    """What is left of an interrupted command, and how to go on."""
+    out, kept, best = call.out, False, []
+    if out is not None:
+        with contextlib.suppress(OSError):  # there is no journal yet
+            kept = b'"kind": "finished"' in (out / "journal.jsonl").read_bytes()
+        best = [f"the best config so far, not certified: {out / SO_FAR}"] if (out / SO_FAR).exists() else []
+    gone = "every rank is gone, " if isinstance(error, Interrupted) else ""
+    state = f"finished trials are kept in {out}" if kept else "no trial had finished yet"
+    return [f"interrupted: {gone}{state}", *best, f"go on with: {resuming_command(call.argv)}"]
 
 
 def resuming_command(argv: Sequence[str]) -> str:
@@ -141,35 +129,3 @@ def keep_traceback(error: BaseException, out: Path | None) -> Path:
     with tempfile.NamedTemporaryFile("w", prefix="autods-error-", suffix=".txt", delete=False) as file:
         file.write(text)
     return Path(file.name)
-
-
-def _print_lines(first: str, *rest: str) -> None:
-    print("\n  ".join((first, *rest)), file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the program. `argv` begins with the program's name.
-
-    Tests pass their own `fit`, `plan` and `probe`. Those of `api` stand in for None.
-    """
-
-    argv: Sequence[str]
-    fit: UseCase[FitRequest, Settings, Event, Report] | None = None
-    plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] | None = None
-    probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
-
-
-def arguments_before_script(argv: Sequence[str]) -> Sequence[str]:
-    """The part of a command line that is not the script's: before `--`."""
-    return argv[: argv.index("--")] if "--" in argv else argv
-
-
-def end_with_error(
-    error: BaseException, *, call: Call, out: Path | None = None, as_json: bool, resumes: bool = True
-) -> int:
-    """Say what ended the command and return its exit code. For the arguments see `print_error`."""
-    print_error(error, out=out, argv=call.argv, resumes=resumes)
-    if as_json:
-        print_result(lambda: print(json.dumps(error_to_dict(error))))
-    return exit_code(error)

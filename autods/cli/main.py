@@ -1,17 +1,21 @@
-"""The command line: parse, hand over to a command, exit code. Nothing heavy is imported before a use case starts."""
+"""The command line: parse, hand over to a command, exit code. A command's options are the fields of its request."""
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from ..errors import InputError
-from . import diagnose, fit, plan, probe
-from .ending import Call, arguments_before_script, end_with_error
+from ..requests import Option, TrialRequest, WorkloadRequest, field_types, find_kind
+from .commands import EPILOGS, run_diagnose, run_fit, run_plan, run_probe
+from .ending import Call, end_with_error
 
 # Typer names only BadParameter; its base is the error of every wrong command line.
 UsageError: Any = typer.BadParameter.__base__
@@ -38,9 +42,10 @@ def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
         code = typer.main.get_command(app).main(args=args, prog_name="autods", standalone_mode=False, obj=call)
         return int(code or 0)
     except UsageError as error:
-        command = f"{args[0]} " if args[0] in _COMMANDS else ""
+        command = f"{args[0]} " if args[0] in EPILOGS else ""
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
-        return end_with_error(wrong, call=call, as_json="--json" in arguments_before_script(args), resumes=False)
+        ours = args[: args.index("--")] if "--" in args else args  # the others are a script's
+        return end_with_error(wrong, call, as_json="--json" in ours, resumes=False)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -60,12 +65,89 @@ def _root(
     pass
 
 
-_COMMANDS: dict[str, Callable[..., int]] = {
-    "fit": fit.fit_command,
-    "plan": plan.plan_command,
-    "probe": probe.probe_command,
-    "diagnose": diagnose.diagnose_command,
-}
-_EPILOGS = {"fit": fit.EPILOG, "plan": plan.EPILOG, "probe": probe.EPILOG, "diagnose": diagnose.EPILOG}
-for _name, _command in _COMMANDS.items():
-    app.command(_name, epilog=_EPILOGS[_name])(_command)
+def make_command(run: Callable[..., int]) -> Callable[..., int]:
+    """A function for Typer that calls `run(call, request, **flags)` and shows how it ended.
+
+    Its options are the fields of the request, --module where a workload is given, and the flags: the keyword arguments
+    of `run`. Its help is the request's docstring.
+    """
+    request = get_type_hints(run)["request"]
+    flags = [
+        each for each in inspect.signature(run, eval_str=True).parameters.values() if each.kind == each.KEYWORD_ONLY
+    ]
+    if issubclass(request, WorkloadRequest):
+        flags.insert(0, _MODULE)
+
+    def command(context: typer.Context, **given: Any) -> int:
+        call: Call = context.obj
+        values = {name: given.pop(name) for name in options}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        if given.pop("module", False):
+            values["workload"] = f"module:{values['workload']}"
+        call.out = Path(values["out"]) if values.get("out") else None
+        try:
+            return run(call, request(**{name: value for name, value in values.items() if value is not None}), **given)
+        except (Exception, KeyboardInterrupt) as error:
+            resumes = issubclass(request, TrialRequest)
+            return end_with_error(error, call, as_json=given["as_json"], resumes=resumes)
+
+    types = field_types(request)
+    options = {
+        each.name: _parameter(each, types[each.name]) for each in fields(request) if each.metadata["option"].panel
+    }
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    signature = inspect.Signature([context, *options.values(), *flags], return_annotation=int)
+    command.__doc__ = request.__doc__
+    command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    command.__dict__["__signature__"] = signature
+    return command
+
+
+_MODULE = inspect.Parameter(
+    "module",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--module",
+            "-m",
+            metavar="",
+            help="WORKLOAD is a module, package.module, and is started as with python -m.",
+            rich_help_panel="Workload",
+        ),
+    ],
+)
+
+
+def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
+    """A field as a parameter that Typer understands."""
+    option: Option = field.metadata["option"]
+    kind = find_kind(hint)
+    cli = str if kind is None else kind.cli
+    required = field.default is MISSING
+    default = None if required or field.default == () else field.default
+    if option.positional:
+        described: Any = typer.Argument(metavar=option.metavar, help=option.help)
+    else:
+        spelling = f"--{field.name.replace('_', '-')}"
+        if default is True:  # a switch that is on can be turned off: '--forecast/--no-forecast'
+            spelling += f"/--no-{spelling[2:]}"
+        described = typer.Option(
+            *(option.flags or (spelling,)),
+            metavar="" if cli is bool and not default else option.metavar,
+            help=option.help,
+            show_default=True if option.default is None else option.default or False,
+            rich_help_panel=option.panel,
+        )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else default,
+        annotation=Annotated[cli if required or default is not None else cli | None, described],
+    )
+
+
+for _run in (run_fit, run_plan, run_probe, run_diagnose):
+    _name = _run.__name__.removeprefix("run_")
+    app.command(_name, epilog=EPILOGS[_name])(make_command(_run))

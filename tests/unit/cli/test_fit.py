@@ -11,7 +11,7 @@ import pytest
 
 from autods.api import UseCase
 from autods.cli import ending
-from autods.cli import fit as fit_command
+from autods.cli.commands import DifferenceFromFirst
 from autods.cli.main import main
 from autods.config.settings import Settings, resolve_fit
 from autods.errors import EnvironmentBroken, InputError, Interrupted
@@ -173,19 +173,24 @@ def test_an_interrupt_exits_130_and_prints_the_command_that_goes_on(
     )
 
 
+def interrupt(out: Path) -> None:
+    call = ending.Call(["autods", "fit", "model.py"], out=out)
+    assert ending.end_with_error(Interrupted("stopped"), call, as_json=False, resumes=True) == 130
+
+
 def test_an_interrupt_before_any_trial_claims_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text('{"kind": "header"}\n{"kind": "started"}\n')
-    ending.print_error(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    interrupt(tmp_path)
     assert capsys.readouterr().err.startswith("interrupted: every rank is gone, no trial had finished yet\n")
 
 
 def test_an_interrupt_names_the_best_config_that_was_found_so_far(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ending.print_error(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    interrupt(tmp_path)
     assert "so far" not in capsys.readouterr().err
     (tmp_path / "ds_config_so_far.json").write_text("{}")
-    ending.print_error(Interrupted("stopped"), out=tmp_path, argv=["autods", "fit", "model.py"])
+    interrupt(tmp_path)
     assert f"the best config so far, not certified: {tmp_path}/ds_config_so_far.json\n" in capsys.readouterr().err
 
 
@@ -283,7 +288,7 @@ def test_a_reader_that_leaves_early_does_not_fail_a_fit(monkeypatch: pytest.Monk
     with open(tmp_path / "stdout", "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
         monkeypatch.setattr(
-            "autods.cli.ending.print_fit", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None)
+            "autods.cli.commands.print_fit", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None)
         )
         assert Fake(lambda: replace(fitting_report(), seconds=1.0))(*CPU) == 0
 
@@ -294,7 +299,7 @@ def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
     with pytest.MonkeyPatch.context() as patch, open(full, "w") as stdout:
         patch.setattr("sys.stdout", stdout)
         patch.setattr(
-            "autods.cli.ending.print_fit",
+            "autods.cli.commands.print_fit",
             lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")).send(None),
         )
         assert Fake(fitting_report)(*CPU) == 2
@@ -302,7 +307,7 @@ def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
 
 
 def test_a_trial_is_labelled_by_its_difference_from_the_first() -> None:
-    said = fit_command.DifferenceFromFirst()
+    said = DifferenceFromFirst()
     walk = record(1, "ddp", fit()).trial
     keeps = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
     half = replace(keeps, knobs=replace(keeps.knobs, settings={"bf16.enabled": False, "fp16.enabled": True}))
@@ -312,7 +317,7 @@ def test_a_trial_is_labelled_by_its_difference_from_the_first() -> None:
 
 
 def test_a_model_that_cannot_recompute_has_no_label() -> None:
-    said = fit_command.DifferenceFromFirst()
+    said = DifferenceFromFirst()
     walk = record(1, "ddp", fit()).trial
     plain = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
     assert [said(plain), said(plain), said(walk)] == ["", "", "recomputing"]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from autods.cli import fit, plan, probe
+from autods.cli.commands import run_fit, run_plan, run_probe
+from autods.cli.main import make_command
 from autods.errors import InputError
 from autods.report.launch import launch_commands
 from autods.trial.script.run import run_as_main
@@ -255,6 +256,6 @@ def test_each_launcher_starts_a_module(package):
     assert commands["accelerate"].endswith(" -m shop.train --batch 4")
 
 
-@pytest.mark.parametrize("command", [fit.fit_command, plan.plan_command, probe.probe_command])
-def test_every_command_takes_a_module(command):
-    assert "module" in command.__annotations__
+@pytest.mark.parametrize("run", [run_fit, run_plan, run_probe])
+def test_every_command_takes_a_module(run):
+    assert "module" in make_command(run).__annotations__
