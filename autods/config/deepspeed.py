@@ -47,14 +47,20 @@ def nest_key(dotted: str, value: Any) -> dict[str, Any]:
     return {head: nest_key(tail, value) if tail else value}
 
 
-def start_settings(rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts) -> dict[str, Scalar]:
-    """Return the first values of the keys that the rung sizes. A smaller value of the user's base config wins."""
+def start_settings(
+    rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts, as_written: bool = False
+) -> dict[str, Scalar]:
+    """Return the first values of the keys that the rung sizes. A smaller value of the user's base config wins.
+
+    With `as_written` only those keys are sized that the base config lacks and without which the rung does not start.
+    """
     sized: dict[str, Scalar] = {}
     for key, sizing in rung.start.items():
         value, users = sizing.value(device_bytes=device_bytes, facts=facts), get_key(base, key)
+        if as_written and (sizing.device_share is not None or users is not None):
+            continue
         is_number = isinstance(users, (int, float)) and not isinstance(users, bool)
-        keep_users = is_number and sizing.device_share is not None
-        sized[key] = min(value, int(users)) if keep_users else value
+        sized[key] = min(value, int(users)) if is_number and sizing.device_share is not None else value
     return sized
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from ..config.plan_settings import PlanSettings, Site, apply_script_config_to_plan
@@ -23,8 +23,6 @@ from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 
-_ENVIRONMENT = ("no_compiler", "build_failed", "crashed")
-
 
 def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
     """Forecast every rung on each machine.
@@ -32,9 +30,11 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
     Several machines share simulations, and each gets only the rungs up to the fastest that fits. Raises InputError
     when the workload is at fault, EnvironmentBroken when it cannot be simulated here, Interrupted on Ctrl-C.
     """
-    began = time.monotonic()
+    began, source = time.monotonic(), settings.source
+    if source.kind == "script":  # its `{ds_config}` stands for the base config
+        source = replace(source, base_config=settings.sites[0].base)
     try:
-        with (start or ProcessSimulator)(_source_to_simulate(settings)) as simulator:
+        with (start or ProcessSimulator)(source) as simulator:
             listen(Note(text="preparing the simulated device"))
             facts = _read_facts(simulator, settings, listen)
             settings = apply_script_config_to_plan(settings, facts)
@@ -43,7 +43,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
             run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
             _forecast_all(run)
     except SimulationFailed as failed:
-        raise _as_user_error(failed, settings.source) from None
+        raise make_user_error(failed, settings.source, more_samples="--micro-batch 2") from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
     return Forecast(
@@ -53,17 +53,10 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         device=settings.device,
         checkpointing=checkpointing,
         zero_init=settings.zero_init,
-        assumed=(*settings.assumed, *_notes_on_sharing(settings), *_notes_on_allocator(allocator)),
+        assumed=(*settings.assumed, *_list_notes(settings, allocator)),
         versions=installed_versions(),
         seconds=time.monotonic() - began,
     )
-
-
-def _source_to_simulate(settings: PlanSettings) -> WorkloadSource:
-    """Return the workload; a script comes with the base config, which its `{ds_config}` stands for."""
-    if settings.source.kind != "script":
-        return settings.source
-    return replace(settings.source, base_config=settings.sites[0].base)
 
 
 def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastListener) -> ModelFacts:
@@ -89,6 +82,7 @@ class _Job:
 
 
 def _forecast_all(run: PlanRun) -> None:
+    """Forecast every rung on each site. Of several sites, each is searched only at the rung that is its answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
     jobs = [
         _Job(rung=rung, sites=group.sites, group=group, search=settings.largest and not several)
@@ -97,34 +91,43 @@ def _forecast_all(run: PlanRun) -> None:
     ]
     _run_in_parallel(run, jobs, until_one_fits=several)
     if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
-        raise run.failures[0]
+        raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
     if several and settings.largest:
-        searches = [_search_where_best(run, job) for job in jobs]
+        best = {site.machine.name: _site_forecast(run, site).best_rung for site in settings.sites}
+        searches = [
+            replace(
+                job, search=True, sites=tuple(site for site in job.sites if best[site.machine.name] == job.rung.name)
+            )
+            for job in jobs
+        ]
         _run_in_parallel(run, [job for job in searches if job.sites], until_one_fits=False)
-
-
-def _search_where_best(run: PlanRun, job: _Job) -> _Job:
-    """Return the search for the largest micro batch on the sites where this rung is the answer."""
-    sites = tuple(site for site in job.sites if _site_forecast(run, site).best_rung == job.rung.name)
-    return replace(job, sites=sites, search=True)
 
 
 def _run_in_parallel(run: PlanRun, jobs: list[_Job], *, until_one_fits: bool) -> None:
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
-    With `until_one_fits` a site is done when one of its rungs fits.
+    With `until_one_fits` a site is done when one of its rungs fits. Rungs have much the same activations, so a search
+    starts from the bytes of a sample that an earlier job found. It waits for all jobs but those that may run beside
+    it, because what it starts from must not depend on the job that ends first.
     """
+    tasks: list[Future[float | None]] = []
 
-    def forecast(job: _Job) -> None:
-        sites = [site for site in job.sites if not (until_one_fits and run.has_fitting_rung(site))]
-        if sites:
-            run.forecast_rung(job.rung, sites, job.group, search=job.search)
+    def forecast(number: int, job: _Job) -> float | None:
+        def guess_sample_bytes() -> float | None:
+            earlier = [task.result() for task in tasks[: max(0, number + 1 - PARALLEL_ENGINES)]]
+            return next((found for found in reversed(earlier) if found is not None), None)
+
+        sites = [site for site in job.sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
+        return run.forecast_rung(job.rung, sites, job.group, guess_sample_bytes if job.search else None)
 
     pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
     try:
-        tasks = [pool.submit(forecast, job) for job in jobs]
-        for done in wait(tasks, return_when=FIRST_EXCEPTION).done:
-            done.result()
+        for number, job in enumerate(jobs):
+            tasks.append(pool.submit(forecast, number, job))
+        done = wait(tasks, return_when=FIRST_EXCEPTION).done
+        for task in tasks:
+            if task in done:
+                task.result()
     except BaseException:
         run.stopped = True
         raise
@@ -134,29 +137,34 @@ def _run_in_parallel(run: PlanRun, jobs: list[_Job], *, until_one_fits: bool) ->
 
 
 def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
-    known = (run.forecasts.get((site.machine.name, rung.name)) for rung in run.settings.ladder)
-    rungs = tuple(forecast for forecast in known if forecast is not None)
-    reason = why_not_forecast(run.facts)
-    to_try = tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason)
-    lacks_nvme = tuple(rung.name for rung in run.settings.ladder if rung.needs.nvme_path and site.nvme_path is None)
-    return SiteForecast(site=site, rungs=rungs, to_try=to_try, lacks_nvme=lacks_nvme)
+    rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts)
+    return SiteForecast(
+        site=site,
+        rungs=rungs,
+        to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
+        lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.needs.nvme_path and site.nvme_path is None),
+    )
 
 
-def _notes_on_sharing(settings: PlanSettings) -> tuple[str, ...]:
-    if all(len(group.sites) == 1 for group in group_sites(settings.sites)):
-        return ()
-    return ("machines with the same ranks and precision share simulations: their buckets suit the smallest of them",)
+def _list_notes(settings: PlanSettings, allocator: AllocConf) -> tuple[str, ...]:
+    notes = []
+    if any(len(group.sites) > 1 for group in group_sites(settings.sites)):
+        shared = "machines with the same ranks and precision share simulations"
+        notes.append(f"{shared}: their buckets suit the smallest of them")
+    if allocator.expandable:
+        notes.append(f"expandable segments, as {allocator.variable} has them")
+    if allocator.warning is not None:
+        notes.append(allocator.warning)
+    return tuple(notes)
 
 
-def _notes_on_allocator(conf: AllocConf) -> tuple[str, ...]:
-    expandable = f"expandable segments, as {conf.variable} has them" if conf.expandable else None
-    return tuple(note for note in (expandable, conf.warning) if note is not None)
+def make_user_error(failed: SimulationFailed, source: WorkloadSource, *, more_samples: str) -> AutodsError:
+    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload.
 
-
-def _as_user_error(failed: SimulationFailed, source: WorkloadSource) -> AutodsError:
-    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload."""
-    if failed.kind in _ENVIRONMENT:
+    `more_samples` is the option that gives the model more samples at a time.
+    """
+    if failed.kind in ("no_compiler", "build_failed", "crashed"):
         return EnvironmentBroken(str(failed))
     place = failed.place or (None if failed.kind == "engine" else source.path)
-    larger = "the model cannot be trained with so few samples: give --micro-batch 2 or more"
+    larger = f"the model cannot be trained with so few samples: give {more_samples} or more"
     return InputError(failed.problem, place=place, hint=larger if wants_larger_batch(failed.problem) else failed.hint)

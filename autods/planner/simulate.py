@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +12,7 @@ from ..config.deepspeed import compose, get_key, start_settings
 from ..config.plan_settings import PlanSettings, Site
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..forecast.forecaster import (
-    ENOUGH_ACCUMULATION,
-    MOST_MICRO_BATCH,
-    EngineForecaster,
-    Forecaster,
-    LargestMicroBatch,
-    Limits,
-)
+from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import (
     EngineSpec,
@@ -32,7 +25,7 @@ from ..forecast.values import (
 )
 from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
-from ..types import Knobs, ModelFacts, Scalar
+from ..types import Knobs, ModelFacts
 
 # Failures that every rung would share: the workload or the installation has to be mended first.
 _LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed")
@@ -50,12 +43,10 @@ class SiteGroup:
 
     @property
     def bucket_device_bytes(self) -> int:
-        """Device bytes by which buckets are sized."""
         return min(site.machine.device_bytes for site in self.sites)
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes that DeepSpeed sees."""
         return max(site.machine.device_bytes for site in self.sites)
 
 
@@ -97,19 +88,21 @@ def engine_spec(
     rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
 ) -> EngineSpec | RungForecast:
     """Return the engine of a rung at a site, or a forecast that says why the rung does not apply."""
-    reason = (
-        site.problem
-        or refusal_reason(rung, facts, site.world_size)
-        or _why_not_here(rung, site)
-        or why_not_forecast(facts)
-    )
+    reason = site.problem or refusal_reason(rung, facts, site.world_size)
+    if reason is None and rung.needs.nvme_path and site.nvme_path is None:
+        reason = "no NVMe was named (--nvme 2TiB)"
+    reason = reason or why_not_forecast(facts)
     if reason is not None:
         return _not_applicable(rung.name, site, reason)
+    accumulation = site.base.get("gradient_accumulation_steps")
+    if site.global_batch is not None or not isinstance(accumulation, int):
+        accumulation = accumulation_for(site.global_batch, site.micro_batch, site.world_size)
+    sized_for, as_written = group.bucket_device_bytes, settings.as_written
     knobs = Knobs(
         micro_batch=site.micro_batch,
-        accumulation=min(ENOUGH_ACCUMULATION, _accumulation(site)),
+        accumulation=min(ENOUGH_ACCUMULATION, accumulation),
         checkpointing=choose_checkpointing(settings, facts),
-        settings=_start_settings(rung, site, settings, facts, group),
+        settings=start_settings(rung, base=site.base, device_bytes=sized_for, facts=facts, as_written=as_written),
     )
     config = compose(
         rung,
@@ -123,7 +116,7 @@ def engine_spec(
         rung=rung.name,
         ds_config=config,
         world_size=site.world_size,
-        ranks_per_node=site.ranks_per_node,
+        ranks_per_node=group.sites[0].ranks_per_node,
         device_bytes=group.device_bytes,
         device=settings.device,
         checkpointing=knobs.checkpointing,
@@ -131,21 +124,8 @@ def engine_spec(
     )
 
 
-def _start_settings(
-    rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
-) -> dict[str, Scalar]:
-    """Return buckets and limits with which a fit would start.
-
-    With --as-written they are DeepSpeed's own where the base config has none, but for those without which the rung
-    does not start.
-    """
-    if not settings.as_written:
-        return start_settings(rung, base=site.base, device_bytes=group.bucket_device_bytes, facts=facts)
-    return {
-        key: sizing.value(device_bytes=group.bucket_device_bytes, facts=facts)
-        for key, sizing in rung.start.items()
-        if sizing.device_share is None and get_key(site.base, key) is None
-    }
+def _not_applicable(rung: str, site: Site, reason: str) -> RungForecast:
+    return RungForecast(rung=rung, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
 
 
 def list_overruled(spec: EngineSpec, base: Mapping[str, Any]) -> tuple[str, ...]:
@@ -162,25 +142,12 @@ def list_overruled(spec: EngineSpec, base: Mapping[str, Any]) -> tuple[str, ...]
     )
 
 
-def _accumulation(site: Site) -> int:
-    given = site.base.get("gradient_accumulation_steps")
-    if site.global_batch is None and isinstance(given, int):
-        return given
-    return accumulation_for(site.global_batch, site.micro_batch, site.world_size)
-
-
-def _why_not_here(rung: Rung, site: Site) -> str | None:
-    if rung.needs.nvme_path and site.nvme_path is None:
-        return "no NVMe was named (--nvme 2TiB)"
-    return None
-
-
-def _not_applicable(rung: str, site: Site, reason: str) -> RungForecast:
-    return RungForecast(rung=rung, verdict="not_applicable", reason=reason, micro_batch=site.micro_batch)
-
-
 class _Stopped(Exception):
     """The plan has ended, and its simulator with it."""
+
+
+# Returns the device bytes of one more sample, as the search of another rung found them; None where none did.
+GuessSampleBytes = Callable[[], float | None]
 
 
 @dataclass(slots=True)
@@ -193,77 +160,98 @@ class PlanRun:
     listen: ForecastListener
     expandable: bool = False  # torch's allocator has expandable segments
     forecasts: dict[tuple[str, str], RungForecast] = field(default_factory=dict)  # by machine and rung
-    failures: list[SimulationFailed] = field(default_factory=list)
+    failures: dict[str, SimulationFailed] = field(default_factory=dict)  # by rung
     stopped: bool = False  # nothing is simulated or reported any more
-    _sample_bytes: float | None = None  # by the last search; rungs have the same activations
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _forecaster: Forecaster = field(init=False)
 
     def __post_init__(self) -> None:
         self._forecaster = Forecaster(self.simulator, self.expandable, self._before_simulation)
 
-    def has_fitting_rung(self, site: Site) -> bool:
-        """Return whether a rung fits at this site as far as is known."""
-        with self._lock:
-            known = list(self.forecasts.items())
-        return any(machine == site.machine.name and forecast.verdict == "fits" for (machine, _), forecast in known)
+    def list_forecasts(self, site: Site) -> tuple[RungForecast, ...]:
+        """Return the forecasts at a site, fastest rung first.
 
-    def forecast_rung(self, rung: Rung, sites: Sequence[Site], group: SiteGroup, *, search: bool) -> None:
-        """Forecast a rung on sites of one group; with `search`, find its largest micro batch, too.
-
-        A failure that concerns this rung alone is its forecast. Raises SimulationFailed for others.
+        A comparison of machines ends each list with the first rung that fits. Whether a further rung was forecast
+        meanwhile depends on the time that simulations take, and the plan must not.
         """
-        applicable: list[tuple[Site, EngineSpec]] = []
+        with self._lock:
+            known = [self.forecasts.get((site.machine.name, rung.name)) for rung in self.settings.ladder]
+        forecasts = [forecast for forecast in known if forecast is not None]
+        if len(self.settings.sites) > 1:
+            verdicts = [forecast.verdict for forecast in forecasts]
+            forecasts = forecasts[: verdicts.index("fits") + 1] if "fits" in verdicts else forecasts
+        return tuple(forecasts)
+
+    def forecast_rung(
+        self, rung: Rung, sites: Sequence[Site], group: SiteGroup, guess: GuessSampleBytes | None
+    ) -> float | None:
+        """Forecast a rung on sites of one group; with `guess`, search its largest micro batch from there, too.
+
+        Returns the device bytes of one more sample; None where no search showed them. A failure that concerns this
+        rung alone is its forecast. Raises SimulationFailed for others.
+        """
+        shared, applicable = None, []
         for site in sites:
             spec = engine_spec(rung, site, self.settings, self.facts, group)
             if isinstance(spec, EngineSpec):
-                applicable.append((site, spec))
+                shared = spec
+                applicable.append(site)
             else:
                 self._report(site, spec)
-        if applicable:
-            for site, spec in self._forecast_on_one_engine(applicable, search=search):
-                self._forecast_on_one_engine([(site, _at_site(spec, site))], search=search)
+        if shared is None:
+            return None
+        sample_bytes, others = self._forecast_on_one_engine(shared, applicable, guess)
+        for site in others:
+            alone, _ = self._forecast_on_one_engine(_at_site(shared, site), [site], guess)
+            sample_bytes = sample_bytes if alone is None else alone
+        return sample_bytes
 
     def _forecast_on_one_engine(
-        self, sites: Sequence[tuple[Site, EngineSpec]], *, search: bool
-    ) -> list[tuple[Site, EngineSpec]]:
-        """Forecast the sites for which the first one's engine is right; return the others."""
-        others: list[tuple[Site, EngineSpec]] = []
+        self, spec: EngineSpec, sites: Sequence[Site], guess: GuessSampleBytes | None
+    ) -> tuple[float | None, list[Site]]:
+        """Forecast the sites for which this engine is right.
+
+        Returns the bytes of one more sample, and the sites that need an engine of their own.
+        """
+        sample_bytes, others = None, []
         try:
-            with self._forecaster.open(sites[0][1]) as engine:
-                for site, spec in sites:
+            with self._forecaster.open(spec) as engine:
+                for site in sites:
+                    machine, at_site = site.machine, _at_site(spec, site)
                     simulation = engine.simulate(site.micro_batch)
-                    if holds_on_smaller_device(simulation, engine.spec, site.machine.device_bytes):
-                        self._forecast_site(engine, site, search=search)
-                    else:
-                        others.append((site, spec))
+                    if not holds_on_smaller_device(simulation, spec, machine.device_bytes):
+                        others.append(site)
+                        continue
+                    limits = Limits(
+                        device_bytes=machine.device_bytes,
+                        host_bytes=machine.host_bytes,
+                        nvme_bytes=machine.nvme_bytes,
+                        emulated=self.settings.device == "cpu",
+                    )
+                    forecast = engine.forecast(site.micro_batch, limits, on=at_site)
+                    forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(at_site, site.base)))
+                    self._report(site, forecast)
+                    if guess is None or not forecast.memory:
+                        continue
+                    sample_bytes = guess() if sample_bytes is None else sample_bytes
+                    largest = engine.find_largest(
+                        micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
+                        limits,
+                        on=at_site,
+                        known=(site.micro_batch, forecast.fill),
+                        slope=None if sample_bytes is None else sample_bytes / limits.device_bytes,
+                    )
+                    if largest.slope is not None and math.isfinite(largest.slope):
+                        sample_bytes = largest.slope * limits.device_bytes
+                    self._report(site, _with_largest(forecast, largest))
         except SimulationFailed as failed:
             if failed.kind in _LASTING:
                 raise
-            self.failures.append(failed)
-            for site, spec in sites:
+            self.failures[spec.rung] = failed
+            for site in sites:
                 reason = f"could not be simulated: {' '.join(str(failed.problem).split())}"
                 self._report(site, _not_applicable(spec.rung, site, reason))
-        return others
-
-    def _forecast_site(self, engine: EngineForecaster, site: Site, *, search: bool) -> None:
-        limits = _limits(site, self.settings)
-        spec = _at_site(engine.spec, site)
-        forecast = engine.forecast(site.micro_batch, limits, on=spec)
-        forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(spec, site.base)))
-        if search and forecast.memory:
-            self._report(site, forecast)
-            largest = engine.find_largest(
-                micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
-                limits,
-                on=spec,
-                known=(site.micro_batch, forecast.fill),
-                slope=None if self._sample_bytes is None else self._sample_bytes / limits.device_bytes,
-            )
-            if largest.slope is not None and math.isfinite(largest.slope):
-                self._sample_bytes = largest.slope * limits.device_bytes
-            forecast = _with_largest(forecast, largest)
-        self._report(site, forecast)
+        return sample_bytes, others
 
     def _report(self, site: Site, forecast: RungForecast) -> None:
         with self._lock:
@@ -283,16 +271,6 @@ class PlanRun:
 def _at_site(spec: EngineSpec, site: Site) -> EngineSpec:
     """Return the same engine on the site's machine."""
     return replace(spec, device_bytes=site.machine.device_bytes, ranks_per_node=site.ranks_per_node)
-
-
-def _limits(site: Site, settings: PlanSettings) -> Limits:
-    machine = site.machine
-    return Limits(
-        device_bytes=machine.device_bytes,
-        host_bytes=machine.host_bytes,
-        nvme_bytes=machine.nvme_bytes,
-        emulated=settings.device == "cpu",
-    )
 
 
 def _with_largest(forecast: RungForecast, largest: LargestMicroBatch) -> RungForecast:

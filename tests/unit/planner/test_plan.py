@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
-from autods.forecast.values import EngineSpec, RungFinished, Simulation
+from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import plan
 from autods.planner.simulate import SiteGroup, engine_spec, group_sites
 from autods.types import ModelFacts
@@ -48,6 +50,23 @@ def test_one_engine_serves_a_rung_and_its_search() -> None:
     assert rung.largest_micro_batch in measured
     assert rung.largest_micro_batch + 1 in measured
     assert 30 < rung.largest_micro_batch < 60  # (40 − 10) GiB, half a GiB a sample, less what the runtime holds
+
+
+@pytest.mark.parametrize("machines", [{}, {"on": "a100-40gb,a100-80gb,h200-141gb", "gpus": 8}])
+def test_a_plan_is_the_same_whichever_simulation_ends_first(machines: dict[str, Any]) -> None:
+    def answers(*slow: str) -> list[tuple[RungForecast, ...]]:
+        def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+            time.sleep(0.01 if ask.rung in slow else 0)
+            sample_mib = 50 + 7 * list(NEEDS).index(ask.rung) + micro_batch / 5  # peaks bend, by rung
+            backward = int(NEEDS[ask.rung] * GIB + sample_mib * micro_batch * 2**20)
+            return simulate_peaks(micro_batch, init=GIB, backward=backward)
+
+        return [site.rungs for site in Planned(question(**machines), script).forecast.sites]
+
+    expected = answers()
+    assert any((rung.largest_micro_batch or 0) > 100 for rungs in expected for rung in rungs)
+    for slow in (("zero1",), ("zero2",), ("zero2-offload",), ("zero1", "zero3"), ("zero2", "zero3-offload-param")):
+        assert answers(*slow) == expected
 
 
 def test_the_largest_micro_batch_may_be_below_the_requested_one() -> None:
