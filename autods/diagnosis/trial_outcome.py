@@ -20,7 +20,7 @@ from .values import Kind, parse_shortage
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
 _LAST_LINES = 40  # of a log: read for what a dying process wrote
-RESULT_UNWRITTEN_EXIT = 98  # a rank leaves with it when even its result file cannot be written, see `runner.ranks`
+RESULT_UNWRITTEN_EXIT = 98  # a rank leaves with it when even its result file cannot be written, see `runner.zygote`
 CONFIG = "DeepSpeed config"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.

@@ -37,7 +37,7 @@ from .protocol import (
     ZygoteMessage,
     decode,
 )
-from .ranks import remove_folders
+from .zygote import remove_folders
 
 _CLOSE_S = 2.0  # a zygote whose connection was closed ends at once
 

@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ..diagnosis.trial_outcome import HostMemory
+from ..schema import read_known
 from ..system import processes
 from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
@@ -19,7 +20,7 @@ from ..trial.job import RankJob
 from ..trial.progress import Beat, Heartbeats
 from ..types import Device
 from ..units import format_bytes
-from .protocol import LostBecause, RankExit, RankRecord
+from .protocol import LostBecause, RankExit
 
 _GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
@@ -62,38 +63,38 @@ class RankMonitor:
         rank = self.running.pop(pidfd)
         _, status = os.waitpid(rank.pid, 0)
         os.close(pidfd)
-        now = time.monotonic()
-        processes.shorten_log(self._log_of(rank))
-        record = _read_record(self.job, rank.rank)
-        code = os.waitstatus_to_exitcode(status)
-        killed_by_us = self.killed_s is not None and code == -signal.SIGKILL
-        beat = self.board.read(rank.slot)
+        now, code = time.monotonic(), os.waitstatus_to_exitcode(status)
+        beat, log = self.board.read(rank.slot), self._log_of(rank)
         rank_exit = RankExit(
             rank=rank.rank,
-            phase=record.phase if record else beat.phase,
-            step=record.step if record else beat.step,
-            at_s=record.at_s if record else now,
+            phase=beat.phase,
+            step=beat.step,
+            at_s=now,
             exit_code=code,
-            killed_by_us=killed_by_us,
-            record=record,
-            log_tail="" if _explains_itself(code, record) else processes.read_tail(self._log_of(rank)),
+            killed_by_us=self.killed_s is not None and code == -signal.SIGKILL,
         )
+        with contextlib.suppress(OSError, ValueError):  # a rank that was killed wrote nothing
+            written = json.loads(log.with_suffix(".json").read_text())
+            rank_exit = read_known(RankExit, asdict(rank_exit) | written)
+        processes.shorten_log(log)
+        if not rank_exit.succeeded and not rank_exit.error.types:  # thousands of ranks report to one process
+            rank_exit = replace(rank_exit, log_tail=processes.read_tail(log))
         self.exits.append(rank_exit)
-        if not rank_exit.succeeded and not killed_by_us and self.first_failure_s is None:
+        if not rank_exit.succeeded and not rank_exit.killed_by_us and self.first_failure_s is None:
             self.first_failure_s = now
 
     def check(self, began: float) -> None:
         """Read heartbeats and find stopped ranks; end the job when a limit is passed."""
-        now = time.monotonic()
+        now, ranks = time.monotonic(), list(self.running.values())
         if self.killed_s is not None:
             if now - self.killed_s > _KILL_AGAIN_S:  # a rank between fork and setsid may have missed the signal
-                self._signal_all(signal.SIGKILL)
+                self._kill_all()
             return
         if self.first_failure_s is not None:
             if now - self.first_failure_s >= _GRACE_S:
                 self.kill("another rank failed")
             return
-        for rank in self.running.values():
+        for rank in ranks:
             processes.shorten_log(self._log_of(rank))
             beat = self.board.read(rank.slot)
             if beat != rank.beat and beat.at_s:
@@ -102,32 +103,32 @@ class RankMonitor:
             if rank.stopped_s is not None and now - rank.stopped_s > _STOPPED_S:
                 self._give_up([rank], "stopped")
                 return
-        self._check_limits(now, began)
+        is_slow = any(rank.beat.phase in _SLOW_PHASES for rank in ranks)
+        stall_s = self.job.init_s if is_slow else self.job.stall_s
+        if ranks and all(now - rank.changed_s > stall_s for rank in ranks):
+            self._give_up(ranks, "stuck")
+        elif ranks and now - began > self.job.wall_s:
+            self._give_up(ranks, "wall limit")
 
     def kill(self, because: str) -> None:
         """End all ranks with their children."""
         self.killed_s, self.killed_because = time.monotonic(), because
-        self._signal_all(signal.SIGKILL)
+        self._kill_all()
 
-    def _check_limits(self, now: float, began: float) -> None:
-        ranks = list(self.running.values())
-        if not ranks:
-            return
-        is_slow = any(rank.beat.phase in _SLOW_PHASES for rank in ranks)
-        stall_s = self.job.init_s if is_slow else self.job.stall_s
-        if all(now - rank.changed_s > stall_s for rank in ranks):
-            self._give_up(ranks, "stuck")
-        elif now - began > self.job.wall_s:
-            self._give_up(ranks, "wall limit")
-
-    def _give_up(self, suspects: list[RunningRank], because: LostBecause) -> None:
+    def _give_up(self, suspects: Sequence[RunningRank], because: LostBecause) -> None:
         """Ask all ranks for their stacks, note the suspects as lost, end all ranks.
 
         The diagnosis decides which suspect waits and which one makes the others wait.
         """
         self.first_failure_s = time.monotonic()
-        self._signal_all(signal.SIGUSR1)
-        self._wait_for_stacks()
+        for rank in self.running.values():
+            with contextlib.suppress(OSError):
+                os.kill(rank.pid, signal.SIGUSR1)  # faulthandler writes the stack into the log
+        pids = [rank.pid for rank in self.running.values() if not processes.is_stopped(rank.pid)]
+        time.sleep(_GRACE_S)
+        until = time.monotonic() + _STACKS_S
+        while any(processes.is_handling_signal(pid, signal.SIGUSR1) for pid in pids) and time.monotonic() < until:
+            time.sleep(_GRACE_S)
         self.exits += [
             RankExit(
                 rank=rank.rank,
@@ -141,38 +142,14 @@ class RankMonitor:
         ]
         self.kill(because)
 
-    def _wait_for_stacks(self) -> None:
-        """Wait until faulthandler has written the stacks into the logs. A stopped rank writes none."""
-        pids = [rank.pid for rank in self.running.values() if not processes.is_stopped(rank.pid)]
-        time.sleep(_GRACE_S)
-        until = time.monotonic() + _STACKS_S
-        while any(processes.is_handling_signal(pid, signal.SIGUSR1) for pid in pids) and time.monotonic() < until:
-            time.sleep(_GRACE_S)
-
     def _log_of(self, rank: RunningRank) -> Path:
         return Path(self.job.folder) / f"rank{rank.rank}.log"
 
-    def _signal_all(self, number: signal.Signals) -> None:
+    def _kill_all(self) -> None:
         for rank in self.running.values():
-            if number == signal.SIGKILL:
+            for kill in (os.killpg, os.kill):  # the rank leads its session: its children are killed with it
                 with contextlib.suppress(OSError):
-                    os.killpg(rank.pid, number)  # the rank leads its session: its children are killed with it
-            with contextlib.suppress(OSError):
-                os.kill(rank.pid, number)
-
-
-def _read_record(job: RankJob, rank: int) -> RankRecord | None:
-    try:
-        return RankRecord.from_json(json.loads((Path(job.folder) / f"rank{rank}.json").read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def _explains_itself(code: int, record: RankRecord | None) -> bool:
-    """Whether the log need not be sent as well: thousands of ranks report to one process."""
-    if record is None:
-        return False
-    return bool(record.error.types) if record.error is not None else code == 0
+                    kill(rank.pid, signal.SIGKILL)
 
 
 _HOST_EVERY_S = 0.1
@@ -187,7 +164,7 @@ class HostMonitor:
     group_kills: int
     machine_kills: int
     least_free_bytes: int
-    peak_rss_bytes: dict[int, int] = field(default_factory=dict)  # by rank
+    peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by rank
     _sampled_s: float = 0.0
 
     @classmethod
@@ -203,15 +180,17 @@ class HostMonitor:
             least_free_bytes=memory.free_bytes,
         )
 
-    def sample(self, ranks: Iterable[tuple[int, int]]) -> None:
-        """Note the resident size of each (rank, pid) and the free memory, ten times a second at most."""
+    def sample(self, ranks: Iterable[RunningRank]) -> None:
+        """Note the resident size of each rank and the free memory, ten times a second at most."""
         now = time.monotonic()
         if now - self._sampled_s < _HOST_EVERY_S:
             return
         self._sampled_s = now
         self.least_free_bytes = min(self.least_free_bytes, read_host_memory(self.groups).free_bytes)
-        for rank, pid in ranks:
-            self.peak_rss_bytes[rank] = max(self.peak_rss_bytes.get(rank, 0), _read_rss(pid))
+        for rank in ranks:
+            # Private bytes: pages of files can be dropped, and shared pages count apart.
+            held, name = processes.read_status(rank.pid).get("RssAnon", "0 kB"), str(rank.rank)
+            self.peak_rss_bytes[name] = max(self.peak_rss_bytes.get(name, 0), int(held.split()[0]) * 1024)
 
     def summarize(self) -> HostMemory:
         """The host's memory since `begin`."""
@@ -220,22 +199,13 @@ class HostMonitor:
             machine_kills=(machine_oom_kills() or 0) - self.machine_kills,
             limit_bytes=self.limit_bytes,
             least_free_bytes=min(self.least_free_bytes, read_host_memory(self.groups).free_bytes),
-            peak_rss_bytes={str(rank): size for rank, size in self.peak_rss_bytes.items()},
+            peak_rss_bytes=self.peak_rss_bytes,
         )
 
 
 def _count_kills(groups: tuple[MemoryGroup, ...]) -> int:
     """OOM kills of the innermost group: cgroup version 2 counts those of the groups below it as well."""
     return (groups[0].oom_kills() or 0) if groups else 0
-
-
-def _read_rss(pid: int) -> int:
-    """Resident private bytes; 0 when the process is gone. Pages of files can be dropped; shared pages count apart."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 ReadUsed = Callable[[], "tuple[int, ...] | None"]
@@ -252,33 +222,30 @@ def _read_used() -> tuple[int, ...] | None:
 class GpuMonitor:
     """Call `begin` before the ranks start, `check_freed` when they are gone. `ranks` is their number: one a GPU."""
 
-    before: tuple[int, ...] | None
+    before: tuple[int, ...]
     ranks: int
     read_used: ReadUsed = _read_used
 
     @classmethod
     def begin(cls, device: Device, ranks: int, read_used: ReadUsed = _read_used) -> GpuMonitor:
         """Note the bytes in use on each GPU. CPU ranks have none."""
-        return cls(before=read_used() if device == "cuda" else None, ranks=ranks, read_used=read_used)
+        return cls(before=(read_used() if device == "cuda" else None) or (), ranks=ranks, read_used=read_used)
 
     def check_freed(self, sleep: Callable[[float], None] = time.sleep) -> list[str]:
         """A sentence for each GPU that does not return to the bytes it held before, within some seconds."""
-        if self.before is None:
-            return []
-        left, waited_s = tuple(self._find_leftovers()), 0.0
+        left, waited_s = self._find_leftovers(), 0.0
         while left and waited_s < _FREED_S:
             sleep(_GPU_EVERY_S)
             waited_s += _GPU_EVERY_S
-            left = tuple(self._find_leftovers())
+            left = self._find_leftovers()
         return [
             f"GPU {index} still holds {format_bytes(more)} more than before this trial; the next measurements may be "
             "too large (nvidia-smi lists the processes that hold memory)"
-            for index, more in left
+            for index, more in left.items()
         ]
 
-    def _find_leftovers(self) -> Iterator[tuple[int, int]]:
-        """Index of a GPU, and how many bytes it holds more than before."""
-        now = self.read_used() or ()
-        for index, (held, before) in enumerate(zip(now[: self.ranks], self.before or (), strict=False)):
-            if held - before >= _NOISE_BYTES:
-                yield index, held - before
+    def _find_leftovers(self) -> dict[int, int]:
+        """The bytes that a GPU holds more than before, by its index."""
+        now = (self.read_used() or ()) if self.before else ()
+        more = [held - before for held, before in zip(now[: self.ranks], self.before, strict=False)]
+        return {index: size for index, size in enumerate(more) if size >= _NOISE_BYTES}

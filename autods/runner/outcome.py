@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..diagnosis.trial_outcome import Evidence, HostMemory, explain_failure
@@ -31,9 +31,7 @@ from .protocol import (
     NodeLost,
     NodeReport,
     NodeResult,
-    RankError,
     RankExit,
-    RankRecord,
     StoreFailed,
     ZygoteDied,
 )
@@ -54,11 +52,6 @@ class TrainResult:
     trained: Trained | None = None
     tokens_per_sample: int | None = None  # as a script's batches had them
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TrainResult:
-        """Read the result of a rank's record. Raises ValueError where a field is missing or ill-typed."""
-        return read_known(cls, data)
-
 
 def judge_trial(
     results: Sequence[NodeResult],
@@ -73,16 +66,15 @@ def judge_trial(
     if failure is not None:
         return failure
     reports = [result for result in results if isinstance(result, NodeReport)]
-    nodes = [[TrainResult.from_json(rank.result or {}) for rank in report.ranks] for report in reports]
+    nodes = [[read_known(TrainResult, rank.result or {}) for rank in report.ranks] for report in reports]
     ranks = [result for node in nodes for result in node]
+    first = read_known(TrainResult, result_of_rank_0(results))
     # An optimizer step takes as long as its slowest rank. A script's ranks may differ by one in their steps.
     counted = min(len(rank.step_s) for rank in ranks)
     step_s = tuple(max(times) for times in zip(*(rank.step_s[:counted] for rank in ranks), strict=True))
     samples_per_second = job.train_batch / statistics.median(step_s)
-    build_s = max(rank.build_s for rank in ranks)
-    steps_s = max(rank.steps_s for rank in ranks)
     tokens = tokens_per_sample or max(rank.tokens_per_sample or 0 for rank in ranks)
-    first = TrainResult.from_json(result_of_rank_0(results))
+    build_s, steps_s = max(rank.build_s for rank in ranks), max(rank.steps_s for rank in ranks)
     return Fit(
         memory=_join_memory(reports, nodes, job, host_bytes),
         samples_per_second=samples_per_second,
@@ -113,47 +105,39 @@ def result_of_rank_0(results: Sequence[NodeResult]) -> Mapping[str, Any]:
 
 def find_failure(results: Sequence[NodeResult], job: RankJob) -> OutOfMemory | Failed | None:
     """Return why a job failed: a node that died, or the first rank that failed by itself. None: it succeeded."""
-    lost = next((result for result in results if isinstance(result, NodeLost)), None)
-    failure = _judge_nodes([result for result in results if not isinstance(result, NodeLost)], job)
-    if lost is None:
-        return failure
-    return _judge_lost_node(lost, failure, [result for result in results if isinstance(result, NodeReport)])
-
-
-def _judge_nodes(
-    results: Sequence[NodeReport | ZygoteDied | LoadFailed | StoreFailed], job: RankJob
-) -> OutOfMemory | Failed | None:
-    reports = []
+    reports = [result for result in results if isinstance(result, NodeReport)]
+    failure = _judge_ranks(reports, job)
     for result in results:
         match result:
-            case NodeReport():
-                reports.append(result)
-            case LoadFailed():
-                return _judge_load(result.error, job)
+            case LoadFailed():  # the user's module could not be imported
+                rank = RankExit(rank=0, phase="build", step=0, at_s=0.0, exit_code=1, error=result.error)
+                failure = explain_failure([evidence_of(rank, job, None)])
             case ZygoteDied():
-                return _judge_zygote(result)
+                failure = _judge_zygote(result)
             case StoreFailed():
-                return Failed(
+                failure = Failed(
                     failure="infrastructure", rank=-1, phase="start", action="fix_environment",
                     evidence=f"the ranks of other nodes cannot reach the first: {result.reason}",
                     advice="`ray status` lists the addresses of the nodes; the first has to listen on its address",
                 )  # fmt: skip
-    return _judge_ranks(reports, job)
+            case _:
+                continue
+        break
+    lost = next((result for result in results if isinstance(result, NodeLost)), None)
+    return failure if lost is None else _judge_lost_node(lost, failure, reports)
 
 
 def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | Failed | None:
-    incomparable = next((rank for report in reports for rank in report.ranks if _is_incomparable(rank)), None)
-    if incomparable is not None:
-        return Failed(
-            failure="user_code", rank=incomparable.rank, phase=incomparable.phase, step=incomparable.step,
-            evidence=incomparable.error.contract or "", action="nothing", advice=incomparable.error.hint or "",
-        )  # fmt: skip
-    failed = [
-        evidence_of(rank, job, report.host)
-        for report in reports
-        for rank in report.ranks
-        if not rank.killed_by_us and not rank.succeeded
-    ]
+    failed = []
+    for report in reports:
+        for rank in report.ranks:
+            if rank.error.types[:1] == ("Incomparable",):  # losses of different configs: nothing is broken
+                return Failed(
+                    failure="user_code", rank=rank.rank, phase=rank.phase, step=rank.step,
+                    evidence=rank.error.contract or "", action="nothing", advice=rank.error.hint or "",
+                )  # fmt: skip
+            if not rank.killed_by_us and not rank.succeeded:
+                failed.append(evidence_of(rank, job, report.host))
     if failed:
         return explain_failure(failed)
     if any(rank.killed_by_us for report in reports for rank in report.ranks):
@@ -166,7 +150,6 @@ def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | F
 
 def evidence_of(rank: RankExit, job: RankJob, host: HostMemory | None) -> Evidence:
     """The evidence of a rank for the diagnosis. `host` is the memory of its node."""
-    record, error = rank.record, rank.error
     return Evidence(
         rank=rank.rank,
         phase=rank.phase,
@@ -176,30 +159,12 @@ def evidence_of(rank: RankExit, job: RankJob, host: HostMemory | None) -> Eviden
         limit_bytes=job.limit_bytes,
         exit=rank.exit_code,
         lost=rank.lost,
-        types=error.types,
-        message=error.message,
-        traceback=error.traceback,
-        causes=error.causes,
-        user_frame=error.user_frame,
-        contract=error.contract,
-        hint=error.hint,
-        free_bytes=record.free_bytes if record is not None else None,
+        free_bytes=rank.free_bytes,
+        idle_bytes=rank.idle_bytes,
         log_tail=rank.log_tail,
         host=host,
-        idle_bytes=record.idle_bytes if record is not None else None,
+        **asdict(rank.error),
     )
-
-
-def _is_incomparable(rank: RankExit) -> bool:
-    """Whether the workload's losses cannot be compared between configs: nothing is broken."""
-    return rank.error.types[:1] == ("Incomparable",)
-
-
-def _judge_load(error: RankError, job: RankJob) -> OutOfMemory | Failed:
-    """The user's module could not be imported."""
-    record = RankRecord(phase="build", step=0, at_s=0.0, error=error)
-    rank = RankExit(rank=0, phase="build", step=0, at_s=0.0, exit_code=1, record=record)
-    return explain_failure([replace(evidence_of(rank, job, None), limit_bytes=None)])
 
 
 def _judge_zygote(died: ZygoteDied) -> OutOfMemory | Failed:
@@ -242,37 +207,32 @@ def _join_memory(
 ) -> dict[Tier, TierUse]:
     """The peak of each tier: of the fullest rank, or of the fullest node where its ranks share the tier."""
     ranks = [rank for node in nodes for rank in node]
-    memory: dict[Tier, TierUse] = {
-        "device": TierUse(peak_bytes=max(rank.peaks["device"] or 0 for rank in ranks), limit_bytes=job.limit_bytes),
-        "host": TierUse(
-            peak_bytes=max(sum(rank.peaks["host"] or 0 for rank in node) for node in nodes), limit_bytes=host_bytes
-        ),
+    host = max(sum(rank.peaks["host"] or 0 for rank in node) for node in nodes)
+    peaks: dict[Tier, int | None] = {
+        "device": max(rank.peaks["device"] or 0 for rank in ranks),
+        "host": host,
+        "pinned": _join_known(max, [rank.peaks["pinned"] for rank in ranks]),
+        "nvme": _join_known(max, [report.swap_bytes for report in reports]),
     }
-    pinned = [peak for rank in ranks if (peak := rank.peaks["pinned"]) is not None]
-    if pinned:
-        memory["pinned"] = TierUse(peak_bytes=max(pinned))
-    swapped = [report.swap_bytes for report in reports if report.swap_bytes is not None]
-    if swapped:
-        memory["nvme"] = TierUse(peak_bytes=max(swapped))
-    return memory
+    limits: dict[Tier, int | None] = {"device": job.limit_bytes, "host": host_bytes}
+    return {
+        tier: TierUse(peak_bytes=peak, limit_bytes=limits.get(tier)) for tier, peak in peaks.items() if peak is not None
+    }
+
+
+_EXAM_JOINS: Mapping[str, Callable[[Any], Any]] = {  # a part counts as done only where every rank did it
+    "evaluated": all, "gathered": all, "restored": all, "checkpoint_bytes": max, "save_s": max, "load_s": max,
+}  # fmt: skip
 
 
 def _join_exams(exams: Sequence[Examined]) -> Examined | None:
-    """The longest batch, the slowest save; a part counts as done only where every rank did it."""
+    """The longest batch, the largest checkpoint, the slowest save; None without an exam."""
     if not exams:
         return None
     longest = max(exams, key=lambda exam: math.prod(exam.batch_shape))
-    return Examined(
-        batch_shape=longest.batch_shape,
-        draws=longest.draws,
-        evaluated=all(exam.evaluated for exam in exams),
-        checkpoint_bytes=_join_known(max, [exam.checkpoint_bytes for exam in exams]),
-        save_s=_join_known(max, [exam.save_s for exam in exams]),
-        load_s=_join_known(max, [exam.load_s for exam in exams]),
-        gathered=_join_known(all, [exam.gathered for exam in exams]),
-        restored=_join_known(all, [exam.restored for exam in exams]),
-        left_out=tuple(dict.fromkeys(reason for exam in exams for reason in exam.left_out)),
-    )
+    joined = {name: _join_known(join, [getattr(exam, name) for exam in exams]) for name, join in _EXAM_JOINS.items()}
+    left_out = tuple(dict.fromkeys(reason for exam in exams for reason in exam.left_out))
+    return replace(longest, left_out=left_out, **joined)
 
 
 def _join_communication(ranks: Sequence[Communication]) -> Communication | None:

@@ -1,18 +1,18 @@
 """The messages between a fit's process, the agents of its nodes, their zygotes and the ranks.
 
-A rank writes a `RankRecord` into a file. A zygote sends its agent one JSON line a message. An agent answers the fit
-with the same values, through Ray. Every moment is in seconds of a machine's monotonic clock.
+A rank writes its result or error into a file. A zygote sends its agent one JSON line a message. An agent answers the
+fit with the same values, through Ray. Every moment is in seconds of a machine's monotonic clock.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast
 
 from ..diagnosis.trial_outcome import HostMemory
-from ..schema import read_as, read_known
+from ..schema import read_as
 from ..types import Phase
 
 LostBecause = Literal["stopped", "stuck", "wall limit"]
@@ -32,28 +32,11 @@ class RankError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRecord:
-    """What a rank wrote before it left: its result, or the error that ended it."""
-
-    phase: Phase
-    step: int
-    at_s: float
-    result: Mapping[str, Any] | None = None
-    error: RankError | None = None
-    free_bytes: int | None = None  # of the device, when the error came
-    idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RankRecord:
-        """Read the content of a rank's file. Raises ValueError where a field is missing or ill-typed."""
-        return read_known(cls, data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How one rank ended, and when.
+    """How one rank ended. `result` and `error` are what it wrote, at `at_s`, before it left.
 
-    `at_s` is the time of its record; without one, the time at which its end was seen or its last heartbeat came."""
+    If it wrote nothing, `at_s` is the time at which its end was seen or its last heartbeat came.
+    """
 
     rank: int
     phase: Phase
@@ -62,23 +45,16 @@ class RankExit:
     exit_code: int | None = None  # negative: the signal; None: it was lost before it ended
     lost: LostBecause | None = None
     killed_by_us: bool = False
-    record: RankRecord | None = None
-    log_tail: str = ""  # empty where the record says enough
+    result: Mapping[str, Any] | None = None
+    error: RankError = field(default_factory=RankError)  # empty where there was none
+    free_bytes: int | None = None  # of the device, when the error came
+    idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
+    log_tail: str = ""  # empty where a result or an error says enough
 
     @property
     def succeeded(self) -> bool:
         """Whether the rank left by itself, with a result."""
         return self.exit_code == 0 and self.result is not None
-
-    @property
-    def result(self) -> Mapping[str, Any] | None:
-        """The result that the rank wrote, if it wrote one."""
-        return self.record.result if self.record is not None else None
-
-    @property
-    def error(self) -> RankError:
-        """The exception that ended the rank; empty where there was none."""
-        return (self.record.error if self.record is not None else None) or RankError()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +118,7 @@ class NodeReport:
 
     def on_driver_clock(self, ahead_s: float) -> NodeReport:
         """The report with the times of a clock that is `ahead_s` behind the node's. Zero means unknown and stays."""
-        ranks = tuple(
-            replace(
-                rank,
-                at_s=rank.at_s - ahead_s if rank.at_s else 0.0,
-                record=rank.record and replace(rank.record, at_s=rank.record.at_s - ahead_s),
-            )
-            for rank in self.ranks
-        )
+        ranks = tuple(replace(rank, at_s=rank.at_s - ahead_s if rank.at_s else 0.0) for rank in self.ranks)
         return replace(self, ranks=ranks, gone_at_s=self.gone_at_s - ahead_s)
 
 

@@ -12,25 +12,33 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
+from ..diagnosis.trial_outcome import RESULT_UNWRITTEN_EXIT
 from ..schema import read_as
 from ..system import processes
-from ..trial import preload
+from ..trial import ops, preload
 from ..trial.job import RankJob, describe_error
-from ..trial.progress import Beat
+from ..trial.progress import Beat, Heartbeats
+from ..trial.worker import environment, run_rank
 from ..types import WorkloadSource
 from ..workload.load import load
 from ..workload.protocol import Workload
+from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
 from .protocol import (
     ABORT,
     BIND,
     Heartbeat,
     LoadFailed,
+    NodeReport,
     RankError,
     Ready,
     StoreBound,
@@ -38,7 +46,10 @@ from .protocol import (
     ZygoteMessage,
     encode,
 )
-from .ranks import run_ranks
+
+_POLL_MS = 20
+_BEAT_EVERY_S = 0.2
+_STRAYS_S = 2.0
 
 
 def main(argv: list[str]) -> None:
@@ -47,7 +58,10 @@ def main(argv: list[str]) -> None:
     driver_pid, source = int(argv[1]), WorkloadSource(**json.loads(argv[2]))
     processes.adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fit handles Ctrl-C and tells us
-    driver = _open_pidfd(driver_pid)
+    driver = None
+    if driver_pid:  # on this machine
+        with contextlib.suppress(OSError):  # a kernel without pidfd
+            driver = os.pidfd_open(driver_pid)
     with processes.die_with_peer(agent):
         ready, workload = _load(source, argv)
     agent.sendall(encode(ready))
@@ -98,27 +112,17 @@ class Zygote:
 
     def serve(self) -> None:
         """Read lines until one of the other ends is gone."""
-        poll = select.poll()
-        poll.register(self.agent, select.POLLIN | select.POLLHUP)
-        if self.driver is not None:
-            poll.register(self.driver, select.POLLIN)
+        poll = self._poll_peers()
         pending = b""
-        while True:
-            if self.driver in [fd for fd, _ in poll.poll()]:
-                return
-            data = self.agent.recv(1 << 20)
-            if not data:
-                return
+        while self.driver not in [fd for fd, _ in poll.poll()] and (data := self.agent.recv(1 << 20)):
             pending += data
             while b"\n" in pending:
                 line, _, pending = pending.partition(b"\n")
-                if line == ABORT:  # it came after the end of the job that it meant
-                    continue
                 if line.startswith(BIND):
                     self._send(self.bind_store(line.removeprefix(BIND).decode()))
-                    continue
-                # An abort that came together with the job will not be seen on the socket.
-                self.run_job(RankJob.from_json(line.decode()), aborted=ABORT in pending.split(b"\n"))
+                elif line != ABORT:  # else it came after the end of the job that it meant
+                    # An abort that came together with the job will not be seen on the socket.
+                    self._send(self.run_job(RankJob.from_json(line.decode()), aborted=ABORT in pending.split(b"\n")))
 
     def bind_store(self, address: str) -> StoreBound | StoreFailed:
         """Listen for the rendezvous of the next job; its ranks inherit the socket."""
@@ -131,50 +135,151 @@ class Zygote:
             return StoreFailed(reason=f"{address}: {error.strerror}")
         return StoreBound(port=self.store.getsockname()[1])
 
-    def run_job(self, job: RankJob, *, aborted: bool) -> None:
-        """Run the ranks of a job and send the report."""
-        store, self.store = self.store, None
-        spawn_because = preload.find_fork_hazard() if job.device == "cuda" and not self.spawn else None
-        report = run_ranks(
-            job,
-            self.workload,
-            agent=self.agent,
-            driver=self.driver,
-            send_beat=self._send_beat,
-            spawn=self.spawn or spawn_because is not None,
-            store=store,
-            aborted=aborted,
-        )
-        if spawn_because is not None:
-            note = f"ranks start as new processes from here on, some 10 s slower a trial: {spawn_because}"
-            report = replace(report, notes=(*report.notes, note))
-        if job.job == "ops" and job.device == "cpu" and all(rank.exit_code == 0 for rank in report.ranks):
-            _load_ops(job)  # on CUDA DeepSpeed asks each GPU for its architecture, which initialises CUDA here
-        self._send(report)
+    def run_job(self, job: RankJob, *, aborted: bool) -> NodeReport:
+        """Run the ranks of a job until they are gone, with every process that they started.
 
-    def _send_beat(self, beat: Beat) -> None:
-        self._send(Heartbeat(phase=beat.phase, step=beat.step))
+        `aborted` means that the job was ended before it began.
+        """
+        began = time.monotonic()
+        hazard = preload.find_fork_hazard() if job.device == "cuda" and not self.spawn else None
+        gpus, host = GpuMonitor.begin(job.device, len(job.local_ranks)), HostMonitor.begin()
+        _make_folders(job)
+        board = Heartbeats.create(len(job.local_ranks))
+        monitor = RankMonitor(job, board, self._start_ranks(job, board, spawn=self.spawn or hazard is not None))
+        pids = [rank.pid for rank in monitor.running.values()]
+        if aborted:
+            monitor.kill("aborted")
+        self._watch(monitor, host, began)
+        processes.kill_children(_STRAYS_S)
+        gone_at_s = time.monotonic()
+        board.close()
+        processes.unlink_shared_memory(pids)
+        processes.unlink_temporary(pids)
+        swap_bytes = processes.folder_bytes(Path(job.swap)) if job.swap else None
+        remove_folders(job)
+        if job.job == "ops" and job.device == "cpu" and all(rank.exit_code == 0 for rank in monitor.exits):
+            # Every later rank inherits them. On CUDA DeepSpeed asks each GPU for its architecture, which would
+            # initialise CUDA here.
+            with contextlib.redirect_stdout(sys.stderr):
+                for op in job.ops:
+                    ops.build(op)
+        notes = gpus.check_freed()
+        if hazard is not None:
+            notes.append(f"ranks start as new processes from here on, some 10 s slower a trial: {hazard}")
+        return NodeReport(
+            ranks=tuple(monitor.exits),
+            gone_at_s=gone_at_s,
+            host=host.summarize(),
+            killed_because=monitor.killed_because,
+            swap_bytes=swap_bytes,
+            notes=tuple(notes),
+        )
+
+    def _start_ranks(self, job: RankJob, board: Heartbeats, *, spawn: bool) -> dict[int, RunningRank]:
+        """Start every rank of this node, and return the ranks by their pidfd. Call it from the main thread only.
+
+        `spawn` starts new processes, because this one must not be forked.
+        """
+        # Bound before the fork and inherited: no other process can take the port in between.
+        # Nodes other than the first get their own socket, which nobody uses: their ranks know the port of the first.
+        if self.store is None:
+            self.store = socket.create_server((job.master_address if job.is_whole else "127.0.0.1", 0))
+        parent, now = os.getpid(), time.monotonic()
+        if spawn:
+            _job_file(job).write_text(job.to_json())
+        started = {}
+        for slot, number in enumerate(job.local_ranks):
+            pid, pidfd, keep = processes.fork_watched()
+            if pid == 0:
+                self._live_as_rank(job, slot, board, self.store, keep, parent, spawn)
+            started[pidfd] = RunningRank(number, slot, pid, Beat("start", 0, now), now)
+        self.store.close()
+        self.store = None
+        return started
+
+    def _live_as_rank(
+        self, job: RankJob, slot: int, board: Heartbeats, store: socket.socket, keep: int, parent: int, spawn: bool
+    ) -> NoReturn:
+        """In the child: cut every tie to the zygote, then run the rank. `keep` is a descriptor that ends with it."""
+        code = RESULT_UNWRITTEN_EXIT
+        try:
+            os.setsid()
+            processes.die_with_parent(parent)
+            processes.prefer_for_oom_kill()
+            rank = job.local_ranks[slot]
+            os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
+            log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+            store_fd = store.fileno() if rank == 0 else -1
+            descriptors = {board.fd, store_fd, keep}
+            processes.redirect_and_close(log, descriptors)
+            os.chdir(job.scratch)
+            if spawn:  # a new Python, which inherits the descriptors
+                for fd in descriptors - {-1}:
+                    os.set_inheritable(fd, True)
+                words = [str(slot), str(board.fd), str(store_fd), str(_job_file(job))]
+                os.execv(sys.executable, [sys.executable, "-m", "autods.trial.worker", *words])
+            code = run_rank(job, slot, board, store if rank == 0 else None, self.workload)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)  # no atexit, no buffers of the zygote
+
+    def _watch(self, monitor: RankMonitor, host: HostMonitor, began: float) -> None:
+        """Return when the last rank has ended, by itself or by us. Any message, and the end of a peer, ends the job."""
+        poll = self._poll_peers()
+        for pidfd in monitor.running:
+            poll.register(pidfd, select.POLLIN)
+        beat_sent_s = 0.0
+        while monitor.running:
+            for fd, _ in poll.poll(_POLL_MS):
+                if fd in monitor.running:
+                    poll.unregister(fd)
+                    monitor.collect_exit(fd)
+                elif fd == self.driver:
+                    poll.unregister(fd)
+                    monitor.kill("the driver is gone")
+                elif monitor.killed_s is None:
+                    monitor.kill("aborted")
+            monitor.check(began)
+            running = monitor.running.values()
+            host.sample(running)
+            if running and time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
+                beat_sent_s = time.monotonic()
+                slowest = min((rank.beat for rank in running), key=lambda beat: beat.at_s)
+                self._send(Heartbeat(phase=slowest.phase, step=slowest.step))
+
+    def _poll_peers(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self.agent, select.POLLIN | select.POLLHUP)
+        if self.driver is not None:
+            poll.register(self.driver, select.POLLIN)
+        return poll
 
     def _send(self, message: ZygoteMessage) -> None:
         with contextlib.suppress(OSError):  # the agent may be gone; then `serve` ends
             self.agent.sendall(encode(message))
 
 
-def _load_ops(job: RankJob) -> None:
-    """Load the ops that were just built, so that every later rank inherits them."""
-    from ..trial.ops import build
-
-    with contextlib.redirect_stdout(sys.stderr):
-        for op in job.ops:
-            build(op)
+def _job_file(job: RankJob) -> Path:
+    return Path(job.folder) / "job.json"
 
 
-def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when that process ends; None where pid is 0 or the kernel has no pidfd."""
-    try:
-        return os.pidfd_open(pid) if pid else None
-    except OSError:
-        return None
+def _make_folders(job: RankJob) -> None:
+    """Make the job's folders, without the files of an earlier attempt. Other nodes may have files in there."""
+    if job.is_whole:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    for rank in job.local_ranks:
+        for kind in ("log", "json"):
+            Path(job.folder, f"rank{rank}.{kind}").unlink(missing_ok=True)
+    for folder in filter(None, (job.folder, job.scratch, job.swap)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+def remove_folders(job: RankJob) -> None:
+    """Remove the working directory and the swap files of a job."""
+    for folder in filter(None, (job.scratch, job.swap)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -74,24 +74,25 @@ def redirect_and_close(log: int, keep: set[int]) -> None:
                 os.close(int(name))
 
 
+def read_status(pid: int) -> dict[str, str]:
+    """Return the fields of /proc/PID/status; empty when the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def is_stopped(pid: int) -> bool:
     """Whether the process is in state T (SIGSTOP)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] == b"T"
+    return read_status(pid).get("State", "").startswith("T")
 
 
 def is_handling_signal(pid: int, number: signal.Signals) -> bool:
     """Whether the signal is pending, or the main thread is in its handler, during which it is blocked."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    fields = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value.strip()}
-    masks = (int(fields.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
-    return fields.get("State") not in ("Z", "X") and any(mask >> (number - 1) & 1 for mask in masks)
+    status = read_status(pid)
+    masks = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return status.get("State", "Z")[0] not in "ZX" and any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def list_children() -> list[int]:

@@ -180,7 +180,7 @@ def nodes(job: Any) -> Iterator[range]:
 def end(rank: int, record: dict[str, Any], *, exit: int = 0, at_s: float = 1000.0) -> dict[str, Any]:
     """As `runner.monitor` notes it, in JSON."""
     where = {"phase": "forward" if exit else "done", "step": 1, "at_s": at_s}
-    return {"rank": rank, "exit_code": exit, "record": {**record, **where}, **where}
+    return {"rank": rank, "exit_code": exit, **record, **where}
 
 
 def node(ends: list[dict[str, Any]]) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autods.runner.outcome import judge_trial
-from autods.runner.protocol import NodeReport, RankExit, RankRecord
+from autods.runner.protocol import NodeReport, RankExit
+from autods.schema import read_as
 from autods.trial.job import RankJob
 from autods.types import Outcome, Phase, WorkloadSource
 
@@ -31,12 +32,11 @@ def rank_exit(
     exit_code: int | None = None,
     **more: Any,
 ) -> RankExit:
-    """A rank with the record that it wrote, if it has a result or an error. exit_code: by default 0 or 1 with these."""
-    record = None
-    if result is not None or error is not None:
-        record = RankRecord.from_json({"phase": phase, "step": step, "at_s": at_s, "result": result, "error": error})
-        exit_code = exit_code if exit_code is not None else int(error is not None)
-    return RankExit(rank=rank, phase=phase, step=step, at_s=at_s, exit_code=exit_code, record=record, **more)
+    """A rank with the result or error that it wrote. exit_code: by default 0 or 1 with these."""
+    if exit_code is None and (result is not None or error is not None):
+        exit_code = int(error is not None)
+    written = {"result": result, "error": error or {}, "phase": phase, "step": step, "at_s": at_s}
+    return read_as(RankExit, {"rank": rank, "exit_code": exit_code, **written, **more})
 
 
 def report_of(*ranks: RankExit, **more: Any) -> NodeReport:

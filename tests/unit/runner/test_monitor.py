@@ -81,7 +81,7 @@ def test_the_log_is_reported_where_no_exception_is(
     monitor = silent("step", tmp_path, pid)
     (tmp_path / "rank0.log").write_text("last words\n")
     if error is not None:
-        record = {"ok": False, "error": error, "phase": "step", "step": 3, "at_s": 1.0}
+        record = {"ok": False, "error": error, "phase": "step", "step": 3, "at_s": 1.0, "a key of a later release": 3}
         (tmp_path / "rank0.json").write_text(json.dumps(record))
     os.kill(pid, signal.SIGKILL)
     monitor.collect_exit(next(iter(monitor.running)))

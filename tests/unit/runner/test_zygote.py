@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from autods.runner import zygote as zygotes
 from autods.runner.protocol import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
 from tests.support.ends import JOB, report_of
@@ -26,11 +25,11 @@ def served(lines: bytes) -> list[bytes]:
 def test_an_abort_that_comes_with_its_job_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[tuple[str, bool]] = []
 
-    def run_ranks(job: object, workload: object, *, aborted: bool, **rest: object) -> NodeReport:
+    def run_job(zygote: Zygote, job: object, *, aborted: bool) -> NodeReport:
         jobs.append((getattr(job, "folder", ""), aborted))
         return report_of()
 
-    monkeypatch.setattr(zygotes, "run_ranks", run_ranks)
+    monkeypatch.setattr(Zygote, "run_job", run_job)
     job = JOB.to_json().encode()
     (answer,) = served(b"abort\n" + job + b"\nabort\nabort\n")
     assert jobs == [(JOB.folder, True)]
