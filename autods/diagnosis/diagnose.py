@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import IO
 
 from ..errors import InputError
-from .exit_codes import ExitCodes
 from .messages import REPORTS_FAILURE, Assembler, Message
+from .ranks import find_local_gpu, find_nccl_device, find_rank
 from .reader import BLOCK_BYTES, Reader
-from .root_cause import LogSummary, make_finding, pick_root_cause
+from .root_cause import Finding, LogSummary, pick_root_cause
 from .rules import ERROR_LINE, Signature, find_signature
 from .values import Diagnosis
 
@@ -33,7 +34,7 @@ _ONLY_TALKS = re.compile(
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
 _MOST_TIMES = 40  # findings per row for which the time of the line is looked up
 _LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
-_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_CONTROL_BYTES = bytes((*range(7), *range(14, 27), 127))
 
 
 def diagnose(log: Log | Iterable[PathLike[str]], exit_code: int | None = None) -> Diagnosis:
@@ -43,13 +44,17 @@ def diagnose(log: Log | Iterable[PathLike[str]], exit_code: int | None = None) -
     of paths. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a signal or as a
     shell reports it (137). Raises InputError for a path that cannot be read.
     """
-    if isinstance(log, str):
-        return _diagnose_blocks([("", _text_blocks(log))], exit_code)
-    if isinstance(log, Mapping):
-        return _diagnose_blocks([(name, _text_blocks(text)) for name, text in log.items()], exit_code)
-    paths = [Path(log)] if isinstance(log, PathLike) else [Path(path) for path in log]
-    names = name_logs(paths)
-    return _diagnose_blocks([(name, read_blocks(path)) for name, path in names.items()], exit_code)
+    logs: dict[str, Iterator[bytes]]
+    if isinstance(log, str | Mapping):
+        texts = {"": log} if isinstance(log, str) else log
+        logs = {name: _text_blocks(text) for name, text in texts.items()}
+    else:
+        paths = [Path(log)] if isinstance(log, PathLike) else [Path(path) for path in log]
+        logs = {name: read_blocks(path) for name, path in name_logs(paths).items()}
+    summary = LogSummary(files=len(logs))
+    for name, blocks in logs.items():
+        _read_log(name, blocks, summary)
+    return pick_root_cause(summary, exit_code)
 
 
 def name_logs(paths: Iterable[Path]) -> dict[str, Path]:
@@ -72,21 +77,16 @@ def read_blocks(path: Path) -> Iterator[bytes]:
     """Yield a file's text as blocks of UTF-8; gzip and UTF-16 are read too. Raises InputError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        opened: IO[bytes] = gzip.open(path) if zipped else path.open("rb")  # type: ignore[assignment]
-        with opened as file:
-            yield from _utf8(file)
+            stream = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
+            block = stream.read(BLOCK_BYTES)
+            is_utf_16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            decoder = codecs.getincrementaldecoder("utf-16")(errors="replace") if is_utf_16 else None
+            while block:
+                yield decoder.decode(block).encode() if decoder else block
+                block = stream.read(BLOCK_BYTES)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot be read: {reason}", place=str(path)) from None
-
-
-def _utf8(file: IO[bytes]) -> Iterator[bytes]:
-    block = file.read(BLOCK_BYTES)
-    decoder = codecs.getincrementaldecoder("utf-16")(errors="replace") if block[:2] in _UTF16_MARKS else None
-    while block:
-        yield decoder.decode(block).encode() if decoder else block
-        block = file.read(BLOCK_BYTES)
 
 
 def _text_blocks(text: str) -> Iterator[bytes]:
@@ -94,51 +94,31 @@ def _text_blocks(text: str) -> Iterator[bytes]:
         yield text[start : start + BLOCK_BYTES].encode(errors="replace")
 
 
-def _diagnose_blocks(logs: Sequence[tuple[str, Iterable[bytes]]], exit_code: int | None) -> Diagnosis:
-    summary, exit_codes = LogSummary(files=len(logs)), ExitCodes()
-    are_text = [_read_log(name, blocks, summary, exit_codes) for name, blocks in logs]
-    summary.exits = exit_codes.exits
-    summary.first_exit, summary.root_rank = exit_codes.first, exit_codes.root_rank
-    summary.text = any(are_text) or not summary.bytes
-    return pick_root_cause(summary, exit_code)
-
-
-def _read_log(name: str, blocks: Iterable[bytes], summary: LogSummary, exit_codes: ExitCodes) -> bool:
-    """Add one file to the summary; returns whether it was text."""
+def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
+    """Add one file to the summary."""
+    first = next(blocks, b"")
+    if not _is_text(first):
+        summary.bytes += len(first)
+        return
     assembler = Assembler()
     reader = Reader(name, lambda: assembler.waiting)
-    row_counts: dict[str, int] = {}
-    is_text = True
-
-    def checked_blocks() -> Iterator[bytes]:
-        nonlocal is_text
-        for number, block in enumerate(blocks):
-            if number == 0:
-                is_text = _is_text(block)
-            yield block.replace(b"\0", b"") if b"\0" in block else block
-
-    def add(messages: Iterable[Message]) -> None:
-        for message in messages:
-            _add_message(message, summary, exit_codes, row_counts, reader)
-
-    for line in reader.read(checked_blocks()):
-        if not is_text:
-            break
-        add(assembler.feed(line))
-    add(assembler.finish())
+    row_counts: Counter[str] = Counter()
+    for line in reader.read(itertools.chain((first,), blocks)):
+        for message in assembler.feed(line):
+            _add_message(message, summary, row_counts, reader)
+    for message in assembler.finish():
+        _add_message(message, summary, row_counts, reader)
+    summary.text = True
     summary.bytes += reader.bytes
-    summary.progress |= reader.ended()
+    summary.progress |= {**reader.parts, reader.file: reader.progress}
     summary.files += len(reader.parts)
-    summary.last[name] = reader.last if is_text else []
-    return is_text
+    summary.last[name] = reader.last
 
 
-def _add_message(
-    message: Message, summary: LogSummary, exit_codes: ExitCodes, row_counts: dict[str, int], reader: Reader
-) -> None:
+def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str], reader: Reader) -> None:
     """Match a message with the rows, and keep the ranks and exit codes that it reports."""
     summary.ranks.read(message)
-    reports_exit = any(exit_codes.read(line) for line in message.text.splitlines())
+    reports_exit = any(summary.exits.read(line) for line in message.text.splitlines())
     if summary.named_rank is None and (match := _ASCEND_RANK.search(message.text)):
         summary.named_rank = int(match[1])
     row = _matching_row(message)
@@ -146,14 +126,15 @@ def _add_message(
         return
     if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "communication"):
         return
-    row_counts[row.name] = row_counts.get(row.name, 0) + 1
+    row_counts[row.name] += 1
     message.order = len(summary.findings)
     if row_counts[row.name] <= _MOST_FINDINGS or row.weight == "done":
+        rank = find_rank(message, row.weight, summary.files + len(reader.parts))
+        local = find_local_gpu(message)
         when = reader.when(message.number) if row_counts[row.name] <= _MOST_TIMES else None
-        finding = make_finding(row, message, summary.files + len(reader.parts), when)
-        if finding.rank is None and finding.local is not None:
-            summary.ranks.gpus.add(finding.local)
-        summary.findings.append(finding)
+        if rank is None and local is not None:
+            summary.ranks.gpus.add(local)
+        summary.findings.append(Finding(row, message, rank, local, find_nccl_device(message), when))
     if row.weight in ("cause", "likely"):
         reader.watch()
         message.progress = reader.progress
@@ -171,11 +152,8 @@ def _matching_row(message: Message) -> Signature | None:
 
 
 def _is_text(block: bytes) -> bool:
-    sample = block[:65536].replace(b"\0", b"\1")
-    if not sample:
-        return True
-    odd = sum(sample.count(byte) for byte in (bytes([code]) for code in (*range(1, 7), *range(14, 27), 127)))
-    if odd > len(sample) * 0.05:
-        return False
-    undecodable = sample.decode("utf-8", errors="replace").count("�")
-    return undecodable < len(sample) * (1 - _LEAST_PRINTABLE)
+    sample = block[:65536]
+    text = sample.translate(None, _CONTROL_BYTES)
+    undecodable = text.decode("utf-8", errors="replace").count("\ufffd")
+    few_control_bytes = len(sample) - len(text) <= len(sample) * 0.05
+    return not sample or (few_control_bytes and undecodable < len(sample) * (1 - _LEAST_PRINTABLE))

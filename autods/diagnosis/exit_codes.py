@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ..schema import read_as
 from ..types import Action, Tier
+from .rules import read_toml
 from .values import Kind
 
 
@@ -26,7 +28,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The diagnosis that an exit code allows when there is no other evidence."""
+    """The diagnosis that an exit code allows when there is no other evidence: a row of `signatures/exit_codes.toml`."""
 
     kind: Kind
     action: Action
@@ -36,41 +38,19 @@ class Meaning:
     tier: Tier | None = None
 
 
-_KILLED = (
-    "the log does not show who sent the SIGKILL. Usually it is the kernel's OOM killer: dmesg -T | grep -i 'killed process', "
-    "or the oom_kill line of the cgroup's memory.events, confirms it. Launchers also kill the siblings of a failed rank"
-)
-_CRASH = "native code crashed: python -X faulthandler shows where; suspect the extension that was built last"
-MEANINGS: dict[int, Meaning] = {
-    -signal.SIGKILL: Meaning("unknown", "retry", 0.4, "killed by SIGKILL", _KILLED),
-    -signal.SIGBUS: Meaning(
-        "out_of_memory", "fix_environment", 0.7, "killed by SIGBUS",
-        "usually a full /dev/shm: df -h /dev/shm; docker run --shm-size=16g; no rung helps", "shm",
-    ),
-    -signal.SIGSEGV: Meaning("unknown", "retry", 0.4, "killed by SIGSEGV", _CRASH),
-    -signal.SIGABRT: Meaning("unknown", "retry", 0.4, "ended by SIGABRT", "a library aborted: the reason is in the lines before"),
-    -signal.SIGTERM: Meaning(
-        "infrastructure", "retry", 0.5, "ended by SIGTERM",
-        "a scheduler, a launcher or a person ended the run: start again from the last checkpoint",
-    ),
-    -signal.SIGINT: Meaning("infrastructure", "nothing", 0.6, "ended by SIGINT", "the run was interrupted with Ctrl-C"),
-    -signal.SIGHUP: Meaning("infrastructure", "retry", 0.6, "ended by SIGHUP", "the terminal was closed: run under tmux or nohup"),
-    -signal.SIGILL: Meaning("toolchain", "fix_environment", 0.6, "killed by SIGILL", "a binary was built for another CPU: build the ops on this machine"),
-    -signal.SIGFPE: Meaning("unknown", "retry", 0.4, "killed by SIGFPE", _CRASH),
-    -signal.SIGXCPU: Meaning("infrastructure", "retry", 0.7, "CPU time limit", "ask for more CPU time (ulimit -t)"),
-    -signal.SIGXFSZ: Meaning("out_of_memory", "fix_environment", 0.7, "file size limit", "a file grew beyond ulimit -f", "nvme"),
-    124: Meaning("infrastructure", "retry", 0.6, "ended by timeout(1)", "the time limit was reached: allow more time"),
-    125: Meaning("infrastructure", "fix_environment", 0.6, "the container did not start", "the container runtime refused to start it: its message says why"),
-    126: Meaning("toolchain", "fix_environment", 0.6, "the command cannot be executed", "check that the program may be executed"),
-    127: Meaning("toolchain", "fix_environment", 0.6, "the command was not found", "activate the environment that has it"),
-}  # fmt: skip
-_OTHER = Meaning(
-    "unknown",
-    "retry",
-    0.3,
-    "the run failed",
-    "the log does not say why: read the log of each rank, and run once more",
-)
+def normalize_exit_code(code: int) -> int:
+    """Signals as `subprocess` reports them: a shell's 137 becomes −9."""
+    return 128 - code if 128 < code <= 128 + 64 else code
+
+
+def explain_exit_code(code: int) -> Meaning:
+    """The meaning of an exit code other than 0."""
+    meanings = {name: read_as(Meaning, row) for name, row in read_toml("exit_codes").items()}
+    signals = {-number.value: number.name for number in signal.Signals}
+    code = normalize_exit_code(code)
+    return meanings.get(signals.get(code, str(code)), meanings["other"])
+
+
 _NAMES = {
     "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6, "terminated": 15, "illegal instruction": 4,
     "floating point exception": 8, "hangup": 1, "interrupt": 2, "quit": 3, "sigkill": 9, "sigsegv": 11, "sigbus": 7,
@@ -113,20 +93,15 @@ _MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .*
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 
+@dataclass(slots=True)
 class ExitCodes:
-    """Collects the exit codes that the lines of a log report."""
+    """Collects the exit codes that the lines of a log report. `root_rank` is torchrun's root cause."""
 
-    def __init__(self) -> None:
-        self.exits: list[Exit] = []
-        self._in_root = 0
-        self._root_rank: int | None = None
-        self._mpi_rank: int | None = None  # from mpirun's sentence, which continues on the next line
-        self._listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
-
-    @property
-    def root_rank(self) -> int | None:
-        """The rank that torchrun names as the root cause."""
-        return self._root_rank
+    exits: list[Exit] = field(default_factory=list)
+    root_rank: int | None = None
+    _in_root: int = 0  # lines left of torchrun's paragraph on the root cause
+    _mpi_rank: int | None = None  # from mpirun's sentence, which continues on the next line
+    _listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
     def first(self) -> Exit | None:
@@ -140,48 +115,33 @@ class ExitCodes:
         if _ROOT_CAUSE.search(text):
             self._in_root = 8
             return True
-        root_rank = _ROOT_RANK.match(text)
-        if root_rank:
-            self._listed = int(root_rank[1])
         if mpi_rank := _MPI_RANK.search(text.rstrip()):
             self._mpi_rank = int(mpi_rank[1])
+        if root_rank := _ROOT_RANK.match(text):
+            self._listed = int(root_rank[1])
         if self._in_root:
             self._in_root -= 1
-            if root_rank and self._root_rank is None:
-                self._root_rank = int(root_rank[1])
+            if root_rank and self.root_rank is None:
+                self.root_rank = self._listed
                 return True
-        for pattern in _REPORTS:
-            if match := pattern.search(text):
-                code, rank = _exit_code(match.groupdict()), self._rank(match.groupdict().get("rank"), text)
-                self.exits.append(Exit(code, rank, bool(self._in_root), text.strip()[:300]))
-                return True
-        return False
+        match = next((match for pattern in _REPORTS if (match := pattern.search(text))), None)
+        if match is not None:
+            self.exits.append(self._parse(match.groupdict(), text))
+        return match is not None
 
-    def _rank(self, named: str | None, text: str) -> int | None:
-        """The rank of a report: named in the line itself, or in a line before it."""
-        if named:
-            return int(named)
-        rank = self._root_rank if self._in_root else None
-        if rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
+    def _parse(self, groups: dict[str, str | None], text: str) -> Exit:
+        """The exit that a report names. Its rank may stand in a line before."""
+        if name := groups.get("name"):
+            code = -_NAMES.get(name.lower(), -1)
+        elif number := groups.get("code9"):
+            code = -int(number)
+        else:
+            code = normalize_exit_code(int(groups.get("code") or 1))
+        rank = self.root_rank if self._in_root else None
+        if named := groups.get("rank"):
+            rank = int(named)
+        elif rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
             rank = self._listed
-        if rank is None and text.startswith("signal "):
+        elif rank is None and text.startswith("signal "):
             rank, self._mpi_rank = self._mpi_rank, None
-        return rank
-
-
-def _exit_code(groups: dict[str, str | None]) -> int:
-    if name := groups.get("name"):
-        return -_NAMES[name.lower()] if name.lower() in _NAMES else 1
-    if number := groups.get("code9"):
-        return -int(number)
-    return normalize_exit_code(int(groups.get("code") or 1))
-
-
-def normalize_exit_code(code: int) -> int:
-    """Signals as `subprocess` reports them: a shell's 137 becomes −9."""
-    return 128 - code if 128 < code <= 128 + 64 else code
-
-
-def explain_exit_code(code: int) -> Meaning:
-    """The meaning of an exit code other than 0."""
-    return MEANINGS.get(normalize_exit_code(code), _OTHER)
+        return Exit(code, rank, bool(self._in_root), text.strip()[:300])

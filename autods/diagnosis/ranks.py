@@ -25,6 +25,7 @@ _LOCAL = re.compile(
 _PID = re.compile(
     r"\b(?:pid|PID)\b[=: ]{1,3}(\d+)|^\S+?:(\d{2,}):\d{2,} \[\d+\] |Killed process (\d+)|^\((?:\w+ )?pid=(\d+)"
 )
+_STREAM_PID = re.compile(r"\bpid=(\d+)")
 _OWNER = re.compile(
     r"\bpid\)?[=: ]{1,3}(\d+)|^[\w.-]+:(\d{2,}):\d{2,} \[\d+\] |\blocal_rank: \d+ \(pid: (\d+)\)", re.IGNORECASE
 )
@@ -60,32 +61,27 @@ class Ranks:
             elif _ONE_HOST.search(text):
                 self.hosts = 1
         if "pid" in text or "PID" in text or "NCCL INFO" in text or "pid=" in message.prefix.stream:
-            for line in (text, *text.splitlines()[1:60]):
-                self._read_pid(line.partition("\n")[0], message)
+            for line in text.splitlines()[:60]:
+                self._read_pid(line, message)
 
     def _read_pid(self, line: str, message: Message) -> None:
         if len(self.pids) >= _MOST_PIDS:
             return
         if named := _WORKER_NAMED.search(f"{message.prefix.stream} {line}"):
             self.pids.setdefault(int(named[2]), int(named[1]))
-        pid = _OWNER.search(line)
-        owner = _number(pid) if pid else _pid_in(message.prefix.stream)
-        if owner is None:
-            return
-        rank = _OWN_RANK.search(line)
-        if rank is not None and "worker (pid" not in line:
-            self.pids.setdefault(owner, int(rank[1]))
-        elif pid is not None and _is_own_pid(line):
-            file_rank = message.prefix.rank if message.prefix.rank is not None else find_rank_in_name(message.file)
-            if file_rank is not None:
-                self.pids.setdefault(owner, file_rank)
+        owner = _search(_OWNER, line)
+        pid = _search(_STREAM_PID, message.prefix.stream) if owner is None else owner
+        rank = None if "worker (pid" in line else _search(_OWN_RANK, line)
+        if rank is None and owner is not None and _OWN_PID.fullmatch(line.strip()):
+            rank = _search(_RANK_IN_FILE, message.file) if message.prefix.rank is None else message.prefix.rank
+        if pid is not None and rank is not None:
+            self.pids.setdefault(pid, rank)
 
     def of(self, message: Message) -> int | None:
         """The rank of the process id that the message names or comes from."""
-        for pid in (_pid_in(message.prefix.stream), message.pid, *_pids_in(message.text)):
-            if pid is not None and pid in self.pids:
-                return self.pids[pid]
-        return None
+        named = [_number(match) for match in _PID.finditer(message.text[:4000])]
+        pids = (_search(_STREAM_PID, message.prefix.stream), message.pid, *named)
+        return next((self.pids[pid] for pid in pids if pid in self.pids), None)
 
     def of_device(self, local: int | None) -> int | None:
         """The rank of a GPU's index. With one process per GPU on one host both are the same."""
@@ -97,44 +93,26 @@ class Ranks:
 def find_rank(message: Message, weight: Weight, files: int) -> int | None:
     """Return the rank that the message's prefix, text or file name has; None without one."""
     rank = message.prefix.rank
-    if rank is None and weight != "secondary" and (match := _RANK_BEFORE.search(message.text)):
-        rank = _number(match)
-    if rank is None and weight in ("cause", "likely") and (match := _RANK_IN_TEXT.search(message.text[:600])):
-        rank = _number(match)
-    if rank is None and files > 1:
-        rank = find_rank_in_name(message.file)
-    return rank
+    if rank is None and weight != "secondary":
+        rank = _search(_RANK_BEFORE, message.text)
+    if rank is None and weight in ("cause", "likely"):
+        rank = _search(_RANK_IN_TEXT, message.text[:600])
+    return _search(_RANK_IN_FILE, message.file) if rank is None and files > 1 else rank
 
 
 def find_local_gpu(message: Message) -> int | None:
     """Return the index of the GPU that the message names; None without one."""
-    match = _LOCAL.search(message.text)
-    return _number(match) if match else None
+    return _search(_LOCAL, message.text)
 
 
 def find_nccl_device(message: Message) -> int | None:
     """Return the device in NCCL's prefix. On one host it is the rank."""
-    match = _NCCL_DEVICE.search(message.text)
-    return int(match[1]) if match else None
+    return _search(_NCCL_DEVICE, message.text)
 
 
-def find_rank_in_name(name: str) -> int | None:
-    """The rank in a log's name, such as 'rank_3.log' or 'attempt_0/3/stderr.log'."""
-    match = _RANK_IN_FILE.search(name)
+def _search(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
     return _number(match) if match else None
-
-
-def _is_own_pid(line: str) -> bool:
-    return _OWN_PID.fullmatch(line.strip()) is not None
-
-
-def _pid_in(stream: str) -> int | None:
-    match = re.search(r"\bpid=(\d+)", stream)
-    return int(match[1]) if match else None
-
-
-def _pids_in(text: str) -> list[int]:
-    return [_number(match) for match in _PID.finditer(text[:4000])]
 
 
 def _number(match: re.Match[str]) -> int:

@@ -378,7 +378,7 @@ class Reader:
         rest = b""
         for block in blocks:
             self.bytes += len(block)
-            whole, newline, rest = (rest + block).rpartition(b"\n")
+            whole, newline, rest = (rest + block.replace(b"\0", b"")).rpartition(b"\n")
             yield from self._block(whole + newline)
             while len(rest) > _UNBROKEN_BYTES:
                 cut, rest = rest[:_UNBROKEN_BYTES], rest[_UNBROKEN_BYTES:]
@@ -389,10 +389,6 @@ class Reader:
     def watch(self) -> None:
         """Count the progress that follows: a run that trains on has survived the failure."""
         self._watch_until = self.number + _WATCH_LINES
-
-    def ended(self) -> dict[str, int]:
-        """The training progress by file."""
-        return {**self.parts, self.file: self.progress}
 
     def when(self, number: int) -> Clock | None:
         """The time of a line that was just read, or of the last line before it with a time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,9 +21,8 @@ Weight = Literal["decisive", "cause", "likely", "secondary", "weak", "hint", "pr
 ERROR_LINE = "an error line"  # the "type" of a line that reports a failure without an exception
 # Rows are tried in this order: a failure whose text looks like another class comes before that class.
 FILES = (
-    "benign", "not_memory", "ambiguous", "pinned", "shm", "disk", "device", "host", "pressure", "infrastructure",
-    "config",
-    "toolchain", "secondary", "communication", "user_code",
+    "benign", "not_memory", "ambiguous", "pinned", "shm", "disk", "device", "host", "pressure",
+    "infrastructure", "config", "toolchain", "secondary", "communication", "user_code",
 )  # fmt: skip
 
 
@@ -69,69 +67,50 @@ class Signature:
         """Whether all conditions except `phrases` hold."""
         if self.types and type not in self.types and not ("*" in self.types and type not in ("", ERROR_LINE)):
             return False
-        if self.pattern and not self._matches_a_line(text):
+        match = _compiled(self.pattern).search(text)
+        if match is None:
+            return False
+        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+        if self.also and not _compiled(self.also).search(text, start, len(text) if end < 0 else end):
             return False
         if self.stack and not _compiled(self.stack).search(stack):
             return False
         return not (self.unless and _compiled(self.unless).search(text))
 
-    def _matches_a_line(self, text: str) -> bool:
-        match = _compiled(self.pattern).search(text)
-        if match is None or not self.also:
-            return match is not None
-        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
-        return _compiled(self.also).search(text, start, len(text) if end < 0 else end) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A TOML file: its rows, and the values that they share."""
-
-    kind: Kind
-    action: Action
-    advice: str
-    row: tuple[Mapping[str, Any], ...]
-    tier: Tier | None = None
-    weight: Weight = "cause"
-    passing: bool = False
+    def tells(self, line: str) -> bool:
+        """Whether the line is what the row looks for: it has one of the phrases, or else matches the pattern."""
+        if self.phrases:
+            return any(phrase in line.lower() for phrase in self.phrases)
+        return bool(self.pattern) and _compiled(self.pattern).search(line) is not None
 
 
 _FOLDER = Path(__file__).with_name("signatures")
-_REGEXES = ("pattern", "also", "stack", "unless")
 _FRAGMENT = re.compile(r"\{([a-z_]+)\}")
 
 
-@cache
-def _fragments() -> dict[str, str]:
-    """The regular expressions of `signatures/fragments.toml`, by name."""
-    lists = tomllib.loads((_FOLDER / "fragments.toml").read_text(encoding="utf-8"))
-    return {name: f"(?:{'|'.join(alternatives)})" for name, alternatives in lists.items()}
-
-
-def _expand(pattern: str) -> str:
-    """Replace each {name} by the fragment of that name. Raises KeyError for a name that does not exist."""
-    return _FRAGMENT.sub(lambda match: _fragments()[match[1]], pattern)
+def read_toml(name: str) -> dict[str, Any]:
+    """Read one file of `signatures/`."""
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def read_signatures() -> tuple[Signature, ...]:
-    """All rows in the order in which they are tried."""
-    return tuple(row for name in FILES for row in _read(name))
+    """All rows in the order in which they are tried. The values at a file's top hold for each of its rows.
 
-
-def _read(name: str) -> list[Signature]:
-    file = read_as(_File, tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8")))
-    shared = {
-        "kind": file.kind, "action": file.action, "advice": file.advice, "tier": file.tier,
-        "weight": file.weight, "passing": file.passing, "file": name,
-    }  # fmt: skip
+    A {name} in a regular expression stands for the fragment of that name in `fragments.toml`.
+    """
+    fragments = {name: f"(?:{'|'.join(words)})" for name, words in read_toml("fragments").items()}
     signatures = []
-    for row in file.row:
-        values = {key: _expand(value) if key in _REGEXES else value for key, value in row.items()}
-        if values.get("kind", file.kind) != file.kind and "tier" not in values:
-            values["tier"] = None
-        signatures.append(read_as(Signature, {**shared, **values}))
-    return signatures
+    for file in FILES:
+        shared = read_toml(file)
+        for row in shared.pop("row"):
+            values = {"file": file, **shared, **row}
+            if values["kind"] != shared["kind"] and "tier" not in row:
+                values["tier"] = None
+            for name in ("pattern", "also", "stack", "unless"):
+                values[name] = _FRAGMENT.sub(lambda match: fragments[match[1]], values.get(name, ""))
+            signatures.append(read_as(Signature, values))
+    return tuple(signatures)
 
 
 def find_signature(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:

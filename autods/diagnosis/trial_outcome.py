@@ -8,11 +8,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
 from ..units import format_bytes
-from .exit_codes import MEANINGS
+from .exit_codes import explain_exit_code
 from .messages import BOILERPLATE
 from .rules import Signature, find_signature
 from .values import Kind, parse_shortage
@@ -62,13 +63,9 @@ class HostMemory:
             return f"the OOM killer of its cgroup struck (the limit is {format_bytes(self.limit_bytes)})"
         if self.machine_kills:
             return f"the kernel's OOM killer struck ({format_bytes(self.limit_bytes)} of memory)"
-        if self.is_nearly_full:
+        if self.least_free_bytes < _NEARLY_FULL * self.limit_bytes:
             return f"only {format_bytes(self.least_free_bytes)} of {format_bytes(self.limit_bytes)} were free"
         return None
-
-    @property
-    def is_nearly_full(self) -> bool:
-        return self.least_free_bytes < _NEARLY_FULL * self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +101,7 @@ class Evidence:
     @property
     def signal_name(self) -> str | None:
         """'SIGKILL' for exit −9."""
-        if self.exit is None or self.exit >= 0:
-            return None
-        return signal.Signals(-self.exit).name
-
-    @property
-    def exception(self) -> str:
-        """The exception's type and message, without the stack; empty without an exception."""
-        return f"{self.types[0]}: {self.message}" if self.types else ""
+        return signal.Signals(-self.exit).name if self.exit is not None and self.exit < 0 else None
 
     @property
     def headline(self) -> str:
@@ -135,14 +125,8 @@ class Evidence:
             return ""
         return _ANSI.sub("", self.log_tail)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the rank was lost while it waited for the others in a collective."""
-        return self.lost is not None and _AWAITING.search(self.log_tail) is not None
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The cause of a rank's end."""
 
     kind: Kind
@@ -157,26 +141,44 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     # Rows are matched only until one rank is the cause, because a trial may have thousands of ranks.
     in_time = sorted(ends, key=lambda evidence: evidence.at_s)
     cause = next((evidence for evidence in in_time if not _only_noticed(evidence)), in_time[0])
-    row = _matching_row(cause)
-    verdict = _fallback_verdict(cause) if row is None or cause.contract or cause.lost else _verdict_by_row(cause, row)
-    return _out_of_memory(cause, verdict) if verdict.kind == "out_of_memory" else _failed(cause, verdict)
+    row = None if cause.contract or cause.lost else _matching_row(cause)
+    verdict = _verdict_without_row(cause) if row is None else _verdict_by_row(cause, row)
+    common: dict[str, Any] = {
+        "rank": cause.rank, "phase": cause.phase, "step": cause.step, "evidence": verdict.evidence[:_EVIDENCE_CHARS],
+        "action": verdict.action, "advice": verdict.advice,
+    }  # fmt: skip
+    if verdict.kind == "out_of_memory":
+        assert verdict.tier is not None
+        shortage = parse_shortage(cause.text)
+        limits = {"device": cause.limit_bytes, "host": cause.host.limit_bytes if cause.host else None}
+        return OutOfMemory(
+            tier=verdict.tier,
+            wanted_bytes=shortage.wanted_bytes,
+            free_bytes=cause.free_bytes if shortage.free_bytes is None else shortage.free_bytes,
+            limit_bytes=limits.get(verdict.tier),
+            **common,
+        )
+    assert verdict.kind != "none"
+    op = _OP.search(cause.text) if verdict.kind == "toolchain" else None
+    return Failed(
+        failure=verdict.kind,
+        op=next(filter(None, op.groups())) if op else None,
+        wants_larger_batch=verdict.kind in ("user_code", "config") and wants_larger_batch(cause.text),
+        **common,
+    )
 
 
 def _only_noticed(evidence: Evidence) -> bool:
-    """Whether the rank only saw another one fail."""
+    """Whether the rank only saw another one fail, or was lost while it waited for the others in a collective."""
     row = _matching_row(evidence)
-    return (row is not None and row.weight == "secondary") or evidence.waits
-
-
-# The row that matches.
+    awaits = evidence.lost is not None and _AWAITING.search(evidence.log_tail) is not None
+    return awaits or (row is not None and row.weight == "secondary")
 
 
 def _matching_row(evidence: Evidence) -> Signature | None:
     """The row that matches the exception, or the last lines of a process that died by a signal."""
     row = _row_of_exception(evidence) if evidence.types else _row_of_last_lines(evidence)
-    if row is None:
-        return None
-    if row.name == "missing-package" and evidence.user_frame:
+    if row is None or (row.name == "missing-package" and evidence.user_frame):
         return None  # an import in the workload: its file and line say more
     if row.budget and evidence.device == "cpu":  # the memory of the process, which has a budget, stands for the device
         return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
@@ -187,11 +189,10 @@ def _matching_row(evidence: Evidence) -> Signature | None:
 
 def _row_of_exception(evidence: Evidence) -> Signature | None:
     """By type and message, then by the base classes, then by the exceptions that it was raised from."""
-    text = "\n".join(line for line in evidence.exception.splitlines() if not BOILERPLATE.match(line))
-    row = find_signature(text, type=evidence.types[0], stack=evidence.stack)
-    if row is None or row.name == "any-exception":
-        by_base = (find_signature(text, type=base, stack=evidence.stack) for base in evidence.types[1:])
-        row = next((match for match in by_base if match is not None and match.name != "any-exception"), None)
+    message = f"{evidence.types[0]}: {evidence.message}"
+    text = "\n".join(line for line in message.splitlines() if not BOILERPLATE.match(line))
+    by_class = (find_signature(text, type=type, stack=evidence.stack) for type in evidence.types)
+    row = next((match for match in by_class if match is not None and match.name != "any-exception"), None)
     if row is None or row.kind == "unknown":
         by_cause = (find_signature(f"{type}: {message}", type=type) for type, message in evidence.causes)
         row = next((match for match in by_cause if match is not None and match.kind == "out_of_memory"), row)
@@ -217,146 +218,76 @@ def _memory_row(rows: Sequence[Signature]) -> Signature | None:
 
 
 def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
+    """The row's verdict. Its evidence is the line that the row matches."""
     notes: tuple[str, ...] = ()
     if row.tier == "device":
         shortage = parse_shortage(cause.text)
         if cause.idle_bytes is not None:  # the allocator's own figure
             shortage = replace(shortage, idle_bytes=cause.idle_bytes)
         notes = shortage.notes()
-    return Verdict(row.kind, row.action, _telling_line(cause, row), "; ".join((*notes, row.advice)), tier=row.tier)
-
-
-def _telling_line(cause: Evidence, row: Signature) -> str:
-    """The line that the row matches."""
     if "ValidationError" in cause.types and (match := _PYDANTIC_ERROR.search(cause.message)):
-        return f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
-    for line in cause.text.splitlines():
-        if row.phrases:
-            matches = any(phrase in line.lower() for phrase in row.phrases)
-        else:
-            matches = bool(row.pattern) and re.search(row.pattern, line, re.IGNORECASE) is not None
-        if matches:
-            return line.strip()[:_EVIDENCE_CHARS]
-    return cause.headline[:_EVIDENCE_CHARS]
+        line = f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
+    else:
+        line = next((line.strip() for line in cause.text.splitlines() if row.tells(line)), cause.headline)
+    return Verdict(row.kind, row.action, line[:_EVIDENCE_CHARS], "; ".join((*notes, row.advice)), tier=row.tier)
 
 
-# Without a row.
-
-
-def _fallback_verdict(cause: Evidence) -> Verdict:
+def _verdict_without_row(cause: Evidence) -> Verdict:
     """The verdict by the kind of end, where no row matches the text."""
-    if cause.contract:
-        return Verdict("user_code", "fix_code", cause.contract, cause.hint or "")
-    if cause.lost:
-        return _verdict_on_lost(cause)
-    if cause.signal_name == "SIGKILL":
-        return _verdict_on_sigkill(cause)
-    if cause.signal_name:
-        return _verdict_on_signal(cause, cause.signal_name)
-    prefix = f"{cause.user_frame}: " if cause.user_frame else ""
-    if "SystemExit" in cause.types:
-        text = f"{prefix}sys.exit({cause.message}) was called"
-        return Verdict("user_code", "fix_code", text, "a workload must not leave the process")
-    if not cause.types:
-        if cause.exit == RESULT_UNWRITTEN_EXIT:
-            text = "the rank could not write its result"
-            return Verdict("infrastructure", "fix_environment", text, "check the space left in --out: df -h")
-        text = f"the process left with exit code {cause.exit} and no result"
-        return Verdict("user_code", "fix_code", text, "something called os._exit or exec")
-    if cause.phase in ("start", "rendezvous") and not cause.user_frame:
-        return Verdict("infrastructure", "retry", cause.headline, "the ranks could not find each other")
-    # The workload's own code runs in build, forward and backward. The other phases are DeepSpeed with its config.
-    if cause.phase in ("init", "step", "save", "load") and not cause.user_frame:
-        return Verdict("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
-    return Verdict("user_code", "fix_code", f"{prefix}{cause.headline}", f"the workload raised it in {cause.phase}")
-
-
-def _verdict_on_lost(cause: Evidence) -> Verdict:
-    match cause.lost:
-        case "stopped":
+    place = f"{cause.user_frame}: " if cause.user_frame else ""
+    match cause:
+        case Evidence(contract=str(broken)):
+            return Verdict("user_code", "fix_code", broken, cause.hint or "")
+        case Evidence(lost="stopped"):
             text = "the process was stopped (SIGSTOP) and not continued"
             return Verdict("infrastructure", "retry", text, "find out who stops it")
-        case "wall limit":
+        case Evidence(lost="wall limit"):
             text = "the trial took longer than the wall limit"
             return Verdict("infrastructure", "retry", text, "raise limits.wall_s")
-        case _:
+        case Evidence(lost=str()):
             text = f"no rank moved for the stall limit; this rank's last heartbeat was in {cause.phase}"
             return Verdict("communication", "retry", text, "its stack is at the end of its log")
-
-
-def _verdict_on_signal(cause: Evidence, name: str) -> Verdict:
-    meaning = MEANINGS.get(cause.exit or 0)
-    text = f"killed by {name}{_assertion(cause)}"
-    if meaning is None or meaning.kind == "unknown":
-        return Verdict("unknown", "retry", text, "its stack is at the end of its log")
-    return Verdict(meaning.kind, meaning.action, text, meaning.advice, meaning.tier)
-
-
-def _assertion(cause: Evidence) -> str:
-    """': Assertion … failed', from the last such line of the log; empty without one."""
-    lines = [line.strip() for line in cause.text.splitlines() if line.strip()]
-    assertion = next((line for line in reversed(lines) if "ssert" in line), None)
-    return f": {assertion}" if assertion else ""
+        case Evidence(signal_name="SIGKILL"):
+            return _verdict_on_sigkill(cause)
+        case Evidence(signal_name=str(name)):
+            lines = (line.strip() for line in reversed(cause.text.splitlines()))
+            assertion = next((f": {line}" for line in lines if "ssert" in line), "")
+            meaning = explain_exit_code(cause.exit or 0)
+            if meaning.kind == "unknown":
+                return Verdict("unknown", "retry", f"killed by {name}{assertion}", "its stack is at the end of its log")
+            return Verdict(meaning.kind, meaning.action, f"killed by {name}{assertion}", meaning.advice, meaning.tier)
+        case Evidence(types=(), exit=code) if code == RESULT_UNWRITTEN_EXIT:
+            text = "the rank could not write its result"
+            return Verdict("infrastructure", "fix_environment", text, "check the space left in --out: df -h")
+        case Evidence(types=()):
+            text = f"the process left with exit code {cause.exit} and no result"
+            return Verdict("user_code", "fix_code", text, "something called os._exit or exec")
+        case Evidence() if "SystemExit" in cause.types:
+            text = f"{place}sys.exit({cause.message}) was called"
+            return Verdict("user_code", "fix_code", text, "a workload must not leave the process")
+        case Evidence(phase="start" | "rendezvous", user_frame=None):
+            return Verdict("infrastructure", "retry", cause.headline, "the ranks could not find each other")
+        case Evidence(phase="init" | "step" | "save" | "load", user_frame=None):
+            # The workload's own code runs in build, forward and backward. The other phases are DeepSpeed with its config.
+            return Verdict("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
+        case _:
+            text = f"{place}{cause.headline}"
+            return Verdict("user_code", "fix_code", text, f"the workload raised it in {cause.phase}")
 
 
 def _verdict_on_sigkill(cause: Evidence) -> Verdict:
     """Host memory if something other than the signal shows an OOM kill; else unknown."""
     host = cause.host
     if host is None or host.oom_kill_evidence is None:
-        return Verdict("unknown", "retry", "killed by SIGKILL, not by autods", MEANINGS[-signal.SIGKILL].advice)
+        return Verdict(
+            "unknown", "retry", "killed by SIGKILL, not by autods", explain_exit_code(-signal.SIGKILL).advice
+        )
     link = ": " if host.group_kills or host.machine_kills else " while "
     text = f"killed by SIGKILL{link}{host.oom_kill_evidence}"
     if held := host.peak_rss_bytes.get(str(cause.rank)):
         text += f"; the rank held {format_bytes(held)}"
     advice = "host memory is full: offload less (or to NVMe), or give the node or its cgroup more memory"
     return Verdict("out_of_memory", "less_host_memory", text, advice, "host")
-
-
-# From a verdict to an outcome.
-
-
-def _out_of_memory(cause: Evidence, verdict: Verdict) -> OutOfMemory:
-    assert verdict.tier is not None
-    limit = None
-    if verdict.tier == "device":
-        limit = cause.limit_bytes
-    elif verdict.tier == "host" and cause.host:
-        limit = cause.host.limit_bytes
-    shortage = parse_shortage(cause.text)
-    return OutOfMemory(
-        tier=verdict.tier,
-        rank=cause.rank,
-        phase=cause.phase,
-        step=cause.step,
-        evidence=verdict.evidence[:_EVIDENCE_CHARS],
-        wanted_bytes=shortage.wanted_bytes,
-        free_bytes=shortage.free_bytes if shortage.free_bytes is not None else cause.free_bytes,
-        limit_bytes=limit,
-        action=verdict.action,
-        advice=verdict.advice,
-    )
-
-
-def _failed(cause: Evidence, verdict: Verdict) -> Failed:
-    assert verdict.kind != "out_of_memory"
-    assert verdict.kind != "none"
-    return Failed(
-        failure=verdict.kind,
-        rank=cause.rank,
-        phase=cause.phase,
-        step=cause.step,
-        evidence=verdict.evidence[:_EVIDENCE_CHARS],
-        action=verdict.action,
-        advice=verdict.advice,
-        op=_broken_op(cause.text) if verdict.kind == "toolchain" else None,
-        wants_larger_batch=verdict.kind in ("user_code", "config") and wants_larger_batch(cause.text),
-    )
-
-
-def _broken_op(text: str) -> str | None:
-    """The DeepSpeed op that a toolchain failure is about."""
-    match = _OP.search(text)
-    return next(filter(None, match.groups())) if match else None
 
 
 def wants_larger_batch(text: str) -> bool:

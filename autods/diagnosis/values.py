@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..types import Action, FailureKind, Tier
@@ -38,20 +40,16 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `autods diagnose --json` prints them."""
-        return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 _SIZE = r"([\d.]+ ?[KMGT]?i?B)"
-_WANTED = re.compile(r"tried to allocate (\d+) bytes|tried to allocate " + _SIZE, re.IGNORECASE)
-_FREE = re.compile(r"of which " + _SIZE + r" is free|; " + _SIZE + r" free", re.IGNORECASE)
-_IDLE = re.compile(_SIZE + r" is reserved by PyTorch but unallocated", re.IGNORECASE)
-_ALLOCATED = re.compile(_SIZE + r" already allocated", re.IGNORECASE)
-_RESERVED = re.compile(_SIZE + r" reserved in total", re.IGNORECASE)
-_OTHERS = re.compile(r"(?<!this )process \d+ has " + _SIZE + r" memory in use", re.IGNORECASE)
+_WANTED = re.compile(rf"tried to allocate (\d+) bytes|tried to allocate {_SIZE}", re.IGNORECASE)
+_FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
+_IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORECASE)
+_ALLOCATED = re.compile(rf"{_SIZE} already allocated", re.IGNORECASE)
+_RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
+_OTHERS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IGNORECASE)
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -73,39 +71,26 @@ class Shortage:
         """Sentences on fragmentation and on other processes."""
         sentences = []
         if self.fragmented:
-            assert self.idle_bytes is not None
-            sentences.append(
-                f"fragmentation: {format_bytes(self.idle_bytes)} reserved but unallocated: set {EXPANDABLE}"
-            )
+            idle = format_bytes(self.idle_bytes or 0)
+            sentences.append(f"fragmentation: {idle} reserved but unallocated: set {EXPANDABLE}")
         if self.others_bytes and self.others_bytes > 2**30:
-            sentences.append(
-                f"other processes hold {format_bytes(self.others_bytes)} of this card: end them first (nvidia-smi)"
-            )
+            others = format_bytes(self.others_bytes)
+            sentences.append(f"other processes hold {others} of this card: end them first (nvidia-smi)")
         return tuple(sentences)
 
 
 def parse_shortage(text: str) -> Shortage:
     """Return the sizes in one message."""
-    idle = _bytes(_IDLE, text)
-    allocated, reserved = _bytes(_ALLOCATED, text), _bytes(_RESERVED, text)
+    idle, allocated, reserved = (next(_sizes(size, text), None) for size in (_IDLE, _ALLOCATED, _RESERVED))
     if idle is None and allocated is not None and reserved is not None:
         idle = max(0, reserved - allocated)
     # Without "this process has", a lone "Process 4121 has" may be this process, seen from inside a container.
-    tells_apart = "this process has" in text.lower()
-    others = [size for match in _OTHERS.finditer(text) if tells_apart and (size := _size(match[1])) is not None]
-    return Shortage(
-        wanted_bytes=_bytes(_WANTED, text), free_bytes=_bytes(_FREE, text), idle_bytes=idle,
-        others_bytes=sum(others) if others else None,
-    )  # fmt: skip
+    others = sum(_sizes(_OTHERS, text)) if "this process has" in text.lower() else 0
+    wanted, free = next(_sizes(_WANTED, text), None), next(_sizes(_FREE, text), None)
+    return Shortage(wanted_bytes=wanted, free_bytes=free, idle_bytes=idle, others_bytes=others or None)
 
 
-def _bytes(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return _size(next(group for group in match.groups() if group)) if match else None
-
-
-def _size(text: str) -> int | None:
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        return None
+def _sizes(pattern: re.Pattern[str], text: str) -> Iterator[int]:
+    for match in pattern.finditer(text):
+        with suppress(ValueError):
+            yield parse_bytes(next(filter(None, match.groups())))
