@@ -35,20 +35,7 @@ _HOMES = {
     "Interrupted": "errors",
 }
 
-__all__ = [
-    "AutodsError",
-    "Diagnosis",
-    "EnvironmentBroken",
-    "InputError",
-    "Interrupted",
-    "Report",
-    "Workload",
-    "__version__",
-    "diagnose",
-    "find_best_config",
-    "plan",
-    "probe",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

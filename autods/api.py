@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from .config.plan_settings import PlanSettings, resolve_plan
 from .config.settings import Settings, check_nodes, ladder_names, resolve_fit, strategy_folders
 from .events import Event, Listener
 from .forecast.values import ForecastEvent
 from .report.results import Forecast, ProbeReport, Report
-from .requests import FitRequest, PlanRequest, ProbeRequest, WorkloadRequest, describe_arguments
+from .requests import FitRequest, PathText, PlanRequest, ProbeRequest, WorkloadRequest, describe_arguments
 from .types import WorkloadSource
 
 if TYPE_CHECKING:
@@ -38,15 +38,11 @@ class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
     resolve: Callable[[Request], Resolved]
     run: Callable[[Resolved, Callable[[AnyEvent], None]], Result]
 
-    def __call__(self, request: Request) -> Result:
-        """Both steps."""
-        listener = getattr(request, "on_event", None)
-        return self.run(self.resolve(request), listener or (lambda event: None))
-
 
 def _resolve_fit(request: FitRequest) -> Settings:
     hardware = _find_hardware(request, request.gpus)
-    return resolve_fit(request, _make_trial_source(request), hardware=hardware)
+    source = _make_source(request, out=request.out, zero_init=request.zero_init)
+    return resolve_fit(request, source, hardware=hardware)
 
 
 def _run_fit(settings: Settings, listen: Listener) -> Report:
@@ -59,7 +55,7 @@ def _resolve_plan(request: PlanRequest) -> PlanSettings:
     from .system.host import read_hardware
 
     recompute = False if request.checkpointing in ("off", False) else None
-    source = _make_source(request, folder=Path("autods-out"), recompute=recompute)
+    source = _make_source(request, recompute=recompute)
     return resolve_plan(request, source, hardware=read_hardware())
 
 
@@ -73,7 +69,7 @@ def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
     from .prober.request import count_most_ranks, resolve_probe
 
     ranks = count_most_ranks(request.gpus, request.vary) if request.address else None
-    source = _make_trial_source(request)
+    source = _make_source(request, out=request.out, zero_init=request.zero_init)
     about_source = ("workload", "script_args", "kind", "task", "seq_len", "target_len", "zero_init", "on_event")
     values = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in about_source}
     values |= {"ladder": ladder_names(request), "strategies": strategy_folders(request)}
@@ -98,27 +94,20 @@ def _find_hardware(request: FitRequest | ProbeRequest, ranks: int | None) -> Har
     return weakest_of(request.address, gpus=ranks, nodes=nodes, device=request.device)
 
 
-def _make_trial_source(request: FitRequest | ProbeRequest) -> WorkloadSource:
-    """The workload of a command that runs trials; a pickled one goes into their output folder."""
-    return _make_source(request, folder=Path(request.out or "autods-out"), zero_init=request.zero_init)
-
-
-def _make_source(
-    request: WorkloadRequest, *, folder: Path, recompute: bool | None = None, zero_init: bool = False
-) -> WorkloadSource:
+def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **options: Any) -> WorkloadSource:
+    """The workload of a request; a pickled one goes into the output folder."""
     from .workload.load import make_source
 
     workload = request.workload
     return make_source(
         Path(workload) if isinstance(workload, str) else workload,
-        folder=folder,
+        folder=Path(out or "autods-out"),
         task=request.task,
         seq_len=request.seq_len,
         target_len=request.target_len,
-        recompute=recompute,
         kind=request.kind,
         argv=request.script_args,
-        zero_init=zero_init,
+        **options,
     )
 
 
@@ -128,14 +117,16 @@ PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resol
 
 
 def _make_function(
-    name: str, request: Callable[P, Request], run: Callable[[Request], Result], returns: str
+    name: str, request: Callable[P, Request], command: UseCase[Request, Any, Any, Result], returns: str
 ) -> Callable[P, Result]:
     """A function whose arguments are the fields of the request, with their help as its docstring."""
     signature = inspect.signature(request)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> Result:
         signature.bind(*args, **kwargs)  # so that a wrong argument is named without the request
-        return run(request(*args, **kwargs))
+        checked = request(*args, **kwargs)
+        listener = getattr(checked, "on_event", None) or (lambda event: None)
+        return command.run(command.resolve(checked), listener)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = describe_arguments(request) + "\n\n" + returns + _RAISES

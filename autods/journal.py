@@ -16,7 +16,7 @@ from typing import Any
 from .errors import InputError
 from .events import Listener, TrialFinished, TrialStarted
 from .schema import read_as
-from .types import Failed, Fit, Outcome, Record, Trial, is_machines_fault
+from .types import Failed, Fit, Record, Trial, is_machines_fault
 from .units import format_bytes
 
 VERSION = 2
@@ -54,20 +54,22 @@ class Journal:
         A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. Raises
         InputError when the journal belongs to another fit, cannot be read, or is damaged, and names the line.
         """
-        lines = self._whole_lines()
-        if not lines:
+        rows = self._read_rows()
+        if not rows:
             self.append({"kind": "header", "version": VERSION, "fingerprint": fingerprint})
-            return History({}, {})
-        self._check_header(lines[0], fingerprint)
-        return self._replay(lines[1:])
+        elif rows[0].get("kind") != "header":
+            raise self._damaged(1)
+        elif rows[0].get("version") != VERSION or rows[0].get("fingerprint") != fingerprint:
+            raise InputError(
+                "is the journal of another fit (the workload, the settings or the version differ)",
+                place=str(self.path),
+                hint="give another --out, or --fresh to start over",
+            )
+        return self._replay(rows[1:])
 
     def write_start(self, trial: Trial) -> None:
         """Note that a trial begins to run."""
         self.append({"kind": "started", "key": trial_key(trial)})
-
-    def write_interruption(self, trial: Trial) -> None:
-        """Note that the user stopped the fit during a trial, so that the trial is not blamed."""
-        self.append({"kind": "interrupted", "key": trial_key(trial)})
 
     def write_record(self, record: Record) -> None:
         """Write down a finished trial."""
@@ -98,42 +100,33 @@ class Journal:
         except OSError as error:
             raise self._unusable("written", error, "free some space, or give another --out") from None
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
+    def _read_rows(self) -> list[dict[str, Any]]:
         """Return the rows. An unfinished last line is cut off where it may be the start of a row; else it is damage."""
-        data = self._read()
-        whole, _, torn = data.rpartition(b"\n")
-        lines = whole.split(b"\n") if b"\n" in data else []
-        rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
-        # A power cut can leave zeros where the end of the line was to come.
-        written = torn.rstrip(b"\0")
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._unusable("read", error) from None
+        *lines, torn = data.split(b"\n")
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise self._damaged(number)
+            rows.append(row)
+        written = torn.rstrip(b"\0")  # a power cut can leave zeros where the end of the line was to come
         if written[: len(_ROW_START)] != _ROW_START[: len(written)]:
             raise self._damaged(len(lines) + 1)
         if torn:
-            self._cut(len(data) - len(torn))
+            try:
+                os.truncate(self.path, len(data) - len(torn))
+            except OSError as error:
+                raise self._unusable("written", error) from None
         return rows
-
-    def _read(self) -> bytes:
-        try:
-            return self.path.read_bytes()
-        except FileNotFoundError:
-            return b""
-        except OSError as error:
-            raise self._unusable("read", error, "give another --out") from None
-
-    def _cut(self, size: int) -> None:
-        try:
-            os.truncate(self.path, size)
-        except OSError as error:
-            raise self._unusable("written", error, "give another --out") from None
-
-    def _row(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise self._damaged(number) from None
-        if not isinstance(row, dict):
-            raise self._damaged(number)
-        return row
 
     def _replay(self, rows: list[dict[str, Any]]) -> History:
         records: dict[str, Record] = {}
@@ -156,32 +149,19 @@ class Journal:
                         records[key] = read_record(record)
                     except ValueError as error:
                         raise self._damaged(number, str(error)) from None
-                    if _may_be_fixed(records[key].outcome):
-                        del records[key]  # it will run again
+                    outcome = records[key].outcome
+                    fixable = isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config")
+                    if fixable or is_machines_fault(outcome):  # a package, a file or the machine may be fixed by now
+                        del records[key]
                 case _:
                     raise self._damaged(number)
         return History(records, unfinished, forecasts, surveys)
 
-    def _check_header(self, row: Mapping[str, Any], fingerprint: str) -> None:
-        if row.get("kind") != "header":
-            raise self._damaged(1)
-        if row.get("version") != VERSION or row.get("fingerprint") != fingerprint:
-            raise InputError(
-                "is the journal of another fit (the workload, the settings or the version differ)",
-                place=str(self.path),
-                hint="give another --out, or --fresh to start over",
-            )
-
     def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
         return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint="start over with --fresh")
 
-    def _unusable(self, act: str, error: OSError, hint: str) -> InputError:
+    def _unusable(self, act: str, error: OSError, hint: str = "give another --out") -> InputError:
         return InputError(f"cannot be {act}: {error.strerror}", place=str(self.path), hint=hint)
-
-
-def _may_be_fixed(outcome: Outcome) -> bool:
-    """Whether the cause may be gone although the workload is unchanged: a missing package or data file, the machine."""
-    return is_machines_fault(outcome) or (isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config"))
 
 
 def read_record(data: Mapping[str, Any]) -> Record:
@@ -199,6 +179,14 @@ _RESULTS = (
     "report.json", "report.html", "ds_config.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml",
     "ds_config_so_far.json", "probe.json", "probe.csv",
 )  # fmt: skip
+_GIVEN_UP = Failed(
+    failure="infrastructure",
+    rank=-1,
+    phase="start",
+    evidence=f"autods itself died {_MOST_STARTS} times while this trial ran",
+    action="nothing",
+    advice="look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
+)
 _LOCK = ".lock"
 _LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
 Execute = Callable[[Trial, int], Record]
@@ -228,7 +216,10 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
         except OSError:  # a file system without locks
             pass
         if fresh:
-            _clear(out)
+            shutil.rmtree(out / "logs", ignore_errors=True)
+            for path in (*(out / name for name in _RESULTS), *out.glob(f"{STUDY}*")):
+                path.unlink(missing_ok=True)
+            (out / JOURNAL).unlink(missing_ok=True)  # last: it marks the other files as results of a fit
         check_disk_space(out)
         yield out
 
@@ -253,15 +244,6 @@ def _check_not_foreign(out: Path) -> None:
             place=str(out),
             hint="give another --out, such as a new folder in it",
         )
-
-
-def _clear(out: Path) -> None:
-    for name in _RESULTS:
-        (out / name).unlink(missing_ok=True)
-    for path in out.glob(f"{STUDY}*"):
-        path.unlink()
-    shutil.rmtree(out / "logs", ignore_errors=True)
-    (out / JOURNAL).unlink(missing_ok=True)  # last: it marks the other files as results of a fit
 
 
 @dataclass(slots=True)
@@ -299,31 +281,20 @@ class TrialStore:
             known = (*(record.id for record in (*self.past.records.values(), *self.records)), *self.running)
             self.running.add(id := 1 + max(known, default=0))
             if self.past.unfinished.get(key, 0) >= _MOST_STARTS:
-                return self._given_up(trial, id)
+                record = Record(id=id, trial=trial, outcome=_GIVEN_UP, seconds=0.0)
+                self.journal.write_record(record)
+                return record
             check_disk_space(self.journal.path.parent)
             self.journal.write_start(trial)
             self.listen(TrialStarted(id=id, trial=trial))
         try:
             record = execute(trial, id)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # the user stopped the fit, and the trial is not to blame
             with self.lock:
-                self.journal.write_interruption(trial)
+                self.journal.append({"kind": "interrupted", "key": key})
             raise
         if not isinstance(record.outcome, Fit):
             check_disk_space(self.journal.path.parent)
         with self.lock:
             self.journal.write_record(record)
-        return record
-
-    def _given_up(self, trial: Trial, id: int) -> Record:
-        outcome = Failed(
-            failure="infrastructure",
-            rank=-1,
-            phase="start",
-            evidence=f"autods itself died {_MOST_STARTS} times while this trial ran",
-            action="nothing",
-            advice="look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
-        )
-        record = Record(id=id, trial=trial, outcome=outcome, seconds=0.0)
-        self.journal.write_record(record)
         return record

@@ -193,11 +193,6 @@ class Failed:
 Outcome = Fit | OutOfMemory | Failed
 
 
-def failed_after_the_steps(outcome: Outcome) -> bool:
-    """Whether an exam failed after its training steps: in evaluating, saving or loading."""
-    return not isinstance(outcome, Fit) and outcome.phase in ("evaluate", "save", "load")
-
-
 def is_machines_fault(outcome: Outcome) -> bool:
     """Whether the machine needs a fix first: a full disk, a lost GPU, a missing compiler."""
     return not isinstance(outcome, Fit) and outcome.action == "fix_environment"

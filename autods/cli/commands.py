@@ -38,10 +38,14 @@ from .ending import Call, print_result
 Result = TypeVar("Result")
 
 
-def _flag(*spellings: str, help: str, metavar: str = "") -> Any:
-    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel="Output")
+def _flag(*spellings: str, help: str, metavar: str = "", panel: str = "Output") -> Any:
+    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=panel)
 
 
+_MODULE_HELP = "WORKLOAD is a module, package.module, and is started as with python -m."
+Module = Annotated[
+    bool, _flag("--module", "-m", help=_MODULE_HELP, panel="Workload")
+]  # of each command with a workload
 AsJson = Annotated[bool, _flag("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, _flag("--quiet", "-q", help="No progress, only the result.")]
 Csv = Annotated[str | None, _flag("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import InputError
 from ..requests import Option, TrialRequest, WorkloadRequest, field_types, find_kind
-from .commands import EPILOGS, run_diagnose, run_fit, run_plan, run_probe
+from .commands import EPILOGS, Module, run_diagnose, run_fit, run_plan, run_probe
 from .ending import Call, end_with_error
 
 # Typer names only BadParameter; its base is the error of every wrong command line.
@@ -76,7 +76,7 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
         each for each in inspect.signature(run, eval_str=True).parameters.values() if each.kind == each.KEYWORD_ONLY
     ]
     if issubclass(request, WorkloadRequest):
-        flags.insert(0, _MODULE)
+        flags.insert(0, inspect.Parameter("module", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Module))
 
     def command(context: typer.Context, **given: Any) -> int:
         call: Call = context.obj
@@ -101,23 +101,6 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
     command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     command.__dict__["__signature__"] = signature
     return command
-
-
-_MODULE = inspect.Parameter(
-    "module",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option(
-            "--module",
-            "-m",
-            metavar="",
-            help="WORKLOAD is a module, package.module, and is started as with python -m.",
-            rich_help_panel="Workload",
-        ),
-    ],
-)
 
 
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:

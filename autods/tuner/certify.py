@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ..config.base_config import precision_name
-from ..types import Failed, Fit, Record, Run, Steps, Trial, failed_after_the_steps
+from ..types import Failed, Fit, Record, Run, Steps, Trial
 from .candidates import Candidate
 from .certificate import Certificate, certificate_of_exam, with_verdict
 from .context import FitContext
@@ -71,9 +71,8 @@ def certify_winner(
 def _run_exam(trial: Trial, context: FitContext) -> Record:
     """Run a trial of the certificate. A failure after the steps (a disk too full for a checkpoint) ends no fit."""
     record = context.memory.run(trial)
-    if failed_after_the_steps(record.outcome):
-        return record
-    return context.check(record)
+    ran_its_steps = record.outcome.kind != "fit" and record.outcome.phase in ("evaluate", "save", "load")
+    return record if ran_its_steps else context.check(record)
 
 
 def _largest_reference(reference: Record, context: FitContext) -> Record:
