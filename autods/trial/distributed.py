@@ -1,12 +1,20 @@
-"""Join the ranks of a job, and let them agree on values outside the timed steps."""
+"""Join the ranks of a job, let them agree on values, and count and time the collectives of an optimizer step.
+
+DeepSpeed's comms_logger (0.19.8) does not serve for counting. It synchronises the device after every collective, so
+that nothing overlaps. Its timer is never reset (207 s for a run of 13 s). It takes a rank's part of a gather for the
+whole, and misses coalesced collectives. Counting in the methods of DeepSpeed's backend costs some microseconds a call.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from .job import RankJob
 
@@ -41,45 +49,39 @@ def serve_store(listening: socket.socket) -> None:
     rendezvous.TCPStore = with_socket  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ranks:
-    """How a rank communicates with the others outside the timed steps. Every rank has to make each call.
-
-    `agree` returns rank 0's value on every rank, `mean` the mean over all ranks. `wait` returns when all ranks called.
-    """
+    """How a rank communicates with the others outside the timed steps. Every rank has to make each call."""
 
     rank: int
     world_size: int
-    agree: Callable[[bool], bool]
-    mean: Callable[[float], float]
-    wait: Callable[[], None]
 
+    def agree(self, value: bool) -> bool:
+        """Return rank 0's value on every rank."""
+        if self.world_size == 1:
+            return value
+        from deepspeed import comm
 
-def ranks_of(job: RankJob, slot: int) -> Ranks:
-    """Return all ranks of the job, after they have joined."""
-    return Ranks(rank=job.local_ranks[slot], world_size=job.world_size, agree=_agree, mean=_mean, wait=_wait)
+        tensor = _on_device(int(value))
+        comm.broadcast(tensor, src=0)
+        return bool(tensor.item())
 
+    def mean(self, value: float) -> float:
+        """Return the mean over all ranks."""
+        if self.world_size == 1:
+            return value
+        from deepspeed import comm
 
-def _agree(value: bool) -> bool:
-    from deepspeed import comm
+        total = _on_device(float(value))
+        comm.all_reduce(total)
+        return float(total.item()) / self.world_size
 
-    tensor = _on_device(int(value))
-    comm.broadcast(tensor, src=0)
-    return bool(tensor.item())
+    def wait(self) -> None:
+        """Return when all ranks called."""
+        if self.world_size > 1:
+            from deepspeed import comm
 
-
-def _mean(value: float) -> float:
-    from deepspeed import comm
-
-    total = _on_device(float(value))
-    comm.all_reduce(total)
-    return float(total.item()) / int(comm.get_world_size())
-
-
-def _wait() -> None:
-    from deepspeed import comm
-
-    comm.barrier()
+            comm.barrier()
 
 
 def _on_device(value: float) -> Any:
@@ -88,3 +90,139 @@ def _on_device(value: float) -> Any:
 
     dtype = torch.float64 if isinstance(value, float) else torch.int64
     return torch.tensor([value], dtype=dtype, device=get_accelerator().current_device_name())
+
+
+# The share of a collective's bytes that a rank sends by the ring algorithm, by the number of ranks; as in nccl-tests.
+_SENT_SHARE: Mapping[str, Callable[[int], float]] = {
+    "reduced": lambda ranks: 2 * (ranks - 1) / ranks,
+    "gathered": lambda ranks: (ranks - 1) / ranks,
+    "passed on": lambda ranks: float(ranks > 1),
+    "received": lambda ranks: 0.0,
+}
+
+
+class _Op(NamedTuple):
+    """A method of DeepSpeed's backend.
+
+    `whole` and `position` are the name and place of the argument that is as large as all ranks' parts together. `waits`
+    is whether a rank can wait for it at once without a deadlock.
+    """
+
+    name: str
+    whole: str
+    position: int
+    sends: str
+    waits: bool = True
+
+
+_OPS: Mapping[str, _Op] = {
+    "all_reduce": _Op("all_reduce", "tensor", 0, "reduced"),
+    "all_reduce_coalesced": _Op("all_reduce", "tensors", 0, "reduced"),
+    "inference_all_reduce": _Op("all_reduce", "tensor", 0, "reduced"),
+    "reduce": _Op("reduce", "tensor", 0, "passed on"),
+    "reduce_scatter": _Op("reduce_scatter", "input_list", 1, "gathered"),
+    "reduce_scatter_tensor": _Op("reduce_scatter", "input_tensor", 1, "gathered"),
+    "all_gather": _Op("all_gather", "tensor_list", 0, "gathered"),
+    "all_gather_into_tensor": _Op("all_gather", "output_tensor", 0, "gathered"),
+    "all_gather_coalesced": _Op("all_gather", "output_tensors", 0, "gathered"),
+    "all_to_all": _Op("all_to_all", "input_tensor_list", 1, "gathered"),
+    "all_to_all_single": _Op("all_to_all", "input", 1, "gathered"),
+    "broadcast": _Op("broadcast", "tensor", 0, "passed on"),
+    "gather": _Op("gather", "tensor", 0, "passed on"),
+    "scatter": _Op("scatter", "tensor", 0, "passed on"),
+    "send": _Op("send", "tensor", 0, "passed on", waits=False),
+    "isend": _Op("send", "tensor", 0, "passed on", waits=False),
+    "recv": _Op("recv", "tensor", 0, "received", waits=False),
+    "irecv": _Op("recv", "tensor", 0, "received", waits=False),
+}
+
+
+@dataclass(slots=True)
+class _Count:
+    """The fields of `types.Collective`; `seconds` is None where it is not measured."""
+
+    seconds: float | None
+    calls: int = 0
+    bytes: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counts the collectives of each optimizer step; `describe` returns those of the last one."""
+
+    synchronize: Callable[[], None]
+    _counts: dict[str, _Count] = field(default_factory=dict)
+    _counting: bool = False
+    _alone: bool = False
+    _step_s: float | None = None
+    _world_size: int = 1
+
+    def listen(self, backend: Any = None) -> None:
+        """Count the collectives of this backend, or DeepSpeed's, from here on; the ranks must have joined."""
+        backend = backend or importlib.import_module("deepspeed.comm.comm").cdb
+        self._world_size = int(backend.get_world_size())
+        for method, op in _OPS.items():
+            original = getattr(backend, method, None)
+            if original is not None:
+                setattr(backend, method, functools.wraps(original)(functools.partial(self._count, original, op)))
+
+    def begin(self) -> None:
+        """Begin a step, unless one runs."""
+        if not self._counting:
+            self._counts, self._step_s, self._counting = {}, None, True
+
+    def end(self) -> None:
+        """End the step."""
+        self._counting = self._alone = False
+
+    @contextmanager
+    def step(self, *, alone: bool = False) -> Iterator[None]:
+        """Count one optimizer step. With `alone`, each collective runs on an idle device and is timed."""
+        self.begin()
+        self._alone = alone
+        began = time.perf_counter()
+        try:
+            yield
+            if alone:
+                self.synchronize()
+                self._step_s = time.perf_counter() - began
+        finally:
+            self.end()
+
+    @property
+    def can_be_timed(self) -> bool:
+        """Whether the last step sent something, and every collective can be waited for at once."""
+        sends = any(count.sent_bytes for count in self._counts.values())
+        return sends and not any(op.name in self._counts for op in _OPS.values() if not op.waits)
+
+    def describe(self) -> dict[str, Any]:
+        """Return `types.Communication` of this rank's last step as a dict."""
+        return {"ops": {name: asdict(count) for name, count in self._counts.items()}, "step_s": self._step_s}
+
+    def _count(self, original: Callable[..., Any], op: _Op, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method and count it; in a step that runs alone, time it as well."""
+        if not self._counting:
+            return original(*args, **kwargs)
+        timed = self._alone and op.waits
+        count = self._counts.setdefault(op.name, _Count(seconds=0.0 if timed else None))
+        whole = args[op.position] if len(args) > op.position else kwargs[op.whole]
+        tensors = whole if isinstance(whole, list | tuple) else [whole]
+        size = sum(int(tensor.numel()) * int(tensor.element_size()) for tensor in tensors)
+        groups = [value for value in (kwargs.get("group"), *args) if hasattr(value, "rank") and hasattr(value, "size")]
+        ranks = int(groups[0].size()) if groups else self._world_size
+        count.calls += 1
+        count.bytes += size
+        count.sent_bytes += round(size * _SENT_SHARE[op.sends](ranks))
+        if not timed:
+            return original(*args, **kwargs)
+        self.synchronize()
+        began = time.perf_counter()
+        result = original(*args, **kwargs)
+        for handle in result if isinstance(result, list) else [result]:
+            if hasattr(handle, "wait"):
+                handle.wait()  # the caller may wait once more, which returns at once
+        self.synchronize()
+        if count.seconds is not None:
+            count.seconds += time.perf_counter() - began
+        return result

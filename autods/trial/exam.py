@@ -6,8 +6,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,13 @@ from ..config.deepspeed import get_key, merge
 from ..types import Examined, Phase
 from ..units import format_bytes
 from .distributed import Ranks
-from .model_facts import LongestBatch
 
-_TAG = "certificate"
-_WEIGHTS = "weights.bin"
+_TAG, _WEIGHTS = "certificate", "weights.bin"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _DISK_MARGIN = 1.1
 # Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 _BF16_STEP = 2**-7  # relative; the largest step between neighbouring numbers of bfloat16, which has 8 bits
-# Fields of `Examined`, and sentences about parts that were skipped.
-_Part = tuple[dict[str, Any], tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOps:
-    """What an exam does with an engine.
-
-    `step` runs the optimizer step of that index. `evaluate` returns this rank's loss on the same batch each time; None
-    if the model returns no loss in evaluation.
-    """
-
-    step: Callable[[int], Any]
-    evaluate: Callable[[], float | None]
-    observe: Callable[[Phase, int], None]
-    synchronize: Callable[[], None]
 
 
 def allow_gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,45 +31,145 @@ def allow_gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(ds_config) if decided else merge(ds_config, {"zero_optimization": {_GATHER: True}})
 
 
-def examine(
-    engine: Any, ops: EngineOps, ranks: Ranks, *, longest: LongestBatch, folder: Path, index: int
-) -> dict[str, Any]:
-    """Run the exam; return `types.Examined` of this rank as a dict.
+@dataclass(slots=True, kw_only=True)
+class WorstCaseExam:
+    """Evaluates, saves a checkpoint and loads it. Its caller runs an optimizer step after the save and the load.
 
-    `folder` takes the checkpoint and is removed. `index` is that of the next step.
+    `evaluate` returns this rank's loss on the same batch each time; None if the model returns no loss in evaluation.
+    `folder` takes the checkpoint and is removed. `index` is that of the next step. `examined` begins with the shape of
+    the longest batch, or without one if there is none to evaluate. Every rank makes the same calls.
     """
-    parts = exam_parts(engine, ops, ranks, longest=longest, folder=folder, index=index)
-    while True:
+
+    engine: Any
+    ranks: Ranks
+    evaluate: Callable[[], float | None]
+    observe: Callable[[Phase, int], None]
+    synchronize: Callable[[], None]
+    folder: Path
+    index: int
+    examined: Examined
+    _parts: Iterator[bool] | None = None
+
+    def advance(self) -> bool:
+        """Run the next part. True if the step `index` has to follow before the next call, False after the last part."""
+        self._parts = self._parts or self._run()
+        return next(self._parts, False)
+
+    def finish_without_steps(self) -> None:
+        """Run the remaining parts after a script has ended, if the ranks can still communicate."""
+        import torch
+
+        if not torch.distributed.is_initialized():
+            unchecked = "the longest batch, evaluation and the checkpoint were not checked"
+            self.examined = Examined(batch_shape=(), draws=0)
+            self._leave_out(f"{unchecked}: the script ended its process group")
+            return
+        while self.advance():
+            pass
+        self._leave_out("the script ended before a step was trained between saving and loading its checkpoint")
+
+    def _run(self) -> Iterator[bool]:
+        """Run the exam; after each part that is yielded the caller runs a step."""
+        self.observe("evaluate", self.index)
+        _broadcast_buffers(self.engine)
+        loss = None
+        if self.examined.batch_shape:
+            loss = self.evaluate()
+            self.examined = replace(self.examined, evaluated=True)
+        else:
+            self._leave_out(
+                "evaluation was not run and the loaded checkpoint not compared:"
+                " the engine was given no tensors to repeat"
+            )
+        self._run_supported(self._save, "save a checkpoint")
+        yield True
+        self.index += 1
+        if self.examined.save_s is not None:
+            self._run_supported(lambda: self._load(loss), "load its checkpoint")
+            yield True
+
+    def _run_supported(self, part: Callable[[], None], action: str) -> None:
+        """Run the part. If DeepSpeed does not implement it for this config, note its reason; all ranks get the same."""
         try:
-            ops.step(next(parts))
-        except StopIteration as end:
-            return dict(end.value)
+            part()
+        except NotImplementedError as error:
+            self._leave_out(f"DeepSpeed cannot {action} here: {error}")
 
+    def _leave_out(self, reason: str) -> None:
+        self.examined = replace(self.examined, left_out=(*self.examined.left_out, reason))
 
-def exam_parts(
-    engine: Any, ops: EngineOps, ranks: Ranks, *, longest: LongestBatch, folder: Path, index: int
-) -> Generator[int, None, dict[str, Any]]:
-    """Run the exam in parts, for a caller that does not run the steps itself.
+    def _save(self) -> None:
+        """Save a checkpoint and, where the weights are partitioned, all of them gathered."""
+        engine, folder = self.engine, self.folder
+        self.observe("save", self.index)
+        needed, free = self._checkpoint_bytes(), shutil.disk_usage(folder.parent).free
+        if not self.ranks.agree(needed <= free):
+            sizes = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
+            self._leave_out(f"no checkpoint was saved: {sizes} in {folder.parent}")
+            return
+        seconds = self._time(lambda: engine.save_checkpoint(str(folder), tag=_TAG))
+        self.ranks.wait()
+        size, gathered = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), None
+        if engine.zero_optimization_partition_weights():
+            if engine.zero_gather_16bit_weights_on_model_save():
+                gathered = bool(engine.save_16bit_model(str(folder), _WEIGHTS))
+                self.ranks.wait()
+                gathered = gathered and (self.ranks.rank != 0 or (folder / _WEIGHTS).exists())
+            else:
+                self._leave_out(f"the whole weights were not gathered: the config turns {_GATHER} off")
+        self.examined = replace(self.examined, save_s=seconds, checkpoint_bytes=size, gathered=gathered)
 
-    At each index that it yields, the optimizer step of that index has to run. Returns the same as `examine`.
-    """
-    ops.observe("evaluate", index)
-    _broadcast_buffers(engine)
-    loss = ops.evaluate()
-    saved, left_out = _skip_unsupported(lambda: _save(engine, ops, ranks, folder, index), "save a checkpoint")
-    yield index
-    if "save_s" in saved:
-        loaded, more = _skip_unsupported(
-            lambda: _load(engine, ops, ranks, folder, index + 1, loss), "load its checkpoint"
-        )
-        saved, left_out = saved | loaded, left_out + more
-        yield index + 1
-    return asdict(Examined(batch_shape=longest.shape, draws=longest.draws, evaluated=True, left_out=left_out, **saved))
+    def _load(self, saved_loss: float | None) -> None:
+        """Load the checkpoint after a step that changed the weights, and compare the losses."""
+        engine = self.engine
+        self.observe("load", self.index)
+        if hasattr(engine, "num_stages") and not engine.zero_optimization() and engine.bfloat16_enabled():
+            # BF16_Optimizer.load_state_dict expects the list of a ZeRO checkpoint, and stage 0 gives it a dict.
+            raise NotImplementedError("the optimizer of a pipeline in bf16 without ZeRO cannot be loaded; use ZeRO-1")
+        paths: list[Any] = []
+        seconds = self._time(lambda: paths.extend(engine.load_checkpoint(str(self.folder), tag=_TAG)))
+        if paths[0] is None:
+            raise RuntimeError("DeepSpeed found nothing to load in the checkpoint that it saved")
+        self.ranks.wait()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.examined = replace(self.examined, load_s=seconds)
+        if not self.examined.evaluated:
+            return
+        self.observe("evaluate", self.index)
+        loss = self.evaluate()
+        if saved_loss is None or loss is None or not math.isfinite(saved_loss):
+            self._leave_out(
+                "the loaded checkpoint was not compared with the saved one: the model evaluates to no finite loss"
+            )
+            return
+        dtype = next(p.dtype for p in engine.module.parameters() if p.is_floating_point())
+        tolerance = _TOLERANCE[str(dtype).removeprefix("torch.")]
+        if _is_bf16(saved_loss) and _is_bf16(loss):
+            tolerance = _BF16_STEP
+        restored = math.isclose(saved_loss, loss, rel_tol=tolerance, abs_tol=1e-12)
+        self.examined = replace(self.examined, restored=restored)
 
+    def _time(self, work: Callable[[], Any]) -> float:
+        """Return the seconds that the work takes, with the device idle before and after."""
+        self.synchronize()
+        began = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - began
 
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    def _checkpoint_bytes(self) -> int:
+        """Estimate the bytes of a checkpoint on this node's disk, with a margin for smaller contents.
+
+        A checkpoint has the weights as they are. For each that is trained it also has Adam's fp32 copy and two
+        moments, 12 bytes, of which every rank writes its share.
+        """
+        share = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)) / self.ranks.world_size
+        total = 0.0
+        for parameter in self.engine.module.parameters():
+            elements = getattr(parameter, "ds_numel", parameter.numel())
+            total += elements * (parameter.element_size() + 12 * share * parameter.requires_grad)
+        return int(_DISK_MARGIN * total * getattr(self.engine, "num_stages", 1))  # a pipeline's rank holds one stage
 
 
 def _broadcast_buffers(engine: Any) -> None:
@@ -107,92 +189,8 @@ def _broadcast_buffers(engine: Any) -> None:
         buffer.detach().copy_(whole)
 
 
-def _skip_unsupported(part: Callable[[], _Part], action: str) -> _Part:
-    """Run the part. If DeepSpeed does not implement it for this config, return its reason; all ranks get the same."""
-    try:
-        return part()
-    except NotImplementedError as error:
-        return {}, (f"DeepSpeed cannot {action} here: {error}",)
-
-
-def _save(engine: Any, ops: EngineOps, ranks: Ranks, folder: Path, index: int) -> _Part:
-    """Save a checkpoint and, where the weights are partitioned, all of them gathered."""
-    ops.observe("save", index)
-    needed, free = _checkpoint_bytes(engine, ranks), shutil.disk_usage(folder.parent).free
-    if not ranks.agree(needed <= free):
-        sizes = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
-        return {}, (f"no checkpoint was saved: {sizes} in {folder.parent}",)
-    seconds = _time(ops, lambda: engine.save_checkpoint(str(folder), tag=_TAG))
-    ranks.wait()
-    saved: dict[str, Any] = {"save_s": seconds, "checkpoint_bytes": folder_bytes(folder)}
-    if not engine.zero_optimization_partition_weights():
-        return saved, ()
-    if not engine.zero_gather_16bit_weights_on_model_save():
-        return saved, (f"the whole weights were not gathered: the config turns {_GATHER} off",)
-    gathered = bool(engine.save_16bit_model(str(folder), _WEIGHTS))
-    ranks.wait()
-    on_disk = (folder / _WEIGHTS).exists() if ranks.rank == 0 else True
-    return saved | {"gathered": gathered and on_disk}, ()
-
-
-def _load(engine: Any, ops: EngineOps, ranks: Ranks, folder: Path, index: int, saved_loss: float | None) -> _Part:
-    """Load the checkpoint after a step that changed the weights, and compare the losses."""
-    ops.observe("load", index)
-    if hasattr(engine, "num_stages") and not engine.zero_optimization() and engine.bfloat16_enabled():
-        # BF16_Optimizer.load_state_dict expects the list of a ZeRO checkpoint, and stage 0 gives it a dict.
-        raise NotImplementedError("the optimizer of a pipeline in bf16 without ZeRO cannot be loaded; use ZeRO-1")
-    paths: list[Any] = []
-    seconds = _time(ops, lambda: paths.extend(engine.load_checkpoint(str(folder), tag=_TAG)))
-    if paths[0] is None:
-        raise RuntimeError("DeepSpeed found nothing to load in the checkpoint that it saved")
-    ranks.wait()
-    if _leads_node():
-        shutil.rmtree(folder, ignore_errors=True)
-    ops.observe("evaluate", index)
-    loss = ops.evaluate()
-    if saved_loss is None or loss is None or not math.isfinite(saved_loss):
-        reason = "the loaded checkpoint was not compared with the saved one: the model evaluates to no finite loss"
-        return {"load_s": seconds}, (reason,)
-    tolerance = _TOLERANCE[str(_dtype(engine)).removeprefix("torch.")]
-    if _is_bf16(saved_loss) and _is_bf16(loss):
-        tolerance = _BF16_STEP
-    restored = math.isclose(saved_loss, loss, rel_tol=tolerance, abs_tol=1e-12)
-    return {"load_s": seconds, "restored": restored}, ()
-
-
 def _is_bf16(loss: float) -> bool:
     """Whether the loss is exactly a number of bfloat16, in which the model then computes it."""
     import torch
 
     return math.isfinite(loss) and float(torch.tensor(loss, dtype=torch.bfloat16)) == loss
-
-
-def _time(ops: EngineOps, work: Callable[[], Any]) -> float:
-    """Return the seconds that the work takes, with the device idle before and after."""
-    ops.synchronize()
-    began = time.perf_counter()
-    work()
-    ops.synchronize()
-    return time.perf_counter() - began
-
-
-def _checkpoint_bytes(engine: Any, ranks: Ranks) -> int:
-    """Estimate the bytes of a checkpoint on this node's disk, with a margin for smaller contents.
-
-    A checkpoint has the weights as they are. For each that is trained it also has Adam's fp32 copy and two moments, 12
-    bytes, of which every rank writes its share.
-    """
-    share = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) / ranks.world_size
-    total = 0.0
-    for parameter in engine.module.parameters():
-        elements = getattr(parameter, "ds_numel", parameter.numel())
-        total += elements * (parameter.element_size() + 12 * share * parameter.requires_grad)
-    return int(_DISK_MARGIN * total * getattr(engine, "num_stages", 1))  # a rank of a pipeline holds one stage
-
-
-def _leads_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _dtype(engine: Any) -> Any:
-    return next(parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point())

@@ -13,7 +13,7 @@ from typing import Any
 from ..types import Phase
 from ..workload.protocol import Workload, WorkloadError
 from .distributed import Ranks
-from .model_facts import check_batch, is_moe, named_tensors, seed_all
+from .model_facts import check_batch, is_moe, seed_all
 
 _SAMPLE_SEEDS = 2**24  # apart from each other for every seed of a trial
 _STEADY = 1e-3  # relative: far below the effect of a mask or of noise on a loss, above that of the order of sums
@@ -25,31 +25,25 @@ class Incomparable(WorkloadError):
 
 def draw_share(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulation: int, seed: int) -> list[Any]:
     """Return the rank's micro batches of one optimizer step. Raises Incomparable if samples make no micro batches."""
+
+    def draw(index: int) -> Any:
+        seed_all(seed * _SAMPLE_SEEDS + index)
+        return check_batch(workload.build_batch(1), 1)
+
     count = micro_batch * accumulation
     first = ranks.rank * count
-    samples = [_draw_sample(workload, seed, first + i) for i in range(count)]
-    if not _are_equal_batches(samples[0], _draw_sample(workload, seed, first)):
+    samples = [draw(first + i) for i in range(count)]
+    if not _are_equal(samples[0], draw(first)):
         raise Incomparable(
             "build_batch makes another sample under the same seed, so two configs never train on the same data",
             hint="draw from the global generators of random, torch or numpy",
         )
-    micro_batches = [_join(samples[i : i + micro_batch]) for i in range(0, count, micro_batch)]
-    _join(samples)  # so that every config of the workload is refused alike
-    return micro_batches
-
-
-def _draw_sample(workload: Workload, seed: int, index: int) -> Any:
-    seed_all(seed * _SAMPLE_SEEDS + index)
-    return check_batch(workload.build_batch(1), 1)
+    _join(samples, "the batch")  # so that every config of the workload is refused alike
+    return [_join(samples[i : i + micro_batch], "the batch") for i in range(0, count, micro_batch)]
 
 
 def _items(batch: Any) -> dict[Any, Any]:
     return dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
-
-
-def _are_equal_batches(a: Any, b: Any) -> bool:
-    first, second = _items(a), _items(b)
-    return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -58,53 +52,53 @@ def _are_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, Mapping | tuple | list) and isinstance(b, Mapping | tuple | list):
-        return _are_equal_batches(a, b)
+        first, second = _items(a), _items(b)
+        return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
     return bool(a == b)
 
 
-def _join(samples: Sequence[Any]) -> Any:
-    """Join samples to one batch. Raises Incomparable if they differ in names or shapes."""
-    first = samples[0]
-    rows = [_items(sample) for sample in samples]
-    if any(row.keys() != rows[0].keys() for row in rows):
-        raise Incomparable("samples of build_batch differ in their names, so they make no common micro batch")
-    whole = {key: _join_values(key, [row[key] for row in rows]) for key in rows[0]}
-    return whole if isinstance(first, Mapping) else tuple(whole.values())
+def _join(values: Sequence[Any], name: str) -> Any:
+    """Join the same value of all samples: tensors along their first dimension, the items of dicts, tuples and lists.
 
-
-def _join_values(name: Any, values: Sequence[Any]) -> Any:
-    """Join tensors along their first dimension. Values without one have to be equal in all samples."""
+    Raises Incomparable if items or shapes differ, or values that have no dimension to join.
+    """
     import torch
 
-    if isinstance(values[0], torch.Tensor) and values[0].dim():
-        shapes = dict.fromkeys(tuple(value.shape[1:]) for value in values)
+    first = values[0]
+    if isinstance(first, Mapping | tuple | list):
+        rows = [_items(value) for value in values]
+        if any(row.keys() != rows[0].keys() for row in rows):
+            raise Incomparable(f"samples of build_batch differ in the names in {name}, so they make no micro batch")
+        whole = {key: _join([row[key] for row in rows], f"{key!r} of {name}") for key in rows[0]}
+        if isinstance(first, Mapping):
+            return whole
+        return list(whole.values()) if isinstance(first, list) else tuple(whole.values())
+    if isinstance(first, torch.Tensor) and first.dim():
+        shapes = list(dict.fromkeys(tuple(value.shape[1:]) for value in values))
         if len(shapes) > 1:
-            examples = " and ".join(str(shape) for shape in list(shapes)[:2])
             raise Incomparable(
-                f"samples of build_batch differ in shape ({name!r}: {examples}), so micro batches of different sizes"
-                " cannot hold the same data",
+                f"samples of build_batch differ in shape ({name}: {shapes[0]} and {shapes[1]}), so micro batches of"
+                " different sizes cannot hold the same data",
                 hint="pad every sample to one length",
             )
         return torch.cat(list(values))
-    if isinstance(values[0], Mapping | tuple | list) and named_tensors(values[0]):
-        inner = [_items(value) for value in values]
-        if any(items.keys() != inner[0].keys() for items in inner):
-            raise Incomparable(f"samples of build_batch differ in the names in {name!r}")
-        whole = {key: _join_values(f"{name}.{key}", [items[key] for items in inner]) for key in inner[0]}
-        return whole if isinstance(values[0], Mapping) else tuple(whole.values())
-    if not all(_are_equal(values[0], value) for value in values):
-        raise Incomparable(f"samples of build_batch differ in {name!r}, which has no dimension to join them along")
-    return values[0]
+    if not all(_are_equal(first, value) for value in values):
+        raise Incomparable(f"samples of build_batch differ in {name}, which has no dimension to join them along")
+    return first
 
 
-def check_comparable(model: Any) -> None:
-    """Raise Incomparable if the loss depends on the size of the micro batches."""
-    if any(is_moe(module) for module in model.modules()):
+def make_comparable(engine: Any) -> None:
+    """Turn dropout off in the engine's model, and reset its optimizer's counts of steps.
+
+    Raises Incomparable for a mixture of experts, whose loss depends on how a batch is cut.
+    """
+    if any(is_moe(module) for module in engine.module.modules()):
         raise Incomparable(
-            "an expert takes its share of each micro batch's tokens and drops the rest, so two configs that cut the"
-            " batch differently train on different tokens",
+            "an expert drops tokens beyond its share of a micro batch, so two configs never train on the same ones",
             hint="nothing is wrong: compare the loss curves of longer runs",
         )
+    turn_off_dropout(engine.module)
+    reset_step_counts(getattr(engine, "basic_optimizer", None))
 
 
 def turn_off_dropout(model: Any) -> None:
@@ -181,8 +175,3 @@ def check_deterministic(drew: bool, forward: Callable[[], float | None], ranks: 
             f"the model draws random numbers in forward that change its loss (by {difference:.1%} on the same batch)",
             hint="it is not dropout, which was off",
         )
-
-
-def mean_loss(losses: Sequence[float], ranks: Ranks) -> float:
-    """Return the mean loss over all micro batches of all ranks."""
-    return ranks.mean(sum(losses) / len(losses))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..workload.protocol import Workload, WorkloadError
 from .pipeline import build_whole, pipeline_facts
+
+DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
+# Turn gradient checkpointing on: the name in transformers 5.2x and later, and the name before.
+_CHECKPOINTING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def seed_all(seed: int) -> None:
@@ -68,48 +72,36 @@ def place(batch: Any, engine: Any) -> Any:
     dtype = next((p.dtype for p in engine.module.parameters() if p.is_floating_point()), None)
 
     def move(item: Any) -> Any:
-        if isinstance(item, Mapping | tuple | list) and named_tensors(item):
-            inner = {key: move(value) for key, value in item.items()} if isinstance(item, Mapping) else map(move, item)
-            return inner if isinstance(inner, dict) else tuple(inner)
-        if not isinstance(item, torch.Tensor):
-            return item
-        return item.to(engine.device, dtype if item.is_floating_point() else None)
+        match item:
+            case torch.Tensor():
+                return item.to(engine.device, dtype if item.is_floating_point() else None)
+            case Mapping():
+                return {key: move(value) for key, value in item.items()}
+            case list():
+                return [move(value) for value in item]
+            case tuple():
+                return tuple(move(value) for value in item)
+            case _:
+                return item
 
-    if isinstance(batch, Mapping):
-        return {key: move(item) for key, item in batch.items()}
-    return tuple(move(item) for item in batch)
-
-
-DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongestBatch:
-    """A batch, the shape of its largest tensor, and the number of draws among which it is the longest.
-
-    `draws` is 0 for a batch of the workload's own `build_longest_batch`.
-    """
-
-    batch: Any
-    shape: tuple[int, ...]
-    draws: int
+    return move(batch)
 
 
-def longest_batch(workload: Workload, micro_batch: int) -> LongestBatch:
-    """Call `build_longest_batch`; without it, return the batch with most elements of some draws of `build_batch`.
+def longest_batch(workload: Workload, micro_batch: int) -> tuple[Any, int]:
+    """Return a longest batch, and the number of draws of `build_batch` among which it has most elements.
 
-    Each rank draws its batches itself. Raises WorkloadError if a batch breaks the contract.
+    The number is 0 if the workload's own `build_longest_batch` made it. Each rank draws its batches itself. Raises
+    WorkloadError if a batch breaks the contract.
     """
     if workload.build_longest_batch is not None:
-        longest = check_batch(workload.build_longest_batch(micro_batch), micro_batch, by="build_longest_batch")
-        return LongestBatch(batch=longest, shape=_shape(longest), draws=0)
+        return check_batch(workload.build_longest_batch(micro_batch), micro_batch, by="build_longest_batch"), 0
     longest = check_batch(workload.build_batch(micro_batch), micro_batch)
     for _ in range(DRAWS - 1):
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         if count_elements(batch) > count_elements(longest):
             longest = batch
         del batch  # so that at most two batches are in memory
-    return LongestBatch(batch=longest, shape=_shape(longest), draws=DRAWS)
+    return longest, DRAWS
 
 
 def count_elements(batch: Any) -> int:
@@ -117,29 +109,14 @@ def count_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in named_tensors(batch).values())
 
 
-def _shape(batch: Any) -> tuple[int, ...]:
+def largest_shape(batch: Any) -> tuple[int, ...]:
+    """Return the shape of the largest tensor."""
     return tuple(max(named_tensors(batch).values(), key=lambda tensor: tensor.numel()).shape)
 
 
 def is_moe(module: Any) -> bool:
     """Whether this module is a layer of `deepspeed.moe`; DeepSpeed need not be imported for it."""
     return type(module).__name__ == "MoE" and isinstance(getattr(module, "num_experts", None), int)
-
-
-def count_experts(model: Any) -> int:
-    """Return the experts of the largest layer; 0 if there is none."""
-    return max((module.num_experts for module in model.modules() if is_moe(module)), default=0)
-
-
-# The name in transformers 5.2x and later, and the name before.
-_CHECKPOINTING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-
-
-def can_checkpoint(model: Any) -> bool:
-    """Whether the model has a method that turns on gradient checkpointing, and declares that it works."""
-    return any(hasattr(model, name) for name in _CHECKPOINTING_METHODS) and bool(
-        getattr(model, "supports_gradient_checkpointing", True)
-    )
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -152,15 +129,29 @@ def survey(workload: Workload) -> dict[str, Any]:
 
     The model is built on the meta device, which takes no memory, or for real if its code cannot do that.
     """
+    import torch
+
     batch = check_batch(workload.build_batch(1), 1)
-    return describe_model(workload, _build(workload), batch) | {"longest_ratio": _longest_ratio(workload, batch)}
+    try:
+        with torch.device("meta"):
+            model = build_whole(workload.build_model)
+    except Exception:  # a mistake of the user's comes up again in the real build
+        model = build_whole(workload.build_model)
+    facts = describe_model(workload, model, batch)
+    ratio = 1.0
+    if workload.build_longest_batch is not None:
+        with contextlib.suppress(Exception):  # the exam will report it
+            longest = check_batch(workload.build_longest_batch(1), 1, by="build_longest_batch")
+            ratio = max(ratio, count_elements(longest) / max(1, count_elements(batch)))
+    return facts | {"longest_ratio": ratio}
 
 
 def describe_model(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
     """Return `ModelFacts` of a model and a batch as a dict. Raises WorkloadError if nothing can be trained."""
+    can_checkpoint = any(hasattr(model, name) for name in _CHECKPOINTING_METHODS)
     return {
         **count_parameters(model),
-        "checkpointing": can_checkpoint(model),
+        "checkpointing": can_checkpoint and bool(getattr(model, "supports_gradient_checkpointing", True)),
         "tokens_per_sample": tokens_per_sample(batch),
         "has_optimizer": workload.build_optimizer is not None,
     }
@@ -178,26 +169,10 @@ def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[st
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(f"{by} a model without a parameter to train", hint="check requires_grad")
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
-    parts = {**pipeline_facts(model), "experts": count_experts(model)}
-    return {"parameters": sum(sizes), "largest_parameter": max(sizes), **parts}
-
-
-def _longest_ratio(workload: Workload, batch: Any) -> float:
-    """Return the elements of a longest sample divided by those of this one; 1 without `build_longest_batch`."""
-    if workload.build_longest_batch is None:
-        return 1.0
-    try:
-        longest = check_batch(workload.build_longest_batch(1), 1, by="build_longest_batch")
-    except Exception:  # the exam will report it
-        return 1.0
-    return max(1.0, count_elements(longest) / max(1, count_elements(batch)))
-
-
-def _build(workload: Workload) -> Any:
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return build_whole(workload.build_model)
-    except Exception:  # a mistake of the user's comes up again in the real build
-        return build_whole(workload.build_model)
+    experts: list[Any] = [module.num_experts for module in model.modules() if is_moe(module)]
+    return {
+        "parameters": sum(sizes),
+        "largest_parameter": max(sizes),
+        **pipeline_facts(model),
+        "experts": max(experts, default=0),
+    }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..types import Phase
@@ -23,21 +21,13 @@ def is_pipeline(model: Any) -> bool:
     return any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__)
 
 
-def data_parallel_ranks(model: Any, ranks: Ranks) -> Ranks:
-    """Return the ranks that hold the same stage; all stages of one replica train on the same batch."""
+def data_parallel_ranks(model: Any) -> Ranks:
+    """Return the place of this rank among those that hold the same stage, to draw batches by.
+
+    All stages of one replica train on the same batch.
+    """
     grid = model.mpu()
-    return replace(ranks, rank=grid.get_data_parallel_rank(), world_size=grid.get_data_parallel_world_size())
-
-
-def check_pair(batch: Any) -> Any:
-    """Return the batch. Raises WorkloadError if it is not a pair of inputs and labels."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        kind = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
-        raise WorkloadError(
-            f"build_batch returned {kind}, and a PipelineModule takes two: inputs and labels",
-            hint="return (inputs, labels); each may be a tensor or a tuple of tensors",
-        )
-    return batch
+    return Ranks(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size())
 
 
 def engine_steps(
@@ -50,16 +40,34 @@ def engine_steps(
     Both take the batches in turn, as many as a step accumulates. Raises WorkloadError if a batch is no pair.
     """
     for batch in batches:
-        check_pair(batch)
-    observing = _observe_stage(engine, observe)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            kind = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
+            raise WorkloadError(
+                f"build_batch returned {kind}, and a PipelineModule takes two: inputs and labels",
+                hint="return (inputs, labels); each may be a tensor or a tuple of tensors",
+            )
+    running: list[int] = []  # the index of the step that runs, if one does
+
+    def report(phase: Phase) -> None:
+        for index in running:
+            observe(phase, index)
+
+    # Micro batches alternate in a pipeline: everything between two forward passes is reported as backward.
+    engine.module.register_forward_pre_hook(lambda *_: report("forward"))
+    engine.module.register_forward_hook(lambda *_: report("backward"))
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: report("step"))
 
     def train_step(index: int) -> list[Any]:
-        with observing(index):
-            return [engine.train_batch(itertools.cycle(batches))]
+        running.append(index)
+        loss = engine.train_batch(itertools.cycle(batches))
+        running.clear()
+        return [loss]
 
     def compute_loss(training: bool) -> float:
-        with _stay_in_training(engine.module) if training else contextlib.nullcontext():
-            loss = engine.eval_batch(itertools.cycle(batches))
+        if training:
+            engine.module.eval = engine.module.train  # eval_batch calls it first
+        loss = engine.eval_batch(itertools.cycle(batches))
+        vars(engine.module).pop("eval", None)
         engine.train()
         return float(loss)
 
@@ -85,45 +93,11 @@ def pipeline_facts(model: Any) -> dict[str, int]:
     return {"pipeline_stages": model.num_stages, "replica_ranks": getattr(model, "replica_ranks", model.num_stages)}
 
 
-def _observe_stage(
-    engine: Any, observe: Callable[[Phase, int], None]
-) -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """Return a context manager within which a stage reports its phases for the step of that index.
-
-    Micro batches alternate in a pipeline: everything between two forward passes is reported as backward.
-    """
-    running: list[int] = []  # the index of the step that runs, if one does
-
-    def report(phase: Phase) -> None:
-        for index in running:
-            observe(phase, index)
-
-    @contextlib.contextmanager
-    def observing(index: int) -> Iterator[None]:
-        running.append(index)
-        yield
-        running.clear()
-
-    engine.module.register_forward_pre_hook(lambda *_: report("forward"))
-    engine.module.register_forward_hook(lambda *_: report("backward"))
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: report("step"))
-    return observing
-
-
-@contextlib.contextmanager
-def _stay_in_training(module: Any) -> Iterator[None]:
-    """Make `module.eval()`, which eval_batch calls first, keep the training mode."""
-    module.eval = module.train
-    try:
-        yield
-    finally:
-        del module.eval
-
-
 def _init_with_all_layers(
     self: Any, layers: Any, num_stages: int | None = None, topology: Any = None, **_: Any
 ) -> None:
     import torch
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     torch.nn.Module.__init__(self)
     if topology is not None:
@@ -133,22 +107,12 @@ def _init_with_all_layers(
         self.num_stages = self.replica_ranks = num_stages
     else:
         raise WorkloadError("the PipelineModule has neither num_stages nor a topology", hint="give num_stages=2, say")
-    for place, layer in enumerate(_build_layers(layers)):
-        self.add_module(str(place), layer)
-
-
-def _build_layers(layers: Any) -> Iterator[Any]:
-    """Yield the layers that are modules; tied layers count once."""
-    import torch
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
-    tied: set[str] = set()
-    for layer in layers:
+    tied: set[str] = set()  # tied layers count once
+    for place, layer in enumerate(layers):
         if isinstance(layer, TiedLayerSpec):
-            if layer.key not in tied:
-                tied.add(layer.key)
-                yield layer.build()
-        elif isinstance(layer, LayerSpec):
-            yield layer.build()
-        elif isinstance(layer, torch.nn.Module):
-            yield layer
+            if layer.key in tied:
+                continue
+            tied.add(layer.key)
+        built = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(built, torch.nn.Module):
+            self.add_module(str(place), built)

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..types import Phase, Steps
+from ..types import Examined, Phase, Steps
 from ..workload.protocol import Workload, WorkloadError
 from . import loss_parity, pipeline
-from .collectives import Traffic, backend
-from .distributed import Ranks
-from .exam import EngineOps, allow_gathering, examine
+from .distributed import Ranks, Traffic
+from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
-from .model_facts import LongestBatch, check_batch, enable_checkpointing, longest_batch, place, seed_all
+from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
 
 Observe = Callable[[Phase, int], None]
 
@@ -31,14 +30,14 @@ class TrainingResult:
     """What the steps of one rank measured.
 
     `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
-    for each step. `examined` is `types.Examined` as a dict, after a worst-case exam. `communication` is
-    `types.Communication` of this rank as a dict.
+    for each step. `examined` is `types.Examined` of a worst-case exam. `communication` is `types.Communication` of this
+    rank as a dict.
     """
 
     step_s: tuple[float, ...] = ()
     steps_s: float = 0.0
     losses: tuple[float, ...] = ()
-    examined: Mapping[str, Any] | None = None
+    examined: Examined | None = None
     communication: Mapping[str, Any] | None = None
 
 
@@ -54,56 +53,69 @@ def train(
     model = build(workload, checkpointing=job.checkpointing)
     replicas = ranks
     if pipeline.is_pipeline(model):
-        replicas = pipeline.data_parallel_ranks(model, ranks)
+        replicas = pipeline.data_parallel_ranks(model)
         seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
-    longest: LongestBatch | None = None
-    if job.exam == "worst_case":
-        longest = longest_batch(workload, job.micro_batch)
-        batches = [longest.batch]
-    elif job.exam == "parity":
-        batches = loss_parity.draw_share(
-            workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
-        )
-        loss_parity.check_comparable(model)
-        loss_parity.turn_off_dropout(model)
-        observe = watch = loss_parity.RandomnessWatch(observe)
-    else:
-        batches = [check_batch(workload.build_batch(job.micro_batch), job.micro_batch)]
+    draws = 1
+    match job.exam:
+        case "worst_case":
+            batch, draws = longest_batch(workload, job.micro_batch)
+            batches = [batch]
+            del batch
+        case "parity":
+            batches = loss_parity.draw_share(
+                workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
+            )
+            observe = watch = loss_parity.RandomnessWatch(observe)
+        case None:
+            batches = [check_batch(workload.build_batch(job.micro_batch), job.micro_batch)]
     if job.only_build:
         return TrainingResult()
 
     observe("init", 0)
-    engine = initialize(workload, model, allow_gathering(job.ds_config) if longest else job.ds_config)
+    engine = initialize(workload, model, allow_gathering(job.ds_config) if job.exam == "worst_case" else job.ds_config)
     del model
     batches = [place(batch, engine) for batch in batches]
-    train_step, compute_loss = _engine_steps(workload, engine, batches, job.accumulation, observe)
+    if job.exam == "parity":
+        loss_parity.make_comparable(engine)
     traffic = Traffic(synchronize)
-    traffic.listen(backend())
+    traffic.listen()
+    train_step, compute_loss = _engine_steps(workload, engine, batches, job.accumulation, observe)
 
     def step(index: int, *, alone: bool = False) -> list[Any]:
         with traffic.step(alone=alone):
             return train_step(index)
 
-    if job.exam == "parity":
-        loss_parity.reset_step_counts(engine.basic_optimizer)
-        result = run_steps(step, lambda losses: loss_parity.mean_loss(losses, ranks), job.steps, synchronize, ranks)
-        loss_parity.check_deterministic(watch.drew, lambda: compute_loss(True), ranks)
-    else:
-        result = run_steps(step, _last_loss, job.steps, synchronize, ranks)
-    if longest:
-        ops = EngineOps(
-            step=step,
-            evaluate=lambda: _evaluate_seeded(job.seed, lambda: compute_loss(False)),
-            observe=observe,
-            synchronize=synchronize,
-        )
-        folder, index = Path(job.checkpoints or job.scratch) / "checkpoint", len(result.losses)
-        result = replace(result, examined=examine(engine, ops, ranks, longest=longest, folder=folder, index=index))
-    if job.exam is None and ranks.agree(traffic.can_be_timed and _has_time_for_one_more(result, job.steps)):
-        step(len(result.losses), alone=True)
+    def evaluate() -> float | None:
+        seed_all(job.seed)  # layers of experts choose tokens at random in evaluation, too
+        return compute_loss(False)
+
+    result = run_steps(step, job.steps, synchronize, ranks)
+    index = len(result.losses)
+    match job.exam:
+        case "worst_case":
+            exam = WorstCaseExam(
+                engine=engine,
+                ranks=ranks,
+                evaluate=evaluate,
+                observe=observe,
+                synchronize=synchronize,
+                folder=Path(job.checkpoints or job.scratch) / "checkpoint",
+                index=index,
+                examined=Examined(batch_shape=largest_shape(batches[0]), draws=draws),
+            )
+            while exam.advance():
+                step(exam.index)
+            result = replace(result, examined=exam.examined)
+        case "parity":
+            result = replace(result, losses=tuple(ranks.mean(loss) for loss in result.losses))
+            loss_parity.check_deterministic(watch.drew, lambda: compute_loss(True), ranks)
+        case None:
+            has_time = result.steps_s + 2 * statistics.median(result.step_s) <= job.steps.budget_s
+            if ranks.agree(traffic.can_be_timed and job.steps.most_timed > 1 and has_time):
+                step(index, alone=True)
     communication = traffic.describe()
+    observe("done", index)
     steps_s = result.steps_s + (communication["step_s"] or 0.0)
-    observe("done", len(result.losses))
     return replace(result, communication=communication, steps_s=steps_s)
 
 
@@ -139,31 +151,13 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
     return loss
 
 
-def evaluate(workload: Workload, engine: Any, batch: Any, *, training: bool = False) -> float | None:
-    """Compute the loss without a gradient and leave the engine in training mode.
-
-    `training` keeps dropout on. None if the model returns no loss in evaluation.
-    """
-    import torch
-
-    engine.train(training)
-    with torch.no_grad():
-        loss = _forward(workload, engine, batch)
-    engine.train()
-    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
 def run_steps(
-    step: Callable[[int], Sequence[Any]],
-    join: Callable[[Sequence[float]], float],
-    steps: Steps,
-    synchronize: Callable[[], None],
-    ranks: Ranks,
+    step: Callable[[int], Sequence[Any]], steps: Steps, synchronize: Callable[[], None], ranks: Ranks
 ) -> TrainingResult:
     """Run warm-up steps, and timed steps until their spread is small or their number or time is spent.
 
-    `step` returns the losses of a step's batches, `join` makes one loss of them. Raises WorkloadError for a loss that
-    is not finite.
+    `step` returns the losses of a step's batches, of which the mean is kept. Raises WorkloadError for a loss that is
+    not finite.
     """
     began = time.perf_counter()
     times: list[float] = []
@@ -176,7 +170,7 @@ def run_steps(
         synchronize()
         if index >= steps.warmup:
             times.append(time.perf_counter() - step_began)
-        losses.append(join([check_finite(loss, index) for loss in step_losses]))
+        losses.append(statistics.fmean(check_finite(loss, index) for loss in step_losses))
         if len(times) < steps.timed:
             continue
         # Ranks must stop together. Where the number of steps is fixed there is nothing to agree on.
@@ -207,38 +201,31 @@ def check_finite(loss: Any, index: int) -> float:
     return value
 
 
-def _has_time_for_one_more(result: TrainingResult, steps: Steps) -> bool:
-    """Whether the trial measures speed, and its budget leaves room for a step of about twice the usual length."""
-    step_s = statistics.median(result.step_s) if result.step_s else result.steps_s / len(result.losses)
-    return steps.most_timed > 1 and result.steps_s + 2 * step_s <= steps.budget_s
-
-
-def _last_loss(losses: Sequence[float]) -> float:
-    return losses[-1]
-
-
 def _engine_steps(
     workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
 ) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
     """Return two functions.
 
     The first runs one optimizer step by its index, and returns the losses of its batches.
-    The second returns the loss without a gradient; its argument keeps dropout on.
+    The second returns the loss without a gradient, None if the model returns none; its argument keeps dropout on.
     """
     if pipeline.is_pipeline(engine.module):
         return pipeline.engine_steps(engine, batches, observe)
-    repeats = accumulation // len(batches)
 
     def train_step(index: int) -> list[Any]:
+        repeats = accumulation // len(batches)
         return [optimizer_step(workload, engine, batch, repeats, index, observe) for batch in batches]
 
-    return train_step, lambda training: evaluate(workload, engine, batches[0], training=training)
+    def compute_loss(training: bool) -> float | None:
+        import torch
 
+        engine.train(training)
+        with torch.no_grad():
+            loss = _forward(workload, engine, batches[0])
+        engine.train()
+        return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
-def _evaluate_seeded(seed: int, compute: Callable[[], float | None]) -> float | None:
-    """Layers of experts choose tokens at random in evaluation, too: a seed makes them choose the same ones."""
-    seed_all(seed)
-    return compute()
+    return train_step, compute_loss
 
 
 def _forward(workload: Workload, engine: Any, batch: Any) -> Any:

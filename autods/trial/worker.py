@@ -122,7 +122,7 @@ def _build_ops(context: RankContext) -> Result:
 
 
 def _train(context: RankContext) -> Result:
-    from .distributed import join, ranks_of
+    from .distributed import Ranks, join
     from .training import train
 
     job, observer = context.job, context.observer
@@ -133,7 +133,7 @@ def _train(context: RankContext) -> Result:
     workload = context.load_workload()
     if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
         workload = partition_at_build(workload, job.ds_config)
-    ranks = ranks_of(job, context.slot)
+    ranks = Ranks(job.local_ranks[context.slot], job.world_size)
     result = train(workload, job, observe=observer, synchronize=observer.meter.synchronize, ranks=ranks)
     return {**asdict(result), **_measurements(observer)}
 

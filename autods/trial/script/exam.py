@@ -1,82 +1,18 @@
-"""Exams of a script: the worst case of a winner, and the losses of a parity trial."""
+"""The losses of a script's parity trial."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...types import Examined
-from .. import exam
 from ..distributed import Ranks
-from ..job import RankJob
-from ..loss_parity import Incomparable, generator_state, reset_step_counts, turn_off_dropout
-from ..model_facts import LongestBatch, is_moe
-from .data import Batches, iter_tensors
+from ..loss_parity import generator_state, make_comparable
+from .data import iter_tensors
 
-_NO_COMMUNICATION = (
-    "the longest batch, evaluation and the checkpoint were not checked: the script ended its process group"
-)
-_NO_TENSORS = "evaluation was not run and the loaded checkpoint not compared: the engine was given no tensors to repeat"
-_NO_STEP = "the script ended before a step was trained between saving and loading its checkpoint"
 _SUMMED_ELEMENTS = 2**20  # at a time: a copy of a whole embedding may not fit
 _HASH_DIGITS = 10  # hexadecimal; their sum over thousands of ranks is still exact in a float64
-
-
-@dataclass(slots=True)
-class WorstCaseExam:
-    """The exam of a winner, with the script's own optimizer steps between its parts.
-
-    `first_step` is the index of the next step. `examined` is `types.Examined` of this rank as a dict, after the end.
-    """
-
-    job: RankJob
-    engine: Any
-    batches: Batches
-    observer: Any
-    ranks: Ranks
-    first_step: int
-    examined: dict[str, Any] | None = None
-    _skipped: tuple[str, ...] = ()
-    _parts: Generator[int, None, dict[str, Any]] | None = field(default=None)
-
-    def advance(self) -> bool:
-        """Run the next part, after a step of the script. False after the last part."""
-        self._parts = self._parts or self._begin()
-        try:
-            next(self._parts)
-        except StopIteration as end:
-            self.examined = self._add_skipped(end.value)
-        return self.examined is None
-
-    def finish_without_steps(self) -> None:
-        """Run the remaining parts after the script has ended, while the ranks can still communicate."""
-        import torch
-
-        self._skipped = (_NO_STEP, *self._skipped)
-        while self.examined is None and torch.distributed.is_initialized():
-            self.advance()
-        if self.examined is None:
-            self.examined = asdict(Examined(batch_shape=(), draws=0, left_out=(_NO_COMMUNICATION,)))
-
-    def _begin(self) -> Generator[int, None, dict[str, Any]]:
-        ops = exam.EngineOps(
-            step=lambda index: None,  # the script itself steps
-            evaluate=lambda: self.batches.evaluate(self.engine),
-            observe=self.observer,
-            synchronize=self.observer.meter.synchronize,
-        )
-        longest = LongestBatch(batch=None, shape=self.batches.longest_shape, draws=self.batches.seen)
-        folder = Path(self.job.checkpoints or self.job.scratch) / "checkpoint"
-        return exam.exam_parts(self.engine, ops, self.ranks, longest=longest, folder=folder, index=self.first_step)
-
-    def _add_skipped(self, examined: dict[str, Any]) -> dict[str, Any]:
-        """The exam cannot know that no batch was seen, and so none was evaluated."""
-        if self.batches.longest_shape:
-            return {**examined, "left_out": (*examined["left_out"], *self._skipped)}
-        return {**examined, "evaluated": False, "restored": None, "left_out": (_NO_TENSORS, *self._skipped)}
 
 
 @dataclass(slots=True)
@@ -96,14 +32,8 @@ class LossRecorder:
     _step_losses: list[float] = field(default_factory=list)
 
     def start(self, engine: Any) -> None:
-        """Turn dropout off in the engine's model, and note its weights. Raises Incomparable for mixtures of experts."""
-        if any(is_moe(module) for module in engine.module.modules()):
-            raise Incomparable(
-                "an expert drops tokens at random, so two runs never train on the same ones",
-                hint="nothing is wrong: compare the loss curves of longer runs",
-            )
-        turn_off_dropout(engine.module)
-        reset_step_counts(getattr(engine, "basic_optimizer", None))
+        """Make the engine's losses comparable, and note its weights. Raises Incomparable for mixtures of experts."""
+        make_comparable(engine)
         self.weights = _sum_magnitudes(engine.module, self.ranks)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -6,17 +6,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ...types import Phase
-from ..collectives import Traffic, backend
-from ..distributed import Ranks, ranks_of
+from ...types import Examined, Phase
+from ..distributed import Ranks, Traffic
+from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..training import check_finite, has_enough_steps
 from .data import Batches
 from .engine_config import EngineConfig, stops_at_engine
-from .exam import LossRecorder, WorstCaseExam
+from .exam import LossRecorder
 from .user_errors import script_error
 
 _MOST_BACKWARDS = 256  # without a step, for each accumulated micro batch: a script may accumulate by itself
@@ -130,7 +131,7 @@ class Session:
     def start_training(self, engine: Any) -> None:
         """The engine exists."""
         self.engine = engine
-        self.traffic.listen(backend())
+        self.traffic.listen()
         if self.job.exam == "parity":
             self._recorder = LossRecorder(self._ranks())
             self._recorder.start(engine)
@@ -260,7 +261,7 @@ class Session:
             "step_s": tuple(times[self.job.steps.warmup :]),
             "steps_s": sum(times),
             "losses": tuple(self._losses),
-            "examined": None if self._exam is None else self._exam.examined,
+            "examined": None if self._exam is None else asdict(self._exam.examined),
             "trained": self._trained,
             "communication": self.traffic.describe(),
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
@@ -271,12 +272,14 @@ class Session:
         if self._exam is None:
             self._steps_before_exam = len(self.clock.times)
             self._exam = WorstCaseExam(
-                job=self.job,
                 engine=self.engine,
-                batches=self.batches,
-                observer=self.observer,
                 ranks=self._ranks(),
-                first_step=self.steps,
+                evaluate=lambda: self.batches.evaluate(self.engine),
+                observe=self.observer,
+                synchronize=self.observer.meter.synchronize,
+                folder=Path(self.job.checkpoints or self.job.scratch) / "checkpoint",
+                index=self.steps,
+                examined=Examined(batch_shape=self.batches.longest_shape, draws=self.batches.seen),
             )
         return self._exam
 
@@ -297,7 +300,7 @@ class Session:
             self.clock.resume(time.perf_counter())
 
     def _ranks(self) -> Ranks:
-        return ranks_of(self.job, self.slot)
+        return Ranks(self.job.local_ranks[self.slot], self.job.world_size)
 
 
 @dataclass(slots=True)

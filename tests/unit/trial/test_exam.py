@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,10 @@ import pytest
 import torch
 
 from autods.trial.distributed import Ranks
-from autods.trial.exam import EngineOps, allow_gathering, examine
-from autods.trial.model_facts import LongestBatch
+from autods.trial.exam import WorstCaseExam, allow_gathering
+from autods.types import Examined
 
-ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
-LONGEST = LongestBatch(batch=(), shape=(4, 128), draws=16)
+ALONE = Ranks(rank=0, world_size=1)
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -56,20 +56,21 @@ class Engine:
         self.module.weight.data.add_(1.0)
 
 
-def pass_exam(engine: Engine, folder: Path, *, no_loss: bool = False) -> tuple[dict[str, Any], list[tuple[str, int]]]:
+def exam_of(engine: Engine, folder: Path, **ops: Any) -> WorstCaseExam:
+    longest = Examined(batch_shape=(4, 128), draws=16)
+    return WorstCaseExam(
+        engine=engine, ranks=ALONE, synchronize=lambda: None, folder=folder / "checkpoint", index=2, examined=longest,
+        **{"evaluate": lambda: engine.weight, "observe": lambda phase, index: None, **ops},
+    )  # fmt: skip
+
+
+def pass_exam(engine: Engine, folder: Path, **ops: Any) -> tuple[dict[str, Any], list[tuple[str, int]]]:
     seen: list[tuple[str, int]] = []
-
-    def step(index: int) -> None:
-        seen.append(("step", index))
-        engine.step(index)
-
-    ops = EngineOps(
-        step=step,
-        evaluate=lambda: None if no_loss else engine.weight,
-        observe=lambda phase, index: seen.append((phase, index)),
-        synchronize=lambda: None,
-    )
-    return examine(engine, ops, ALONE, longest=LONGEST, folder=folder / "checkpoint", index=2), seen
+    exam = exam_of(engine, folder, observe=lambda phase, index: seen.append((phase, index)), **ops)
+    while exam.advance():
+        seen.append(("step", exam.index))
+        engine.step(exam.index)
+    return asdict(exam.examined), seen
 
 
 def test_one_step_follows_the_save_and_another_the_load(tmp_path: Path) -> None:
@@ -95,10 +96,7 @@ def test_a_load_that_brings_nothing_back_is_seen(tmp_path: Path) -> None:
 )
 def test_a_bfloat16_loss_may_come_back_one_step_off(tmp_path: Path, saved: float, loaded: float, same: bool) -> None:
     losses = iter([saved, loaded])
-    engine = Engine()
-    ops = EngineOps(step=engine.step, evaluate=lambda: next(losses), observe=lambda *_: None, synchronize=lambda: None)
-    examined = examine(engine, ops, ALONE, longest=LONGEST, folder=tmp_path / "checkpoint", index=2)
-    assert examined["restored"] is same
+    assert pass_exam(Engine(), tmp_path, evaluate=lambda: next(losses))[0]["restored"] is same
 
 
 def test_a_saved_checkpoint_that_does_not_load_is_a_failure(tmp_path: Path) -> None:
@@ -151,7 +149,7 @@ def test_any_other_failure_of_a_save_is_the_trials(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_loss_in_evaluation_is_reported(tmp_path: Path) -> None:
-    examined, _ = pass_exam(Engine(), tmp_path, no_loss=True)
+    examined, _ = pass_exam(Engine(), tmp_path, evaluate=lambda: None)
     assert examined["restored"] is None
     assert "no finite loss" in examined["left_out"][0]
 

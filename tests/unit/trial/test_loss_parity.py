@@ -18,14 +18,13 @@ from autods.trial.loss_parity import (
     RandomnessWatch,
     check_deterministic,
     draw_share,
-    mean_loss,
     reset_step_counts,
     turn_off_dropout,
 )
 from autods.trial.model_facts import named_tensors
 from autods.workload import Workload
 
-ALONE = Ranks(rank=0, world_size=1, agree=lambda word: word, mean=float, wait=lambda: None)
+ALONE = Ranks(rank=0, world_size=1)
 
 
 def workload(build_batch: Callable[[int], Any]) -> Workload:
@@ -149,7 +148,3 @@ def test_only_random_numbers_that_change_the_loss_are_refused() -> None:
     check_deterministic(True, lambda: 1.0 + 0 * float(torch.rand(())), ALONE)
     with pytest.raises(Incomparable, match="draws random numbers"):
         check_deterministic(True, lambda: 1.0 + float(torch.rand(())), ALONE)
-
-
-def test_the_loss_is_the_mean_of_all_micro_batches() -> None:
-    assert mean_loss([1.0, 2.0, 6.0], ALONE) == 3.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autods.trial.model_facts import DRAWS, longest_batch, survey
+from autods.trial.model_facts import DRAWS, largest_shape, longest_batch, survey
 from autods.workload import Workload, WorkloadError
 
 
@@ -20,10 +20,10 @@ def padded_to(lengths: Iterator[int]) -> Workload:
 
 
 def test_the_largest_of_the_draws_is_taken() -> None:
-    longest = longest_batch(padded_to(itertools.chain([3, 9, 4], itertools.repeat(5))), 2)
-    assert longest.shape == (2, 9)
-    assert longest.batch["x"].shape == (2, 9)
-    assert longest.draws == DRAWS
+    longest, draws = longest_batch(padded_to(itertools.chain([3, 9, 4], itertools.repeat(5))), 2)
+    assert largest_shape(longest) == (2, 9)
+    assert longest["x"].shape == (2, 9)
+    assert draws == DRAWS
 
 
 def test_build_longest_batch_is_used_instead_of_draws() -> None:
@@ -32,8 +32,8 @@ def test_build_longest_batch_is_used_instead_of_draws() -> None:
         build_batch=lambda n: pytest.fail("drawn"),
         build_longest_batch=lambda n: (torch.zeros(n, 64),),
     )
-    longest = longest_batch(workload, 4)
-    assert (longest.shape, longest.draws) == ((4, 64), 0)
+    longest, draws = longest_batch(workload, 4)
+    assert (largest_shape(longest), draws) == ((4, 64), 0)
 
 
 def test_a_longest_batch_of_a_wrong_size_is_refused() -> None:

@@ -11,7 +11,12 @@ from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import Incomparable
 from autods.trial.script.exam import LossRecorder
 
-ALONE = Ranks(rank=0, world_size=1, agree=bool, mean=float, wait=lambda: None)
+ALONE = Ranks(rank=0, world_size=1)
+
+
+class OneOfTwo(Ranks):
+    def mean(self, value: float) -> float:
+        return value / 2  # the other rank has 0
 
 
 def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
@@ -72,9 +77,7 @@ def test_partitioned_weights_add_up_without_padding():
         part.ds_numel = 8
         held = torch.nn.Linear(5, 3, bias=False)
         held.weight.ds_tensor, held.weight.ds_numel = part, 15
-        shared = LossRecorder(
-            Ranks(rank=rank, world_size=2, agree=bool, mean=lambda value: value / 2, wait=lambda: None)
-        )
+        shared = LossRecorder(OneOfTwo(rank=rank, world_size=2))
         shared.start(engine_of(held))
         parts.append(shared.weights)
     assert sum(parts) == pytest.approx(recorder.weights, rel=1e-12)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autods.trial.collectives import Traffic
+from autods.trial.distributed import Traffic
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def test_an_all_reduce_sends_its_tensor_nearly_twice() -> None:
     backend = Backend(world_size=4)
     traffic = listening(backend)
     with traffic.step():
-        backend.all_reduce(Block(100))
+        backend.all_reduce(Block(100), op="sum")
     assert counted(traffic, "all_reduce") == (1, 200, 300)  # 2 × 3/4 of 200
 
 
