@@ -10,7 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from ...trial import training
+from ..values import ForecastPhase
 from .ledger import Ledger
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
@@ -51,30 +54,19 @@ _PERSISTENT = {
 }  # fmt: skip
 
 
-class KindByCaller:
+def kind_by_caller(phase: ForecastPhase, size: int) -> int:
     """The kind of a new block, by the code on the stack. The ledger calls it for every allocation on the device."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def __call__(self, size: int) -> int:
-        by_phase = _BY_PHASE[self._ledger.phase]
-        if size < _LARGE:
-            return by_phase
-        frame: Any = sys._getframe(3)
-        while frame is not None:
-            path = frame.f_code.co_filename
-            if "/deepspeed/" in path:
-                name = frame.f_code.co_name
-                file = path.rpartition("/")[2]
-                for source, part, kind in _BY_CALLER:
-                    if file == source and part in name:
-                        return kind
-                return by_phase
-            if path == _BUILD.co_filename:
-                return _PARAMETERS if frame.f_code is _BUILD else by_phase
-            frame = frame.f_back
-        return by_phase
+    by_phase = _BY_PHASE[phase]
+    frame: Any = sys._getframe(3) if size >= _LARGE else None
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if "/deepspeed/" in path:
+            file = path.rpartition("/")[2]
+            return next((kind for source, part, kind in _BY_CALLER if file == source and part in name), by_phase)
+        if path == _BUILD.co_filename:
+            return _PARAMETERS if frame.f_code is _BUILD else by_phase
+        frame = frame.f_back
+    return by_phase
 
 
 def label_gradients(ledger: Ledger, model: Any) -> None:
@@ -115,32 +107,23 @@ def expert_groups() -> int:
 def optimizer_elements(engine: Any) -> int:
     """Elements that this rank's optimizer updates."""
     optimizer = engine.optimizer
-    sizes = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)  # stage 3, by sub-group
-    if sizes:
+    if sizes := getattr(optimizer, "fp16_partitioned_groups_flat_numel", None):  # stage 3, by sub-group
         return int(sum(sizes))
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat"):
-        tensors = list(_tensors(getattr(optimizer, name, None)))
-        if tensors:
+        if tensors := list(_tensors(getattr(optimizer, name, None))):
             return int(sum(tensor.numel() for tensor in tensors))
-    base = getattr(optimizer, "optimizer", optimizer)
-    return int(sum(tensor.numel() for group in base.param_groups for tensor in group["params"]))
-
-
-def name_kinds(by_kind: Mapping[int, int]) -> dict[str, int]:
-    """The same bytes by the kinds' names."""
-    return {KINDS[kind]: size for kind, size in sorted(by_kind.items())}
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    return int(sum(tensor.numel() for group in groups for tensor in group["params"]))
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    import torch
-
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < 4 and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth + 1)
-    elif depth < 4 and isinstance(value, (list, tuple)):
+        return
+    if type(value).__name__.startswith("IPGBucket"):
+        value, depth = list(vars(value).values()), depth + 1
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if depth < 4 and isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item, depth + 1)
-    elif depth < 4 and type(value).__name__.startswith("IPGBucket"):
-        yield from _tensors(list(vars(value).values()), depth + 1)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import time
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from ...trial.pipeline import build_whole
 from ...trial.training import build, initialize, optimizer_step
 from ...types import ModelFacts, Phase, Tier
 from ...workload.protocol import Workload
-from ..values import EngineSpec, ForecastPhase, Simulation, Trace
+from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
 from .dispatch import Recorder, join_world
 from .ledger import DEVICE, PINNED, Ledger
@@ -53,7 +52,7 @@ class SimulationContext:
         self.ledger.device_bytes = spec.device_bytes
         join_world(spec.world_size, spec.ranks_per_node)
         deepspeed_patches.install_large_worlds(spec.world_size)
-        self.ledger.kind_of_new = attribution.KindByCaller(self.ledger)
+        self.ledger.kind_of_new = attribution.kind_by_caller
         self.ledger.begin("init")
 
     def look_for_padding(self, workload: Workload, batch: Any) -> None:
@@ -85,8 +84,7 @@ class Engine:
         self._config = swap_into(scratch, spec.ds_config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
-        self._init_peaks: Mapping[Tier, int] = {}
-        self._first_step_peaks: Mapping[Tier, int] = {}
+        self._first_peaks: Mapping[ForecastPhase, Mapping[Tier, int]] = {}
         context.ledger.device_bytes = spec.device_bytes
 
     def measure(self, micro_batch: int) -> Simulation:
@@ -94,6 +92,10 @@ class Engine:
         began = time.perf_counter()
         ledger = self._context.ledger
         first = self._engine is None
+
+        def begin_phase(phase: Phase, step: int) -> None:
+            ledger.begin(_PHASES[phase])
+
         with self._context.active():
             if first:
                 batch = self._initialize(micro_batch)
@@ -105,19 +107,31 @@ class Engine:
             batch = place(batch, self._engine)
             with explain_optimizer_errors(self._config):
                 for index in range(_FIRST_STEPS if first else 1):
-                    optimizer_step(self._workload, self._engine, batch, self._accumulation, index, self._begin_phase)
-            attribution.label_persistent(ledger, self._engine)
-            elements = attribution.optimizer_elements(self._engine)
+                    optimizer_step(self._workload, self._engine, batch, self._accumulation, index, begin_phase)
             del batch
-        result = read_ledger(ledger, micro_batch, elements, time.perf_counter() - began)
-        return replace(result, live_bytes=self._with_first_step(result.live_bytes, first=first))
+            result = read_ledger(ledger, self._engine, micro_batch, time.perf_counter() - began)
+        peaks = result.live_bytes
+        if first:
+            self._first_peaks = peaks
+            return result
+        # As of an engine that starts with this micro batch: its first step makes the optimizer states. The peak of that
+        # step, and that of init, do not depend on the micro batch.
+        step = {tier: max(size, self._first_peaks["step"][tier]) for tier, size in peaks["step"].items()}
+        return replace(result, live_bytes={**peaks, "init": self._first_peaks["init"], "step": step})
 
     def _initialize(self, micro_batch: int) -> Any:
         """Build the model if that is still to be done, and DeepSpeed's engine on it; returns the batch."""
+        import deepspeed
+
         workload, model = self._workload, self._model
         if model is None:
             if self._spec.zero_init:
-                workload = replace(workload, build_model=self._build_under_zero_init)
+
+                def build_under_zero_init() -> Any:
+                    with deepspeed.zero.Init(config_dict_or_path=self._config):
+                        return self._workload.build_model()
+
+                workload = replace(workload, build_model=build_under_zero_init)
             model = BuiltModel(self._context, workload, self._spec)
         if model.error is not None:
             raise model.error
@@ -133,43 +147,19 @@ class Engine:
         self._model = None
         return batch
 
-    def _build_under_zero_init(self) -> Any:
-        import deepspeed
 
-        with deepspeed.zero.Init(config_dict_or_path=self._config):
-            return self._workload.build_model()
-
-    def _begin_phase(self, phase: Phase, step: int) -> None:
-        self._context.ledger.begin(_PHASES[phase])
-
-    def _with_first_step(
-        self, peaks: Mapping[ForecastPhase, Mapping[Tier, int]], *, first: bool
-    ) -> dict[ForecastPhase, Mapping[Tier, int]]:
-        """Peaks as of an engine that starts with this micro batch.
-
-        The first step makes the optimizer states. Its peak and that of init do not depend on the micro batch.
-        """
-        if first:
-            self._init_peaks, self._first_step_peaks = peaks["init"], peaks["step"]
-            return dict(peaks)
-        step = {tier: max(size, self._first_step_peaks[tier]) for tier, size in peaks["step"].items()}
-        return {**peaks, "init": self._init_peaks, "step": step}
-
-
-def read_ledger(ledger: Ledger, micro_batch: int, optimizer_elements: int, seconds: float) -> Simulation:
-    """What the ledger has recorded of this micro batch."""
+def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -> Simulation:
+    """What the ledger has recorded of this micro batch on DeepSpeed's engine."""
+    attribution.label_persistent(ledger, engine)
     return Simulation(
         micro_batch=micro_batch,
         live_bytes=ledger.peaks(),
-        traces={
-            "device": _trace(ledger, DEVICE, emptied=ledger.emptied, copied=ledger.copied),
-            "pinned": _trace(ledger, PINNED, unrounded=ledger.locked),
-        },
+        traces={"device": ledger.trace(DEVICE), "pinned": ledger.trace(PINNED)},
         summed_peak_bytes=ledger.summed_peaks(),
         nvme_bytes=sum(ledger.nvme.values()),
-        optimizer_elements=optimizer_elements,
+        optimizer_elements=attribution.optimizer_elements(engine),
         expert_groups=attribution.expert_groups(),
-        breakdown=attribution.name_kinds(ledger.bytes_at_peak()),
+        breakdown={attribution.KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
         assumed=tuple(ledger.assumed),
         seconds=seconds,
     )
@@ -190,21 +180,3 @@ def swap_into(scratch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if offload and offload.get("nvme_path"):
             offload["nvme_path"] = scratch
     return changed
-
-
-def _trace(
-    ledger: Ledger,
-    tier: int,
-    *,
-    emptied: list[int] | None = None,
-    copied: list[tuple[int, int]] | None = None,
-    unrounded: list[int] | None = None,
-) -> Trace:
-    events, marks = ledger.trace(tier)
-    return Trace(
-        events=array("q", events),
-        marks=tuple(marks),
-        emptied=tuple(emptied or ()),
-        copied=tuple(copied or ()),
-        unrounded=frozenset(unrounded or ()),
-    )

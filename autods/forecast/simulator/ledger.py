@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from ...types import Tier
-from ..values import ForecastPhase
+from ..values import ForecastPhase, Trace
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
 _TIERS: tuple[Tier, Tier, Tier] = ("device", "host", "pinned")
-_TRACED = (DEVICE, PINNED)
 
 
 class _Watch(weakref.ref[Any]):
@@ -20,6 +21,17 @@ class _Watch(weakref.ref[Any]):
 
     __slots__ = ("key",)
     key: int
+
+
+class _Tape:
+    """The trace of one tier so far; `blocks` are its allocations, and `values.Trace` explains the rest."""
+
+    __slots__ = ("blocks", "events", "marks")
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.events = array("q")
+        self.marks: list[tuple[int, ForecastPhase]] = []
 
 
 class Ledger:
@@ -35,91 +47,79 @@ class Ledger:
         self.highest = [0, 0, 0, 0]  # of the current phase
         self.phase: ForecastPhase = "init"
         self._by_phase: dict[ForecastPhase, list[int]] = {}
-        self._events = [array("q"), array("q"), array("q")]
-        self._blocks = [0, 0, 0]
-        self._marks: list[list[tuple[int, ForecastPhase]]] = [[], [], []]
-        self.emptied: list[int] = []  # events of the device before each empty_cache()
-        self.copied: list[tuple[int, int]] = []  # events of the device before each collective, bytes that it copies
-        self.locked: list[int] = []  # pinned blocks that do not come from torch's allocator
-        self.kinds = bytearray()  # of the device's blocks, see `attribution`
-        self.kind_of_new: Callable[[int], int] = lambda size: 0
+        self._tapes = [_Tape() for _ in _TIERS]
+        self._emptied: list[int] = []  # events of the device before each empty_cache()
+        self._copied: list[tuple[int, int]] = []  # events of the device before each collective, bytes that it copies
+        self._locked: set[int] = set()  # pinned blocks that do not come from torch's allocator
+        self._kinds = bytearray()  # of the device's blocks, see `attribution`
+        self.kind_of_new: Callable[[ForecastPhase, int], int] = lambda phase, size: 0
 
     def begin(self, phase: ForecastPhase) -> None:
         """Begin a phase; the peaks of the former phase are kept."""
         self._close()
         self.phase = phase
-        for tier in _TRACED:
-            marks, count = self._marks[tier], len(self._events[tier])
-            if not marks or marks[-1][1] != phase:
-                marks.append((count, phase))
+        for tape in self._tapes:
+            if not tape.marks or tape.marks[-1][1] != phase:
+                tape.marks.append((len(tape.events), phase))
 
     def restart(self) -> None:
         """Begin a trace for another micro batch: living tensors open it, as if allocated in init."""
         self._close()
         self._by_phase.clear()
-        self._events = [array("q"), array("q"), array("q")]
-        self._blocks = [0, 0, 0]
-        self._marks = [[], [], []]
-        self.emptied, self.copied, locked, self.locked = [], [], set(self.locked), []
+        self._tapes = [_Tape() for _ in _TIERS]
+        self._emptied, self._copied = [], []
+        locked, self._locked = self._locked, set()
+        kinds, self._kinds = self._kinds, bytearray()
         self.begin("init")
-        old_kinds, self.kinds = self.kinds, bytearray()
         for key, (size, tier, block, watch) in list(self._live.items()):  # insertion order: that of allocation
-            number = self._blocks[tier]
-            self._blocks[tier] += 1
-            self._events[tier].append(size)
+            tape = self._tapes[tier]
+            tape.events.append(size)
             if tier == DEVICE:
-                self.kinds.append(old_kinds[block])
+                self._kinds.append(kinds[block])
             elif tier == PINNED and block in locked:
-                self.locked.append(number)
-            self._live[key] = (size, tier, number, watch)
+                self._locked.add(tape.blocks)
+            self._live[key] = (size, tier, tape.blocks, watch)
+            tape.blocks += 1
 
     def enter(self, tensor: Any, tier: int | None = None) -> None:
         """Enter the tensor's storage if it is new or has changed its size; without a tier, its device decides."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        size = storage.nbytes()
+        key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
-        if known is not None:
-            if known[0] == size:
-                return
+        if known is None:
+            self.enter_new(tensor, size, tensor.device, tier)
+        elif known[0] != size:
             self._remove(key)
             self._add(key, size, known[1], known[3])
-            return
-        if tier is None:
-            kind = tensor.device.type
-            if kind == "meta":
-                return
-            tier = DEVICE if kind == "cuda" or self.one_memory else HOST
-        elif self.one_memory:
-            tier = DEVICE
-        watch = _Watch(storage, self._on_gone)
-        watch.key = key
-        self._add(key, size, tier, watch)
 
-    def enter_new(self, tensor: Any, size: int, device: Any) -> None:
+    def enter_new(self, tensor: Any, size: int, device: Any, tier: int | None = None) -> None:
         """Enter a storage of `size` bytes that is known to be new."""
         kind = device.type
         if kind == "meta":
             return
+        if self.one_memory:
+            tier = DEVICE
+        elif tier is None:
+            tier = DEVICE if kind == "cuda" else HOST
         storage = tensor.untyped_storage()
         watch = _Watch(storage, self._on_gone)
         watch.key = key = storage._cdata
-        self._add(key, size, DEVICE if kind == "cuda" or self.one_memory else HOST, watch)
+        self._add(key, size, tier, watch)
 
     def empty_cache(self, *args: Any) -> None:
         """Note that torch's allocator returns its cached memory here."""
-        self.emptied.append(len(self._events[DEVICE]))
+        self._emptied.append(len(self._tapes[DEVICE].events))
 
     def copy(self, size: int) -> None:
         """Note that a collective allocates so many bytes until it ends; they are no tensor and no live bytes."""
         if size:
-            self.copied.append((len(self._events[DEVICE]), size))
+            self._copied.append((len(self._tapes[DEVICE].events), size))
 
     def lock(self, tensor: Any) -> None:
         """Note that a pinned tensor does not come from torch's allocator, which would round its size."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is not None and known[1] == PINNED:
-            self.locked.append(known[2])
+            self._locked.add(known[2])
 
     def is_pinned(self, tensor: Any) -> bool:
         """Whether the tensor lies in pinned host memory."""
@@ -130,7 +130,7 @@ class Ledger:
         """Set the kind of a living tensor of the device."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is not None and known[1] == DEVICE:
-            self.kinds[known[2]] = kind
+            self._kinds[known[2]] = kind
 
     def assume(self, sentence: str) -> None:
         """Note a sentence for the user, once."""
@@ -146,52 +146,47 @@ class Ledger:
         self._close()
         return {phase: tops[_SUM] for phase, tops in self._by_phase.items()}
 
-    def trace(self, tier: int) -> tuple[array[int], list[tuple[int, ForecastPhase]]]:
-        """Events and marks of a tier so far, as in `values.Trace`."""
-        return self._events[tier], self._marks[tier]
+    def trace(self, tier: int) -> Trace:
+        """The allocations of a tier so far."""
+        tape, on_device = self._tapes[tier], tier == DEVICE
+        return Trace(
+            events=array("q", tape.events),
+            marks=tuple(tape.marks),
+            emptied=tuple(self._emptied) if on_device else (),
+            copied=tuple(self._copied) if on_device else (),
+            unrounded=frozenset(self._locked) if tier == PINNED else frozenset(),
+        )
 
     def bytes_at_peak(self) -> Mapping[int, int]:
         """Bytes on the device at the moment of its highest peak, by kind."""
-        current = peak = peak_event = 0
-        sizes: list[int] = []
-        for index, event in enumerate(self._events[DEVICE]):
-            if event >= 0:
-                sizes.append(event)
-                current += event
-                if current > peak:
-                    peak, peak_event = current, index
-            else:
-                current -= sizes[-event - 1]
-        live: dict[int, int] = {}
-        block = 0
-        for event in self._events[DEVICE][: peak_event + 1]:
-            if event >= 0:
-                live[block] = event
-                block += 1
-            else:
-                del live[-event - 1]
-        by_kind: dict[int, int] = {}
-        for block, size in live.items():
-            by_kind[self.kinds[block]] = by_kind.get(self.kinds[block], 0) + size
+        events = self._tapes[DEVICE].events
+        sizes = [event for event in events if event >= 0]
+        totals = list(accumulate(event if event >= 0 else -sizes[~event] for event in events))
+        until_peak = events[: totals.index(max(totals)) + 1] if totals else events
+        freed = {~event for event in until_peak if event < 0}
+        by_kind: Counter[int] = Counter()
+        for block, size in enumerate(event for event in until_peak if event >= 0):
+            if block not in freed:
+                by_kind[self._kinds[block]] += size
         return by_kind
 
     def _add(self, key: int, size: int, tier: int, watch: _Watch) -> None:
-        block = self._blocks[tier]
-        self._blocks[tier] = block + 1
-        self._live[key] = (size, tier, block, watch)
+        tape = self._tapes[tier]
+        self._live[key] = (size, tier, tape.blocks, watch)
+        tape.blocks += 1
+        tape.events.append(size)
         for counter in (tier, _SUM):
             current = self.current[counter] = self.current[counter] + size
             if current > self.highest[counter]:
                 self.highest[counter] = current
-        self._events[tier].append(size)
         if tier == DEVICE:
-            self.kinds.append(self.kind_of_new(size))
+            self._kinds.append(self.kind_of_new(self.phase, size))
 
     def _remove(self, key: int) -> None:
         size, tier, block, _ = self._live.pop(key)
         self.current[tier] -= size
         self.current[_SUM] -= size
-        self._events[tier].append(-block - 1)
+        self._tapes[tier].events.append(~block)
 
     def _on_gone(self, watch: _Watch) -> None:
         known = self._live.get(watch.key)

@@ -16,7 +16,8 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
@@ -31,15 +32,13 @@ from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, script_patches
 from .engine import SimulationContext, read_ledger, swap_into
 from .protocol import (
-    EngineRequest,
     Failure,
-    MeasureRequest,
-    Message,
     ModelRequest,
     Refused,
-    decode,
+    Request,
     explain_optimizer_errors,
     failure_of,
+    receive,
     send,
 )
 
@@ -56,19 +55,30 @@ DRAWN = "the batches of the script's first two optimizer steps were simulated: l
 
 
 def answer_requests(
-    connection: socket.socket, request: Message, context: SimulationContext, source: WorkloadSource, scratch: str
+    connection: socket.socket, request: Request, context: SimulationContext, source: WorkloadSource, scratch: str
 ) -> None:
-    """Answer each `MeasureRequest` with a run of the script, or a `ModelRequest` with one run up to its engine."""
-    for spec, micro_batch in _runs(connection, request, context, source):
+    """Answer each micro batch with a run of the script, or a `ModelRequest` with one run up to its engine."""
+    runs: Iterable[tuple[EngineSpec, int]]
+    if isinstance(request, EngineSpec):
+        runs = ((request, micro_batch) for micro_batch in receive(connection))
+    else:
+        runs = [(_unsharded(context, source, request.ranks), 1)]
+    for spec, micro_batch in runs:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)
-            only_looks = isinstance(request, ModelRequest)
             folder = tempfile.mkdtemp(dir=scratch)
-            _ScriptRun(connection, context, source, folder, spec, micro_batch, only_looks=only_looks).run()
-        code = _wait(pid)
-        if code is None:
+            only_looks = isinstance(request, ModelRequest)
+            _ScriptRun(connection, context, source, folder, spec, micro_batch, only_looks).run()
+        pidfd = os.pidfd_open(pid)
+        in_time = bool(select.select([pidfd], [], [], _LIMIT_S)[0])
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        os.close(pidfd)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        processes.unlink_temporary([pid])
+        if not in_time:
             problem = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
             send(connection, Failure(kind="stuck", problem=problem, place=source.path, hint=_HINT))
             return
@@ -76,19 +86,6 @@ def answer_requests(
             ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it left with exit code {code}"
             problem = f"the simulation of micro batch {micro_batch} ended without an answer: {ending}"
             send(connection, Failure(kind="crashed", problem=problem, place=source.path, hint=_HINT))
-
-
-def _runs(
-    connection: socket.socket, request: Message, context: SimulationContext, source: WorkloadSource
-) -> Iterator[tuple[EngineSpec, int]]:
-    """The engine and the micro batch of each run."""
-    if isinstance(request, EngineRequest):
-        for line in connection.makefile():
-            measure = decode(line)
-            assert isinstance(measure, MeasureRequest)
-            yield request.engine, measure.micro_batch
-    elif isinstance(request, ModelRequest):
-        yield _unsharded(context, source, request.ranks), 1
 
 
 def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -> EngineSpec:
@@ -101,40 +98,23 @@ def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -
     )  # fmt: skip
 
 
-def _wait(pid: int) -> int | None:
-    """The exit code of the process, negative for a signal; None if it took too long and was killed."""
-    pidfd = os.pidfd_open(pid)
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    in_time = bool(poll.poll(_LIMIT_S * 1000))
-    if not in_time:
-        os.kill(pid, signal.SIGKILL)
-    os.close(pidfd)
-    status = os.waitpid(pid, 0)[1]
-    processes.unlink_temporary([pid])
-    return os.waitstatus_to_exitcode(status) if in_time else None
-
-
+@dataclass
 class _ScriptRun:
     """One run of the script, and the observer of its session. `only_looks`: up to the script's engine only."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        context: SimulationContext,
-        source: WorkloadSource,
-        scratch: str,
-        spec: EngineSpec,
-        micro_batch: int,
-        *,
-        only_looks: bool,
-    ) -> None:
-        self._connection, self._context, self._source, self._scratch = connection, context, source, scratch
-        self._spec, self._micro_batch, self._only_looks = spec, micro_batch, only_looks
+    connection: socket.socket
+    context: SimulationContext
+    source: WorkloadSource
+    scratch: str
+    spec: EngineSpec
+    micro_batch: int
+    only_looks: bool
+    result: Simulation | None = None
+
+    def __post_init__(self) -> None:
         self._began = time.perf_counter()
         self._hangup = contextlib.ExitStack()
-        self._result: Simulation | None = None
-        # A session reads these of its observer; a simulation measures nothing by them.
+        # A trial's observer has these, which the session reads; a simulation measures nothing by them.
         self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None)
         self.training_peaks: dict[str, int] = {}
 
@@ -143,30 +123,29 @@ class _ScriptRun:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the script's output is no log of a forecast
         try:
-            self._hangup.enter_context(processes.die_with_peer(self._connection))
-            self._context.become_rank(self._spec)
-            script_patches.install(self._context.ledger)
-            with self._context.active(), explain_optimizer_errors(self._spec.ds_config):
-                end = run(self._job(), 0, self, None, self.leave, lambda **fields: _SimulatedSession(self, **fields))
+            self._hangup.enter_context(processes.die_with_peer(self.connection))
+            self.context.become_rank(self.spec)
+            script_patches.install(self.context.ledger)
+            with self.context.active(), explain_optimizer_errors(self.spec.ds_config):
+                end = run(self._job(), 0, self, None, self.leave, _SimulatedSession)
             self.leave(end)
         except BaseException as error:
             self.leave(error)
 
     def _job(self) -> RankJob:
         """The job as a trial's rank would get it."""
-        spec = self._spec
-        config = swap_into(self._scratch, spec.ds_config)
+        config = swap_into(self.scratch, self.spec.ds_config)
         accumulation = min(_ENOUGH_ACCUMULATION, int(config.get(BATCH_KEYS[2], 1)))
-        config |= {BATCH_KEYS[1]: self._micro_batch, BATCH_KEYS[2]: accumulation}
+        config |= {BATCH_KEYS[1]: self.micro_batch, BATCH_KEYS[2]: accumulation}
         return RankJob(
-            job="survey" if self._only_looks else "train",
-            source=self._source,
-            device=spec.device,
-            folder=self._scratch,
-            scratch=self._scratch,
-            world_size=spec.world_size,
+            job="survey" if self.only_looks else "train",
+            source=self.source,
+            device=self.spec.device,
+            folder=self.scratch,
+            scratch=self.scratch,
+            world_size=self.spec.world_size,
             ds_config=config,
-            micro_batch=self._micro_batch,
+            micro_batch=self.micro_batch,
             accumulation=accumulation,
             steps=_STEPS,
         )
@@ -177,33 +156,25 @@ class _ScriptRun:
 
     def touch(self, phase: Phase, step: int) -> None:
         """Observer: the script is in this phase, which may be one that no forecast has."""
-        if phase in _PHASES and self._result is None:
-            self._context.ledger.begin(_PHASES[phase])
-
-    def watch(self, model: Any) -> None:
-        """Label the gradients of the model that the script gives to its engine."""
-        if not self._only_looks:
-            attribution.label_gradients(self._context.ledger, model)
+        if phase in _PHASES and self.result is None:
+            self.context.ledger.begin(_PHASES[phase])
 
     def record(self, engine: Any) -> None:
         """Keep the result at the end of the second step; later allocations do not count."""
-        ledger = self._context.ledger
-        ledger.assume(DRAWN)
-        attribution.label_persistent(ledger, engine)
-        seconds = time.perf_counter() - self._began
-        self._result = read_ledger(ledger, self._micro_batch, attribution.optimizer_elements(engine), seconds)
+        self.context.ledger.assume(DRAWN)
+        self.result = read_ledger(self.context.ledger, engine, self.micro_batch, time.perf_counter() - self._began)
 
     def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
         """Send the result or the failure, and end this process."""
         self._hangup.close()  # the client's next request is no hanging up
         if isinstance(end, BaseException):
             traceback.print_exception(end)
-            send(self._connection, _failure_of(end, self._source))
-        elif self._only_looks:
-            send(self._connection, ModelFacts(**end))
+            send(self.connection, _failure_of(end, self.source))
+        elif self.only_looks:
+            send(self.connection, ModelFacts(**end))
         else:
-            assert self._result is not None
-            send(self._connection, self._result)
+            assert self.result is not None
+            send(self.connection, self.result)
         sys.stderr.flush()
         os._exit(_ANSWERED)
 
@@ -211,13 +182,10 @@ class _ScriptRun:
 class _SimulatedSession(Session):
     """A session that neither times steps nor reads their results."""
 
-    def __init__(self, script_run: _ScriptRun, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.script_run = script_run
-
     def take_model(self, model: Any) -> None:
-        """The script gives its model to the engine."""
-        self.script_run.watch(model)
+        """Label the gradients of the model that the script gives to its engine."""
+        if not self.stops_at_engine:
+            attribution.label_gradients(self.observer.context.ledger, model)
 
     def note_loss(self, loss: Any) -> None:
         """Ignore the loss, which has no value here."""
@@ -225,7 +193,7 @@ class _SimulatedSession(Session):
     def finish(self) -> NoReturn:
         """Record the result before the script ends and frees its tensors."""
         if not self.stops_at_engine:
-            self.script_run.record(self.engine)
+            self.observer.record(self.engine)
         super().finish()
 
     def has_enough(self) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
-import select
+import pickle
 import shutil
 import signal
 import socket
@@ -24,13 +25,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...system import processes
 from ...types import Device, WorkloadSource
-from .protocol import EngineRequest, MeasureRequest, Message, Ready, decode, failure_of, send
+from ..values import EngineSpec
+from .protocol import Answer, Ready, Request, failure_of, receive, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
     from .engine import BuiltModel, SimulationContext
 
-_REAP_EVERY_MS = 200
 _LONGEST_REQUEST = 1 << 20  # bytes
 
 
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         send(client, failure_of(error, source.path))
         return
-    send(client, Ready(pid=os.getpid()))
+    send(client, Ready())
     _serve(client, prepared)
     shutil.rmtree(scratch, ignore_errors=True)  # for a client that was killed
 
@@ -99,56 +100,48 @@ def _serve(client: socket.socket, prepared: _Prepared) -> None:
     parent = os.getpid()
     children: set[int] = set()
     builders: dict[tuple[object, ...], socket.socket] = {}
-    poll = select.poll()
-    poll.register(client, select.POLLIN | select.POLLHUP)
     while True:
-        if not poll.poll(_REAP_EVERY_MS if children else None):
-            _reap(children)
-            continue
         line, descriptors, _, _ = socket.recv_fds(client, _LONGEST_REQUEST, 1)
         if not line:
             break
-        request, connection = decode(line), socket.socket(fileno=descriptors[0])
+        children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+        request, connection = pickle.loads(line), socket.socket(fileno=descriptors[0])
         shared = _shared_model(request, prepared)
-        if shared is not None and shared in builders:
-            if _pass_on(builders[shared], line, connection):
-                connection.close()
-                continue
-            builders.pop(shared).close()  # it died; start another
-        parent_end, builder_end = socket.socketpair()
+        if shared in builders and _pass_on(builders[shared], line, connection):
+            connection.close()
+            continue
+        builder_end = None
+        if shared is not None:  # the child that has built this model is not there yet, or has died
+            builders[shared], builder_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)
-            for other in (client, parent_end, *builders.values()):
+            for other in (client, *builders.values()):
                 other.close()
-            if isinstance(request, EngineRequest) and shared is not None:
-                connection.close()
-                _build_and_serve(builder_end, request, prepared)
-            builder_end.close()
-            _answer_requests(connection, request, prepared)
+            if builder_end is None:
+                _answer_requests(connection, request, prepared)
+            connection.close()
+            _build_and_serve(builder_end, request, prepared)
         children.add(pid)
-        builder_end.close()
-        if shared is None:
-            parent_end.close()
-        else:
-            builders[shared] = parent_end
-            _pass_on(parent_end, line, connection)
+        if shared is not None and builder_end is not None:
+            builder_end.close()
+            _pass_on(builders[shared], line, connection)
         connection.close()
     for pid in children:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
-def _shared_model(request: Message, prepared: _Prepared) -> tuple[object, ...] | None:
+def _shared_model(request: Request, prepared: _Prepared) -> tuple[object, ...] | None:
     """A key that is equal for engines that can share a built model; None if the engine must be forked here.
 
     Under zero.Init DeepSpeed takes part in building the model, as the rung's config says. A script builds for itself.
     """
-    if not isinstance(request, EngineRequest) or prepared.model is not None or prepared.source.kind == "script":
+    if not isinstance(request, EngineSpec) or prepared.model is not None or prepared.source.kind == "script":
         return None
-    spec = request.engine
-    return None if spec.zero_init else (spec.world_size, spec.ranks_per_node, spec.device_bytes, spec.checkpointing)
+    if request.zero_init:
+        return None
+    return request.world_size, request.ranks_per_node, request.device_bytes, request.checkpointing
 
 
 def _pass_on(builder: socket.socket, line: bytes, connection: socket.socket) -> bool:
@@ -160,7 +153,7 @@ def _pass_on(builder: socket.socket, line: bytes, connection: socket.socket) -> 
     return True
 
 
-def _build_and_serve(client: socket.socket, request: EngineRequest, prepared: _Prepared) -> NoReturn:
+def _build_and_serve(client: socket.socket, spec: EngineSpec, prepared: _Prepared) -> NoReturn:
     """The life of a child that builds the model which engines share, and forks them."""
     faulthandler.enable()
     from ...trial import preload
@@ -168,7 +161,7 @@ def _build_and_serve(client: socket.socket, request: EngineRequest, prepared: _P
 
     try:
         assert prepared.workload is not None
-        model = BuiltModel(prepared.context, prepared.workload, request.engine)
+        model = BuiltModel(prepared.context, prepared.workload, spec)
         preload.freeze()
         _serve(client, replace(prepared, model=model))
     except BaseException:
@@ -177,7 +170,7 @@ def _build_and_serve(client: socket.socket, request: EngineRequest, prepared: _P
     os._exit(0)
 
 
-def _answer_requests(connection: socket.socket, request: Message, prepared: _Prepared) -> NoReturn:
+def _answer_requests(connection: socket.socket, request: Request, prepared: _Prepared) -> NoReturn:
     """The life of one engine's process, or of one that looks at the model."""
     faulthandler.enable()
     from .engine import Engine, look_at_model
@@ -190,12 +183,10 @@ def _answer_requests(connection: socket.socket, request: Message, prepared: _Pre
                 from . import script_engine
 
                 script_engine.answer_requests(connection, request, context, source, scratch)
-            elif isinstance(request, EngineRequest):
-                engine = Engine(context, workload, request.engine, scratch, prepared.model)
-                for line in connection.makefile():
-                    measure = decode(line)
-                    assert isinstance(measure, MeasureRequest)
-                    if not _answer(connection, source, lambda size=measure.micro_batch: engine.measure(size)):  # type: ignore[misc]
+            elif isinstance(request, EngineSpec):
+                engine = Engine(context, workload, request, scratch, prepared.model)
+                for micro_batch in receive(connection):
+                    if not _answer(connection, source, functools.partial(engine.measure, micro_batch)):
                         break
             else:
                 _answer(connection, source, lambda: look_at_model(context, workload))
@@ -205,7 +196,7 @@ def _answer_requests(connection: socket.socket, request: Message, prepared: _Pre
     os._exit(0)
 
 
-def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Message]) -> bool:
+def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
     """Do the work and send its result, or the failure; whether it went well."""
     try:
         with processes.die_with_peer(connection):
@@ -216,14 +207,6 @@ def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[]
         return False
     send(connection, result)
     return True
-
-
-def _reap(children: set[int]) -> None:
-    for pid in list(children):
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                continue
-        children.discard(pid)
 
 
 if __name__ == "__main__":

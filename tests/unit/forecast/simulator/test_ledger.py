@@ -38,7 +38,7 @@ def replayed(ledger: Ledger, tier: int) -> tuple[int, int]:
     """Peak and final bytes of the trace, by its documented meaning."""
     now = peak = 0
     blocks: list[int] = []
-    for event in ledger.trace(tier)[0]:
+    for event in ledger.trace(tier).events:
         if event >= 0:
             blocks.append(event)
             now += event
@@ -78,7 +78,7 @@ def test_a_resized_storage_is_freed_and_allocated_again(ledger: Ledger) -> None:
     tensor.storage.size = 30
     ledger.enter(tensor)
     assert ledger.current[DEVICE] == 30
-    assert list(ledger.trace(DEVICE)[0]) == [100, -1, 30]
+    assert list(ledger.trace(DEVICE).events) == [100, -1, 30]
 
 
 def test_a_second_step_can_raise_the_peak_of_a_phase(ledger: Ledger) -> None:
@@ -95,7 +95,7 @@ def test_a_second_step_can_raise_the_peak_of_a_phase(ledger: Ledger) -> None:
     assert {phase: tiers["device"] for phase, tiers in ledger.peaks().items()} == {
         "init": 100, "forward": 160, "step": 100,
     }  # fmt: skip
-    assert [phase for _, phase in ledger.trace(DEVICE)[1]] == ["init", "forward", "step", "forward"]
+    assert [phase for _, phase in ledger.trace(DEVICE).marks] == ["init", "forward", "step", "forward"]
 
 
 def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
@@ -114,10 +114,10 @@ def test_a_restarted_trace_opens_with_what_lives(ledger: Ledger) -> None:
     del gone
     ledger.restart()
     ledger.begin("forward")
-    assert list(ledger.trace(DEVICE)[0]) == [100]
+    assert list(ledger.trace(DEVICE).events) == [100]
     assert ledger.peaks()["forward"]["device"] == 100
     del kept
-    assert list(ledger.trace(DEVICE)[0]) == [100, -1]
+    assert list(ledger.trace(DEVICE).events) == [100, -1]
 
 
 def test_on_cpu_ranks_every_tier_counts_as_the_device() -> None:
