@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.system.host import visible_cards
+from autods.system.gpus import read_nvml
 
 # Started in the background of a script, we ignore Ctrl-C and would hand that on to the fits that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -19,8 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     integration = Path(__file__).parent / "integration"
     items.sort(key=lambda item: integration in item.path.parents)  # stable: the order within each stays
     # NVML answers without torch, which takes seconds to import.
-    if any(item.get_closest_marker("gpu") for item in items) and not visible_cards(
-        os.environ.get("CUDA_VISIBLE_DEVICES")
+    if (
+        any(item.get_closest_marker("gpu") for item in items)
+        and not read_nvml(os.environ.get("CUDA_VISIBLE_DEVICES")).cards
     ):
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..system import processes
@@ -67,9 +67,9 @@ class NodeAgent:
         self.job_number = 0  # of the running job; 0: none runs
         self.sending = threading.Lock()  # an abort that is meant for one job must not follow the next job's line
 
-    def describe(self) -> NodeDescription:
-        """The hardware and software of this node."""
-        return NodeDescription(hardware=read_hardware(), versions=installed_versions())
+    def describe(self, address: str) -> NodeDescription:
+        """The hardware and software of this node, which has that address."""
+        return NodeDescription(address=address, hardware=read_hardware(), versions=installed_versions())
 
     def read_clock(self) -> float:
         """Seconds of this node's monotonic clock."""
@@ -91,10 +91,8 @@ class NodeAgent:
             processes.die_with_parent(os.getppid())  # of the raylet: an actor outlives it by some 15 s otherwise
         self.zygote = start_zygote(self.source, self.device, self.driver_pid, self.log, self.environment)
         message = self.zygote.receive()
-        if message is None:
-            return self._bury_zygote()
-        assert isinstance(message, Ready | LoadFailed)
-        return message
+        assert message is None or isinstance(message, Ready | LoadFailed)
+        return message or self._bury_zygote()
 
     def bind_store(self, address: str) -> StoreBound | StoreFailed | LoadFailed | ZygoteDied:
         """Let the zygote listen for the rendezvous of the next job."""
@@ -103,10 +101,8 @@ class NodeAgent:
         assert self.zygote is not None
         self.zygote.send(BIND + address.encode())
         message = self.zygote.receive()
-        if message is None:
-            return self._bury_zygote()
-        assert isinstance(message, StoreBound | StoreFailed)
-        return message
+        assert message is None or isinstance(message, StoreBound | StoreFailed)
+        return message or self._bury_zygote()
 
     def run(self, job: RankJob, number: int = 0) -> NodeReport | LoadFailed | ZygoteDied:
         """Run one job to its end. A zygote that died is replaced by the next `run`."""
@@ -127,24 +123,22 @@ class NodeAgent:
             self.job_number = 0
         death = self._bury_zygote()
         remove_folders(job)  # not before the ranks that work in them are gone
-        beat = self.heartbeat
-        return ZygoteDied(how=death.how, phase=beat.phase, step=beat.step, host=host.summarize())
+        return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
 
     def progress(self) -> Heartbeat:
         """Return the phase and step of the slowest rank."""
         return self.heartbeat
 
-    def abort(self, number: int | None = None) -> None:
-        """End the ranks of the running job, if it is the one of that number. None: whichever runs."""
+    def abort(self, number: int) -> None:
+        """End the ranks of the running job, if it is the one of that number."""
         with self.sending:
             zygote = self.zygote  # `run` may find the zygote dead and drop it meanwhile
-            if zygote is not None and number in (None, self.job_number):
+            if zygote is not None and number == self.job_number:
                 zygote.send(ABORT)
 
     def stop(self) -> None:
         """End the zygote and everything below it."""
-        zygote = self.zygote
-        if zygote is not None:
+        if (zygote := self.zygote) is not None:
             zygote.close()
         processes.kill_children(2.0)
 
@@ -173,10 +167,9 @@ class ZygoteProcess:
     def receive(self) -> ZygoteMessage | None:
         """Wait for the next message; None when the zygote is gone."""
         while b"\n" not in self.pending:
-            try:
+            data = b""
+            with contextlib.suppress(OSError):
                 data = self.connection.recv(1 << 20)
-            except OSError:
-                return None
             if not data:
                 return None
             self.pending += data
@@ -229,6 +222,7 @@ _ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
+_ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() must not initialise CUDA before the fork
 _CUDA_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's default puts the fastest GPU first
     "NCCL_DEBUG": "WARN",  # else NCCL does not report why it failed, for example that memory ran out
@@ -237,22 +231,16 @@ _CUDA_DEFAULTS = {
 
 def zygote_environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for a zygote: the user's, and those that forking and memory budgets need."""
+    variables = {**environment, **_ALWAYS, "TORCH_EXTENSIONS_DIR": str(ops_folder())}
     scripts = os.path.dirname(sys.executable)  # ninja lives there
-    variables = {
-        **environment,
-        **_ALWAYS,
-        "PATH": os.pathsep.join([scripts, environment.get("PATH", "")]),
-        "TORCH_EXTENSIONS_DIR": str(ops_folder()),
-    }
+    variables["PATH"] = os.pathsep.join([scripts, environment.get("PATH", "")])
     package = Path(__file__).parents[2]
     if "runtime_resources" in package.parts:  # Ray brought the package here: the zygote has to find the same
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
     if device == "cpu":
         return variables | _ON_CPU
-    variables = _CUDA_DEFAULTS | variables
-    variables["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() must not initialise CUDA before the fork
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        assigned = os.environ["CUDA_VISIBLE_DEVICES"]  # the GPUs that Ray gave this actor
+    variables = _CUDA_DEFAULTS | variables | _ON_CUDA
+    if (assigned := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:  # the GPUs that Ray gave this actor
         variables["CUDA_VISIBLE_DEVICES"] = uuids_to_indices(assigned)
         if variables["CUDA_VISIBLE_DEVICES"] != assigned:
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that those indices count in

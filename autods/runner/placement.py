@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..config.settings import Settings
 from ..errors import EnvironmentBroken
-from ..system.gpus import Card
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes
 from .ray_connect import format_ray_error, ray_internal, session
@@ -17,6 +16,7 @@ from .ray_connect import format_ray_error, ray_internal, session
 _LOOK_EVERY_S = 1.0
 _SILENT_S = 5.0  # a shorter wait is not reported
 _REPORT_EVERY_S = 60.0
+_ANSWERS_S = 120.0  # the first task on a node takes some seconds: Ray starts a worker there, which gets our package
 _SAME_SOFTWARE = ("python", "torch", "deepspeed", "transformers")  # ranks of one job need the same versions
 
 
@@ -46,11 +46,6 @@ class Need:
     def bundle(self) -> dict[str, float]:
         """A bundle of a Ray placement group: its resources lie on one node."""
         return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
-
-    @property
-    def strategy(self) -> str:
-        """Ray's name for one bundle a node."""
-        return "STRICT_SPREAD" if self.nodes > 1 else "STRICT_PACK"
 
     @property
     def resource(self) -> str:
@@ -85,122 +80,19 @@ class NodeState:
 class NodeDescription:
     """The hardware of a node and the versions of its software."""
 
+    address: str
     hardware: Hardware
     versions: Mapping[str, str]
 
 
-class Cluster(Protocol):
-    """The part of Ray that placement uses; `RayCluster` is the real one."""
-
-    def nodes(self) -> Sequence[NodeState]:
-        """Return the nodes that are alive."""
-
-    def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
-        """Ask for a placement group; return its handle."""
-
-    def is_ready(self, group: Any, within_s: float) -> bool:
-        """Wait for the group; return whether all of it is reserved."""
-
-    def node_ids(self, group: Any) -> list[str]:
-        """Return the node of each bundle, in the order of the bundles."""
-
-    def free(self, group: Any) -> None:
-        """Give the group back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """The place of one node's ranks. `bundle` is its index in the placement group."""
-
-    node: NodeState
-    bundle: int
-
-
-def reserve_nodes(
-    cluster: Cluster,
-    need: Need,
-    *,
-    report: Callable[[str], None],
-    first: str | None = None,
-    within_s: float | None = None,
-) -> tuple[Any, tuple[Spot, ...]]:
-    """Reserve a placement group; return it with its spots. The node with the id `first` comes first: it gets rank 0.
-
-    Waits, with a report, while others hold the resources. Raises EnvironmentBroken when the cluster never can hold the
-    ranks, NoRoom when it does not hold them `within_s`.
-    """
-    _check_possible(cluster, need)
-    group = cluster.reserve([need.bundle] * need.nodes, need.strategy)
-    try:
-        _wait(cluster, need, group, report, within_s)
-        states = {node.id: node for node in cluster.nodes()}
-        spots = [Spot(node=states[id], bundle=bundle) for bundle, id in enumerate(cluster.node_ids(group))]
-    except BaseException:
-        cluster.free(group)
-        raise
-    return group, tuple(sorted(spots, key=lambda spot: (spot.node.id != first, _sort_key(spot.node.address))))
-
-
-def _wait(cluster: Cluster, need: Need, group: Any, report: Callable[[str], None], within_s: float | None) -> None:
-    began, reported_s = time.monotonic(), -_REPORT_EVERY_S
-    while not cluster.is_ready(group, _LOOK_EVERY_S):
-        _check_possible(cluster, need)
-        waited_s = time.monotonic() - began
-        if within_s is not None and waited_s >= within_s:
-            raise NoRoom(_format_waiting(need, cluster.nodes()))
-        if waited_s >= _SILENT_S and waited_s - reported_s >= _REPORT_EVERY_S:
-            reported_s = waited_s
-            report(_format_waiting(need, cluster.nodes()))
-
-
-def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:
-    """A sentence with the resources that are needed, and those that are free on each node."""
-    kind = need.resource
-    free = ", ".join(
-        f"{node.free.get(kind, 0):g} of {node.total[kind]:g} on {node.address}"
-        for node in nodes
-        if node.total.get(kind)
-    )
-    return f"waiting for {need} of the Ray cluster: {free} free"
-
-
-def _check_possible(cluster: Cluster, need: Need) -> None:
-    nodes, kind = cluster.nodes(), need.resource
-    if sum(node.has_room(need) for node in nodes) >= need.nodes:
-        return
-    totals = ", ".join(f"{node.address} {node.total.get(kind, 0):g}" for node in nodes) or "none"
-    raise EnvironmentBroken(
-        f"the ranks need {need}, and the Ray cluster has {_format_count(len(nodes), 'node')} ({kind}s: {totals})\n"
-        f"  {_suggest(need, nodes)}"
-    )
-
-
-def _suggest(need: Need, nodes: Sequence[NodeState]) -> str:
-    """What the user can do: the same ranks on another number of nodes, if that has room."""
-    ranks = need.count * need.nodes
-    for count in range(1, len(nodes) + 1):
-        enough = [node for node in nodes if node.total.get(need.resource, 0) >= ranks // count]
-        if ranks % count == 0 and len(enough) >= count:
-            return f"--nodes {count} --gpus {ranks} would find room; or add nodes with `ray start --address`"
-    return "add nodes with `ray start --address HOST:PORT`, or use fewer ranks (--gpus)"
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def _sort_key(address: str) -> tuple[tuple[int, str], ...]:
-    """Sorts 10.0.0.9 before 10.0.0.10."""
-    return tuple((int(part), "") if part.isdigit() else (0, part) for part in address.split("."))
-
-
 class RayCluster:
-    """The `Cluster` that Ray is connected to."""
+    """The part of Ray that placement uses."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
 
     def nodes(self) -> Sequence[NodeState]:
+        """Return the nodes that are alive."""
         free = ray_internal("ray._private.state", "available_resources_per_node")()
         return [
             NodeState(
@@ -214,45 +106,119 @@ class RayCluster:
         ]
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        """Ask for a placement group; return its handle."""
         from ray.util.placement_group import placement_group
 
         return placement_group(bundles, strategy=strategy)
 
     def is_ready(self, group: Any, within_s: float) -> bool:
+        """Wait for the group; return whether all of it is reserved."""
         return bool(group.wait(timeout_seconds=within_s))
 
     def node_ids(self, group: Any) -> list[str]:
+        """Return the node of each bundle, in the order of the bundles."""
         from ray.util.placement_group import placement_group_table
 
         table = placement_group_table(group)["bundles_to_node_id"]
         return [table[bundle] for bundle in sorted(table)]
 
     def free(self, group: Any) -> None:
+        """Give the group back."""
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(group)
 
 
-def check_same_software(nodes: Sequence[NodeDescription], spots: Sequence[Spot]) -> None:
-    """Raise EnvironmentBroken with the first version in which two nodes differ."""
-    versions: dict[str, tuple[str, str]] = {}
-    for node, spot in zip(nodes, spots, strict=True):
-        for name in _SAME_SOFTWARE:
-            version = node.versions[name]
-            first, address = versions.setdefault(name, (version, spot.node.address))
-            if version != first:
-                raise EnvironmentBroken(
-                    f"the nodes differ in software: {name} {first} on {address}, {version} on {spot.node.address}\n"
-                    f"  install the same on all: pip install {name}=={first}"
-                )
+def reserve_nodes(
+    cluster: RayCluster,
+    need: Need,
+    *,
+    report: Callable[[str], None],
+    first: str | None = None,
+    within_s: float | None = None,
+) -> tuple[Any, dict[int, NodeState]]:
+    """Reserve a placement group; return it, and its nodes by the index of their bundle, in the order of their ranks.
+
+    The node with the id `first` comes first: it gets rank 0. Waits, with a report, while others hold the resources.
+    Raises EnvironmentBroken when the cluster never can hold the ranks, NoRoom when it does not hold them `within_s`.
+    """
+    _check_possible(cluster, need)
+    group = cluster.reserve([need.bundle] * need.nodes, "STRICT_SPREAD" if need.nodes > 1 else "STRICT_PACK")
+    try:
+        began, reported_s = time.monotonic(), -_REPORT_EVERY_S
+        while not cluster.is_ready(group, _LOOK_EVERY_S):
+            _check_possible(cluster, need)
+            waited_s = time.monotonic() - began
+            if within_s is not None and waited_s >= within_s:
+                raise NoRoom(_format_waiting(need, cluster.nodes()))
+            if waited_s >= _SILENT_S and waited_s - reported_s >= _REPORT_EVERY_S:
+                reported_s = waited_s
+                report(_format_waiting(need, cluster.nodes()))
+        states = {node.id: node for node in cluster.nodes()}
+        nodes = {bundle: states[id] for bundle, id in enumerate(cluster.node_ids(group))}
+    except BaseException:
+        cluster.free(group)
+        raise
+
+    def sort_key(item: tuple[int, NodeState]) -> tuple[bool, list[tuple[int, str]]]:
+        """Sorts 10.0.0.9 before 10.0.0.10."""
+        parts = item[1].address.split(".")
+        return item[1].id != first, [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+
+    return group, dict(sorted(nodes.items(), key=sort_key))
 
 
-def describe_gpu_differences(nodes: Sequence[NodeDescription], spots: Sequence[Spot]) -> str | None:
+def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:
+    """A sentence with the resources that are needed, and those that are free on each node."""
+    kind = need.resource
+    free = ", ".join(
+        f"{node.free.get(kind, 0):g} of {node.total[kind]:g} on {node.address}"
+        for node in nodes
+        if node.total.get(kind)
+    )
+    return f"waiting for {need} of the Ray cluster: {free} free"
+
+
+def _check_possible(cluster: RayCluster, need: Need) -> None:
+    nodes, kind = cluster.nodes(), need.resource
+    if sum(node.has_room(need) for node in nodes) >= need.nodes:
+        return
+    totals = ", ".join(f"{node.address} {node.total.get(kind, 0):g}" for node in nodes) or "none"
+    advice = "add nodes with `ray start --address HOST:PORT`, or use fewer ranks (--gpus)"
+    ranks = need.count * need.nodes
+    for count in range(1, len(nodes) + 1):  # the same ranks on another number of nodes
+        enough = sum(node.total.get(kind, 0) >= ranks // count for node in nodes)
+        if ranks % count == 0 and enough >= count:
+            advice = f"--nodes {count} --gpus {ranks} would find room; or add nodes with `ray start --address`"
+            break
+    raise EnvironmentBroken(
+        f"the ranks need {need}, and the Ray cluster has {_format_count(len(nodes), 'node')} ({kind}s: {totals})\n"
+        f"  {advice}"
+    )
+
+
+def _format_count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def check_same_software(nodes: Sequence[NodeDescription]) -> None:
+    """Raise EnvironmentBroken where the nodes differ in a version that their ranks need to share."""
+    for name in _SAME_SOFTWARE:
+        first = nodes[0].versions[name]
+        other = next((node for node in nodes if node.versions[name] != first), None)
+        if other is not None:
+            raise EnvironmentBroken(
+                f"the nodes differ in software: {name} {first} on {nodes[0].address}, {other.versions[name]} on "
+                f"{other.address}\n  install the same on all: pip install {name}=={first}"
+            )
+
+
+def describe_gpu_differences(nodes: Sequence[NodeDescription]) -> str | None:
     """A sentence where the nodes have different GPUs, else None."""
     places: dict[tuple[str, int], list[str]] = {}
-    for node, spot in zip(nodes, spots, strict=True):
+    for node in nodes:
         for card in node.hardware.cards:
-            places.setdefault((card.name, card.total_bytes), []).append(spot.node.address)
+            places.setdefault((card.name, card.total_bytes), []).append(node.address)
     if len(places) < 2:
         return None
     kinds = "; ".join(
@@ -260,9 +226,6 @@ def describe_gpu_differences(nodes: Sequence[NodeDescription], spots: Sequence[S
         for (name, size), addresses in places.items()
     )
     return f"the GPUs differ, the slowest and the smallest decide: {kinds}"
-
-
-_ANSWER_S = 120.0  # the first task on a node takes some seconds: Ray starts a worker there, which gets our package
 
 
 def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Hardware:
@@ -280,15 +243,13 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
     if len(usable) < nodes:  # the check of the request fails later, with the figures of the best nodes
         usable = sorted(hardware, key=lambda node: len(node.cards), reverse=True)[:nodes]
     fewest = min(usable, key=lambda node: len(node.cards))
-    smallest: Card | None = min(
-        (card for node in usable for card in node.cards), key=lambda card: card.usable_bytes, default=None
-    )
+    cards = sorted((card for node in usable for card in node.cards), key=lambda card: card.usable_bytes)
     return Hardware(
         cpu=fewest.cpu,
         cores=min(node.cores for node in usable),
         host_bytes=min(node.host_bytes for node in usable),
         host_free_bytes=min(node.host_free_bytes for node in usable),
-        cards=tuple([smallest] * len(fewest.cards)) if smallest else (),
+        cards=tuple(cards[:1] * len(fewest.cards)),
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )
 
@@ -305,7 +266,7 @@ def read_cluster_hardware(address: str, resource: str) -> list[Hardware]:
             for node in [node for node in alive if node.total.get(resource)] or alive[:1]
         ]
         try:
-            return list(ray.get(references, timeout=_ANSWER_S))
+            return list(ray.get(references, timeout=_ANSWERS_S))
         except ray.exceptions.RayError as error:
             raise EnvironmentBroken(
                 f"a node of the Ray cluster does not answer: {format_ray_error(error)}\n"

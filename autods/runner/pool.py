@@ -85,16 +85,12 @@ class Turns:
     @contextmanager
     def _until_stopped(self) -> Iterator[None]:
         try:
-            self._check()
+            if self.stopped:
+                raise KeyboardInterrupt
             yield
-        except Exception:
-            self._check()
-            raise
-        self._check()
-
-    def _check(self) -> None:
-        if self.stopped:
-            raise KeyboardInterrupt
+        finally:
+            if self.stopped:
+                raise KeyboardInterrupt
 
 
 def neighbours_may_be_why(outcome: Outcome) -> bool:
@@ -216,35 +212,31 @@ class RunnerPool:
         return sorted(trials, key=lambda trial: keys.index(_environment_key(trial.conditions)))
 
     def _choose_runner(self, conditions: Mapping[str, Scalar]) -> RayRunner:
-        key = _environment_key(conditions)
+        """Return the runner with the environment of these conditions; start it where none is alive."""
+        key, variables = _environment_key(conditions), environment_variables(conditions)
         runner = self.alive.pop(key, None)
         if runner is None:
-            self._share_ray()
+            if self.environments > 1 and not self._ray_is_shared:
+                self._share_ray()
             while len(self.alive) >= self.most_alive:
                 self.alive.pop(next(iter(self.alive))).__exit__(None, None, None)
-            runner = self._start_runner(environment_variables(conditions))
+            if variables:
+                text = " ".join(f"{name}={value}" for name, value in variables.items())
+                self.listen(Note(text=f"ranks with {text}"))
+            runner = self.make(
+                self.settings, self.listen, host_bytes=self.host_bytes, environment=variables, number=self.number
+            ).__enter__()
         self.alive[key], self.hosts = runner, runner.workers.hosts
         return runner
 
     def _share_ray(self) -> None:
-        """Start Ray here where several runners need it: it has to outlive each, and to have a CPU for all of them."""
-        if self.environments < 2 or self._ray_is_shared:
-            return
+        """Start Ray here, because it has to outlive each of several runners, and to have a CPU for all of them."""
         self._ray_is_shared = True
         if self.settings.address is not None or is_connected():
             self.most_alive = 1  # somebody else decides how many CPUs we may hold
         if not is_connected():
             cpus = max(2, os.cpu_count() or 2, self.most_alive)
             self._exits.enter_context(session(cpus=cpus, address=self.settings.address))
-
-    def _start_runner(self, environment: Mapping[str, str]) -> RayRunner:
-        if environment:
-            variables = " ".join(f"{name}={value}" for name, value in environment.items())
-            self.listen(Note(text=f"ranks with {variables}"))
-        runner = self.make(
-            self.settings, self.listen, host_bytes=self.host_bytes, environment=environment, number=self.number
-        )
-        return runner.__enter__()
 
 
 def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes: int) -> None:

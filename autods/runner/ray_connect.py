@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import ipaddress
 import logging
 import os
 import shutil
@@ -29,11 +28,17 @@ from ..errors import EnvironmentBroken, InputError
 _ANSWERS_S = 5.0  # a running cluster answers at once; Ray itself would try for more than a minute
 _START_HINT = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on others"
 _FOLDER_PREFIX = "autods-ray-"
-_COMMON_OPTIONS: dict[str, Any] = {
-    "logging_level": logging.ERROR,
-    "log_to_driver": False,
-    "configure_logging": False,
-    "namespace": "autods",
+_SERVICES = "ray._private.services"
+_VARIABLES = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES as the user set it
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    # We start one actor; Ray would start a worker for each CPU.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # Ray's workers have niceness 15 by default, and so would our ranks: other programs would slow down their steps.
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # we judge the memory of our ranks
 }
 
 
@@ -80,13 +85,23 @@ def ray_internal(module: str, name: str) -> Any:
 @contextlib.contextmanager
 def start_local(ray: Any, cpus: int) -> Iterator[None]:
     """A Ray of our own on this machine, reachable on loopback alone. Raises EnvironmentBroken."""
-    _remove_old_folders()
+    for old in Path("/tmp").glob(f"{_FOLDER_PREFIX}*"):  # of drivers that were killed before they could remove it
+        pid = old.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
     # A short path: Ray puts sockets below it, and the path of a socket may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
+    options = {
+        "num_cpus": cpus,
+        "include_dashboard": False,
+        "object_store_memory": 80 * 2**20,
+        "_node_ip_address": "127.0.0.1",
+        "_temp_dir": str(folder),
+    }
     try:
         for attempt in (1, 2):  # on a busy machine Ray's raylet can miss its 30 s
             try:
-                _init_local(ray, cpus, folder)
+                _init(ray, "127.0.0.1", address="local", **options)
                 break
             except EnvironmentBroken:
                 raise
@@ -97,24 +112,15 @@ def start_local(ray: Any, cpus: int) -> Iterator[None]:
                         f"Ray did not start, twice: {format_ray_error(error)}\n"
                         "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
                     ) from error
-        _let_agents_end_with_driver(folder)
+        # Ray's two agents follow a killed driver at once if the raylet's log notes a regular end. Without that line
+        # they try to report the raylet's death to a GCS that is gone as well.
+        # Measured after a SIGKILL of the driver: both stay 60 to 70 s without the line, and end within seconds with it.
+        with contextlib.suppress(OSError), open(folder / "session_latest/logs/raylet.out", "a") as log:
+            log.write("Raylet received SIGTERM (written by autods, so that agents do not report the raylet's death)\n")
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _init_local(ray: Any, cpus: int, folder: Path) -> None:
-    with _keep_sigterm_handler(), _new_sessions(), _allow_loopback("127.0.0.1"):
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=80 * 2**20,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder),
-            **_COMMON_OPTIONS,
-        )
 
 
 @contextlib.contextmanager
@@ -132,14 +138,10 @@ def join_cluster(ray: Any, address: str) -> Iterator[None]:
         raise InputError(text, place=f"--address {address}", hint=_START_HINT) from None
     package = Path(__file__).parents[1]
     try:
-        with _keep_sigterm_handler(), _allow_loopback(host):
-            _find_token()
-            ray.init(
-                address=f"{host}:{port}",
-                # The nodes may not have the package, or another version of it.
-                runtime_env={"py_modules": [str(package)], "excludes": ["__pycache__"]},
-                **_COMMON_OPTIONS,
-            )
+        _find_token()
+        # The nodes may not have the package, or another version of it.
+        shipped = {"py_modules": [str(package)], "excludes": ["__pycache__"]}
+        _init(ray, host, address=f"{host}:{port}", runtime_env=shipped)
     except EnvironmentBroken:
         raise
     except Exception as error:  # Ray raises exceptions of no particular type here
@@ -184,89 +186,36 @@ def _find_token() -> None:
         setup.logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM that `ray.init` replaces."""
+def _init(ray: Any, host: str, **options: Any) -> None:
+    """Call `ray.init`, which is to leave our handler of SIGTERM, our sessions and loopback addresses alone.
+
+    Ray's processes begin in sessions of their own. A signal for our process group (from `timeout`, scancel or a closing
+    terminal) then meets us alone, and Ray is there until the ranks are gone. Ray binds its processes to our life in
+    another way. A `host` on loopback stays: Ray would take this machine's outer address instead, open to the network.
+    """
+    popen, resolve = (ray_internal(_SERVICES, name) for name in ("ConsolePopen", "resolve_ip_for_localhost"))
+    services: Any = sys.modules[_SERVICES]
     handler = signal.getsignal(signal.SIGTERM)
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    if host in ("localhost", "::1") or host.startswith("127."):
+        services.resolve_ip_for_localhost = lambda name: name
     try:
-        yield
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+        ray.init(namespace="autods", **quiet, **options)
     finally:
+        services.ConsolePopen = popen
+        services.resolve_ip_for_localhost = resolve
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
 
-@contextlib.contextmanager
-def _new_sessions() -> Iterator[None]:
-    """Let Ray's processes begin in sessions of their own.
-
-    A signal for our process group (from `timeout`, scancel or a closing terminal) then meets us alone, and Ray is there
-    until the ranks are gone. Ray binds its processes to our life in another way.
-    """
-    popen = ray_internal("ray._private.services", "ConsolePopen")
-    services = sys.modules["ray._private.services"]
-    with _replaced(services, "ConsolePopen", functools.partial(popen, start_new_session=True)):
-        yield
-
-
-@contextlib.contextmanager
-def _allow_loopback(host: str) -> Iterator[None]:
-    """Let Ray use a loopback address. It would take this machine's outer address instead, open to the network."""
-    if not _is_loopback(host):
-        yield
-        return
-    ray_internal("ray._private.services", "resolve_ip_for_localhost")
-    with _replaced(sys.modules["ray._private.services"], "resolve_ip_for_localhost", lambda name: name):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _import_ray(*, joins: bool = False) -> Any:
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as the user set it
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
     # A cluster that we join has its own setting. Where Ray was imported before, it has read this variable already, and
     # its servers would want a token that it does not send.
     if not joins and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default for a local cluster; set, it prints nothing
-    os.environ.setdefault("RAY_DISABLE_DOCKER_CPU_WARNING", "1")
-    for name in ("RAY_enable_worker_prestart", "RAY_prestart_worker_first_driver"):
-        os.environ.setdefault(name, "0")  # we start one actor; Ray would start a worker for each CPU
-    # Ray's workers have niceness 15 by default, and so would our ranks: other programs would slow down their steps.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # we judge the memory of our ranks
     import ray
 
     return ray
-
-
-def _let_agents_end_with_driver(folder: Path) -> None:
-    """Note a regular end in the log of Ray's raylet, so that Ray's two agents follow a killed driver at once.
-
-    Without that line they try to report the raylet's death to a GCS that is gone as well.
-    Measured after a SIGKILL of the driver: both stay 60 to 70 s without the line, and end within seconds with it.
-    """
-    with contextlib.suppress(OSError), open(folder / "session_latest/logs/raylet.out", "a") as log:
-        log.write("Raylet received SIGTERM (written by autods, so that agents do not report the raylet's death)\n")
-
-
-def _remove_old_folders() -> None:
-    """Remove the folders of drivers that were killed before they could do so."""
-    for folder in Path("/tmp").glob(f"{_FOLDER_PREFIX}*"):
-        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)

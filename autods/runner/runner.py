@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Listener, Note, TrialMoved
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
-from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial, WorkloadSource
+from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .worker_group import WorkerGroup
@@ -80,203 +80,70 @@ class RayRunner:
 
         Raises InputError for broken user code, EnvironmentBroken for a broken machine.
         """
-        job = self._jobs.survey()
-        failure = find_failure(self._execute(job), job)
-        if failure is not None and self.settings.gpus > 1 and may_need_all_ranks(self.results, job):
-            self._note("the script does not run on one rank alone, so the survey repeats it on all ranks")
-            job = self._jobs.on_all_ranks(job)
-            failure = find_failure(self._execute(job), job)
-        while isinstance(failure, Failed) and failure.wants_larger_batch and job.micro_batch < _LARGEST_SURVEY_BATCH:
-            job = self._jobs.with_double_batch(job)
-            failure = find_failure(self._execute(job), job)
-        check_survey(failure, job)
-        result = result_of_rank_0(self.results)
-        self.facts = ModelFacts(**result["facts"])
-        self.settings = apply_script_config(self.settings, self.facts)
-        for text in describe_script(self.settings, self.facts):
-            self._note(text)
-        return self.facts, result["op_problems"]
+        self.surveys.pop(self.settings.source.digest, None)
+        return self.switch_to(self.settings)
 
     def switch_to(self, settings: Settings) -> Survey:
         """Run trials of these settings from now on: fewer ranks, or other arguments of the loaded workload.
 
-        Returns its survey, which is made once for each workload.
+        Returns its survey, which is made once for each workload. A script's own DeepSpeed config joins the settings.
         """
         self.settings = settings
         survey = self.surveys.get(settings.source.digest)
+        self.facts, problems = survey or self._survey()
+        self.settings = apply_script_config(settings, self.facts)
         if survey is None:
-            survey = self.surveys[settings.source.digest] = self.survey()
-        self.facts, self.settings = survey[0], apply_script_config(settings, survey[0])
-        return survey
+            self.surveys[settings.source.digest] = self.facts, problems
+            for text in describe_script(self.settings, self.facts):
+                self._note(text)
+        return self.facts, problems
 
     def run(self, trial: Trial, *, id: int) -> Record:
         """Run the trial on real ranks, after building the ops that it needs."""
+        assert self.facts is not None, "survey first"
         began = time.monotonic()
-        job = self._jobs.training(trial, id)
-        outcome = self._build_ops_of(job) or self._train(job, id)
+        job = self.training_job(trial, id)
+        outcome: Outcome | None = self._build_ops(job)
+        if outcome is None:
+            training_began = time.monotonic()
+            outcome = self._execute(job, id) or judge_trial(
+                self.results,
+                job,
+                wall_s=time.monotonic() - training_began,
+                tokens_per_sample=self.facts.tokens_per_sample,
+                host_bytes=self.workers.host_bytes or self.host_bytes,
+            )
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
-        return self._jobs.final_config(trial)
+        return self._compose(trial, self.settings.nvme_path)
 
-    @property
-    def _jobs(self) -> JobFactory:
-        return JobFactory(
-            settings=self.settings, facts=self.facts, loaded=self.loaded, swap_mark=self.swap_mark, number=self.number
-        )
-
-    def _train(self, job: RankJob, id: int) -> Outcome:
-        assert self.facts is not None
-        began = time.monotonic()
-        results = self._execute(job, id)
-        return judge_trial(
-            results,
-            job,
-            wall_s=time.monotonic() - began,
-            tokens_per_sample=self.facts.tokens_per_sample,
-            host_bytes=self.workers.host_bytes or self.host_bytes,
-        )
-
-    def _build_ops_of(self, job: RankJob) -> Outcome | None:
-        """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so.
-
-        A build takes minutes: where one is not cached, the model alone has to fit first.
-        """
-        ops = [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]
-        if self.workers.needs_build(ops):
-            model_only = replace(job, only_build=True)
-            failure = find_failure(self._execute(model_only), model_only)
-            if failure is not None:
-                return failure
-        for op in ops:
-            if (failure := self._build_op(op)) is not None:
-                return failure
-        return None
-
-    def _build_op(self, op: str) -> Failed | None:
-        if self.workers.needs_build([op]):
-            self._note(f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine")
-        job = self._jobs.building(op)
-        failure = find_failure(self._execute(job, everywhere=True), job)
-        if failure is None:
-            self.workers.built_ops.add(op)
-            return None
-        evidence = failure.evidence if isinstance(failure, Failed) else "memory ran out"
-        return Failed(
-            failure="toolchain", rank=-1, phase="init", evidence=f"{op} could not be built: {evidence}",
-            action="fix_environment", advice=f"see {job.folder}/rank0.log", op=op,
-        )  # fmt: skip
-
-    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> Sequence[NodeResult]:
-        """Return the result of each node that has a part in the job. The trial's progress is reported meanwhile."""
-
-        def report(heartbeat: Heartbeat) -> None:
-            if id is not None:
-                self.listen(TrialMoved(id=id, phase=heartbeat.phase, step=heartbeat.step))
-
-        self.results = self.workers.run(job, report, everywhere=everywhere)
-        for result in self.results:
-            for text in result.notes if isinstance(result, NodeReport) else ():
-                self._note(text)
-        return self.results
-
-    def _note(self, text: str) -> None:
-        self.listen(Note(text=text))
-
-    def _check_ready(self, ready: Ready | LoadFailed | ZygoteDied) -> None:
-        check_ready(ready, self._jobs.survey(), self.settings.out / "logs" / "zygote.log", self.listen)
-
-
-def check_ready(ready: Ready | LoadFailed | ZygoteDied, job: RankJob, log: Path, listen: Listener) -> None:
-    """Check the report of a zygote that has loaded. `job` is any job of the workload.
-
-    Raises InputError when the workload is at fault, EnvironmentBroken when the machine is.
-    """
-    match ready:
-        case LoadFailed():
-            failure = find_failure([ready], job)
-            assert failure is not None
-            raise _explain(failure, job, log)
-        case ZygoteDied():
-            raise EnvironmentBroken(f"torch and DeepSpeed could not be loaded ({ready.how})\n  see {log}")
-        case Ready():
-            if ready.spawn_because is not None:  # each trial pays for its imports, so the user has to know
-                text = f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}"
-                listen(Note(text=text))
-
-
-def check_survey(failure: OutOfMemory | Failed | None, job: RankJob) -> None:
-    """Raise InputError or EnvironmentBroken as `check_ready` does, where the survey failed."""
-    if failure is not None:
-        raise _explain(failure, job, Path(job.folder) / f"rank{max(0, failure.rank)}.log")
-
-
-def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:
-    """Whether a script failed on one rank in a way that a check of the number of ranks could explain."""
-    if job.source.kind != "script":
-        return False
-    errors = [rank.error for result in results if isinstance(result, NodeReport) for rank in result.ranks]
-    return any(
-        not error.contract and {"AssertionError", "ValueError", "RuntimeError"} & set(error.types) for error in errors
-    )
-
-
-def _explain(failure: OutOfMemory | Failed, job: RankJob, log: Path) -> AutodsError:
-    """The error that ends the command."""
-    path = job.source.path
-    if isinstance(failure, OutOfMemory):
-        return InputError("the workload does not fit into this machine's memory", place=path)
-    if failure.action in ("fix_code", "fix_config"):
-        return make_input_error(failure, path, log)
-    return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobFactory:
-    """Makes the jobs of a runner.
-
-    `facts` is None before the survey.
-    `loaded` is the workload that the zygotes hold.
-    `swap_mark` names this driver among others that swap into the same folder.
-    `number` names this runner among others that write logs into the same folder.
-    """
-
-    settings: Settings
-    facts: ModelFacts | None
-    loaded: WorkloadSource
-    swap_mark: str
-    number: int = 0
-
-    def survey(self) -> RankJob:
-        """Make the job of one rank that reads the workload's facts and finds ops that cannot be built."""
+    def survey_job(self, *, ranks: int = 1, micro_batch: int = 1) -> RankJob:
+        """Make the job that reads the workload's facts and finds ops that cannot be built."""
         settings = self.settings
         rungs = [rung for rung in settings.ladder if not rung.needs.nvme_path or settings.nvme_path]
         ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))
         if settings.source.kind == "script":
             ops = tuple(BUILDERS)  # its config is not known yet
-        return self._make(
+        return self._make_job(
             "survey",
-            self._log_name("survey"),
+            f"survey{self._log_suffix}",
             ops=ops,
-            ds_config=self._native_config(settings.ladder[0]),
+            world_size=ranks,
+            local_ranks=tuple(range(ranks)),
+            micro_batch=micro_batch,
+            ds_config={**self._native_config(settings.ladder[0]), "train_micro_batch_size_per_gpu": micro_batch},
             stall_s=settings.profile.limits.init_s,
         )
 
-    def on_all_ranks(self, job: RankJob) -> RankJob:
-        """Return the job for as many ranks as trials have."""
-        return replace(job, world_size=self.settings.gpus, local_ranks=tuple(range(self.settings.gpus)))
-
-    def with_double_batch(self, job: RankJob) -> RankJob:
-        """Return the job with twice the micro batch."""
-        size = 2 * job.micro_batch
-        return replace(job, micro_batch=size, ds_config={**job.ds_config, "train_micro_batch_size_per_gpu": size})
-
-    def training(self, trial: Trial, id: int) -> RankJob:
-        """The job of a trial."""
+    def training_job(self, trial: Trial, id: int) -> RankJob:
+        """Make the job of a trial."""
         assert self.facts is not None, "survey first"
-        settings, config = self.settings, without_monitors(self._config(trial, self._swap_folder()))
-        return self._make(
+        settings = self.settings
+        swap = settings.nvme_path / f"autods-{self.swap_mark}" if settings.nvme_path else None
+        config = without_monitors(self._compose(trial, swap))
+        return self._make_job(
             "train",
             f"{id:03d}-{trial.rung}",
             ds_config=config,
@@ -290,41 +157,91 @@ class JobFactory:
             exam=trial.exam,
             limit_bytes=settings.device_bytes if trial.limited and settings.device_bytes_asked else None,
             seed=settings.seed,
-            swap=str(self._swap_folder()) if "async_io" in required_ops(config) else None,
+            swap=str(swap) if "async_io" in required_ops(config) else None,
         )
 
-    def building(self, op: str) -> RankJob:
-        """Build and load one of DeepSpeed's ops."""
+    def building_job(self, op: str) -> RankJob:
+        """Make the job that builds and loads one of DeepSpeed's ops."""
         limit_s = self.settings.profile.limits.build_s
-        return self._make("ops", self._log_name(f"build-{op}"), ops=(op,), init_s=limit_s, wall_s=limit_s)
+        return self._make_job("ops", f"build-{op}{self._log_suffix}", ops=(op,), init_s=limit_s, wall_s=limit_s)
 
-    def final_config(self, trial: Trial) -> dict[str, Any]:
-        """The DeepSpeed config of a trial as the user gets it."""
-        return self._config(trial, self.settings.nvme_path)
+    def _survey(self) -> Survey:
+        job = self.survey_job()
+        failure = self._execute(job)
+        if failure is not None and self.settings.gpus > 1 and may_need_all_ranks(self.results, job):
+            self._note("the script does not run on one rank alone, so the survey repeats it on all ranks")
+            job = self.survey_job(ranks=self.settings.gpus)
+            failure = self._execute(job)
+        while isinstance(failure, Failed) and failure.wants_larger_batch and job.micro_batch < _LARGEST_SURVEY_BATCH:
+            job = self.survey_job(ranks=job.world_size, micro_batch=2 * job.micro_batch)
+            failure = self._execute(job)
+        if failure is not None:
+            raise make_error(failure, job)
+        result = result_of_rank_0(self.results)
+        return ModelFacts(**result["facts"]), result["op_problems"]
 
-    def _make(self, kind: JobKind, name: str, **options: Any) -> RankJob:
-        limits = self.settings.profile.limits
-        folder = self.settings.out / "logs" / name
+    def _build_ops(self, job: RankJob) -> OutOfMemory | Failed | None:
+        """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so.
+
+        A build takes minutes: where one is not cached, the model alone has to fit first.
+        """
+        ops = [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]
+        if self.workers.needs_build(ops) and (failure := self._execute(replace(job, only_build=True))) is not None:
+            return failure
+        for op in ops:
+            if self.workers.needs_build([op]):
+                self._note(f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine")
+            build = self.building_job(op)
+            failure = self._execute(build, everywhere=True)
+            if failure is not None:
+                evidence = failure.evidence if isinstance(failure, Failed) else "memory ran out"
+                return Failed(
+                    failure="toolchain", rank=-1, phase="init", evidence=f"{op} could not be built: {evidence}",
+                    action="fix_environment", advice=f"see {build.folder}/rank0.log", op=op,
+                )  # fmt: skip
+            self.workers.built_ops.add(op)
+        return None
+
+    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> OutOfMemory | Failed | None:
+        """Run the job and keep its `results`; return why it failed, if so. A trial's progress is reported meanwhile."""
+
+        def report(heartbeat: Heartbeat) -> None:
+            if id is not None:
+                self.listen(TrialMoved(id=id, phase=heartbeat.phase, step=heartbeat.step))
+
+        self.results = self.workers.run(job, report, everywhere=everywhere)
+        for result in self.results:
+            for text in result.notes if isinstance(result, NodeReport) else ():
+                self._note(text)
+        return find_failure(self.results, job)
+
+    def _note(self, text: str) -> None:
+        self.listen(Note(text=text))
+
+    def _check_ready(self, ready: Ready | LoadFailed | ZygoteDied) -> None:
+        check_ready(ready, self.survey_job(), self.settings.out / "logs" / "zygote.log", self.listen)
+
+    @property
+    def _log_suffix(self) -> str:
+        """Distinguishes the logs of runners that share a folder."""
+        return f"-beside{self.number}" if self.number else ""
+
+    def _make_job(self, kind: JobKind, name: str, **options: Any) -> RankJob:
+        settings, limits = self.settings, self.settings.profile.limits
+        folder = settings.out / "logs" / name
         common: dict[str, Any] = {"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s}
         return RankJob(
             job=kind,
-            source=self.settings.source,
-            rebind=self.settings.source != self.loaded,
-            device=self.settings.device,
-            threads=self.settings.threads,
+            source=settings.source,
+            rebind=settings.source != self.loaded,
+            device=settings.device,
+            threads=settings.threads,
             folder=str(folder),
             scratch=str(folder / "scratch"),
             **(common | options),
         )
 
-    def _log_name(self, name: str) -> str:
-        return f"{name}-beside{self.number}" if self.number else name
-
-    def _swap_folder(self) -> Path | None:
-        path = self.settings.nvme_path
-        return path / f"autods-{self.swap_mark}" if path else None
-
-    def _config(self, trial: Trial, nvme_path: Path | None) -> dict[str, Any]:
+    def _compose(self, trial: Trial, nvme_path: Path | None) -> dict[str, Any]:
         assert self.facts is not None, "survey first"
         return compose(
             next(rung for rung in self.settings.ladder if rung.name == trial.rung),
@@ -339,3 +256,45 @@ class JobFactory:
         return compose(
             rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
         )
+
+
+def check_ready(ready: Ready | LoadFailed | ZygoteDied, job: RankJob, log: Path, listen: Listener) -> None:
+    """Check the report of a zygote that has loaded. `job` is any job of the workload.
+
+    Raises InputError when the workload is at fault, EnvironmentBroken when the machine is.
+    """
+    match ready:
+        case LoadFailed():
+            failure = find_failure([ready], job)
+            assert failure is not None
+            raise make_error(failure, job, log)
+        case ZygoteDied():
+            raise EnvironmentBroken(f"torch and DeepSpeed could not be loaded ({ready.how})\n  see {log}")
+        case Ready():
+            if ready.spawn_because is not None:  # each trial pays for its imports, so the user has to know
+                text = f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}"
+                listen(Note(text=text))
+
+
+def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:
+    """Whether a script failed on one rank in a way that a check of the number of ranks could explain."""
+    if job.source.kind != "script":
+        return False
+    errors = [rank.error for result in results if isinstance(result, NodeReport) for rank in result.ranks]
+    return any(
+        not error.contract and {"AssertionError", "ValueError", "RuntimeError"} & set(error.types) for error in errors
+    )
+
+
+def make_error(failure: OutOfMemory | Failed, job: RankJob, log: Path | None = None) -> AutodsError:
+    """The error that ends the command where a job failed: InputError for broken user code, else EnvironmentBroken.
+
+    It names `log`, by default that of the rank that failed.
+    """
+    path = job.source.path
+    log = log or Path(job.folder) / f"rank{max(0, failure.rank)}.log"
+    if isinstance(failure, OutOfMemory):
+        return InputError("the workload does not fit into this machine's memory", place=path)
+    if failure.action in ("fix_code", "fix_config"):
+        return make_input_error(failure, path, log)
+    return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")

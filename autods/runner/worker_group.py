@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,9 @@ from ..system.host import read_hardware
 from ..trial.job import RankJob
 from .agent import NodeAgent, digest_file
 from .placement import (
-    Cluster,
     Need,
     NodeDescription,
-    NodeState,
     RayCluster,
-    Spot,
     check_same_software,
     describe_gpu_differences,
     reserve_nodes,
@@ -54,15 +52,27 @@ class Node:
     `lost` is the reason that the node is not used again.
     """
 
-    state: NodeState
+    address: str
     agent: Any  # the Ray actor of a NodeAgent
     ahead_s: float = 0.0
     lost: str | None = None
 
-    @property
-    def address(self) -> str:
-        """Its address in the cluster."""
-        return self.state.address
+    def lose(self, how: str) -> NodeLost:
+        """Do not use the node again."""
+        self.lost = how
+        return NodeLost(address=self.address, how=how)
+
+
+@dataclass(slots=True, eq=False)
+class RunningPart:
+    """A node's part of a job: the references of its agent's `run` and of a `progress` that has no answer yet."""
+
+    node: Node
+    run: Any
+    answered_s: float
+    progress: Any = None
+    heartbeat: Heartbeat | None = None
+    result: NodeResult | None = None
 
 
 class WorkerGroup:
@@ -86,7 +96,7 @@ class WorkerGroup:
         self.built_ops: set[str] = set()  # DeepSpeed ops that all nodes have loaded
         self.nodes: list[Node] = []
         self.descriptions: Sequence[NodeDescription] = ()  # of somebody's cluster
-        self.cluster: Cluster | None = None
+        self.cluster: RayCluster | None = None
         self.ray: Any = None
         self.head: str | None = None  # HOST:PORT of the head of somebody's cluster
         self._placement_group: Any = None
@@ -118,10 +128,8 @@ class WorkerGroup:
     @property
     def host_free_bytes(self) -> int:
         """Free host memory of the node that had least when it was chosen; of this machine now for a Ray of our own."""
-        return (
-            min((node.hardware.host_free_bytes for node in self.descriptions), default=None)
-            or read_hardware().host_free_bytes
-        )
+        machines = [node.hardware for node in self.descriptions] or [read_hardware()]
+        return min(hardware.host_free_bytes for hardware in machines)
 
     def start(self) -> None:
         """Reserve nodes, start an agent on each, and wait until their zygotes have loaded everything.
@@ -129,17 +137,21 @@ class WorkerGroup:
         Raises EnvironmentBroken when the cluster can never hold the ranks or its nodes do not go together, NoRoom when
         it does not hold them in time.
         """
-        ray, settings, need = self.ray, self.settings, Need.of_settings(self.settings)
+        ray, need = self.ray, Need.of_settings(self.settings)
         assert self.cluster is not None
         context = ray.get_runtime_context()
-        self.head = context.gcs_address if settings.address is not None else None
-        self._placement_group, spots = reserve_nodes(
+        is_shared = self.settings.address is not None
+        self.head = context.gcs_address if is_shared else None
+        self._placement_group, places = reserve_nodes(
             self.cluster, need, report=self._note, first=context.get_node_id(), within_s=self.room_within_s
         )
         try:
-            self.nodes = [Node(spot.node, self._start_agent(spot, need, number)) for number, spot in enumerate(spots)]
-            if settings.address is not None:
-                self._check_nodes(spots)
+            self.nodes = [
+                Node(place.address, self._start_agent(bundle, need, number))
+                for number, (bundle, place) in enumerate(places.items())
+            ]
+            if is_shared:
+                self._check_nodes()
             if len(self.nodes) > 1:
                 self.read_clocks()
             for ready in ray.get([node.agent.start.remote() for node in self.nodes]):
@@ -172,9 +184,16 @@ class WorkerGroup:
                     return [store]
                 port = store.port
             parts = split_job(job, self.nodes, self.settings.ranks_per_node, port)
-        with _shared_folders(parts):
+        # All ranks write the same checkpoint: no single node may make or remove its folder.
+        folders = {part.checkpoints for _, part in parts if part.checkpoints is not None}
+        try:
+            for folder in folders:
+                Path(folder).mkdir(parents=True, exist_ok=True)
             results = self.execute(parts, on_progress)
-        lost = next((node for node in self.nodes if node.lost is not None), None)
+        finally:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+        lost = self._find_lost()
         if lost is not None and self.settings.address is None:
             raise EnvironmentBroken(f"the Ray actor of this node died: {lost.lost}")
         return results
@@ -183,13 +202,40 @@ class WorkerGroup:
         self, parts: Sequence[tuple[Node, RankJob]], on_progress: OnProgress = lambda heartbeat: None
     ) -> list[NodeResult]:
         """Run each part on its node until all have ended; when one fails, the others are ended."""
-        execution = JobExecution(self, next(self._job_numbers), on_progress)
-        for node, job in parts:
-            execution.begin(node, job)
-        while execution.pending:
-            execution.poll()
-        execution.finish()
-        return [execution.results[node] for node, _ in parts]
+        number, began = next(self._job_numbers), time.monotonic()
+        running = [RunningPart(node, node.agent.run.remote(job, number), began) for node, job in parts]
+        abort_calls: list[Any] = []
+        abort_from_s, aborted_s = math.inf, -math.inf  # infinite: all is well; no node was told to end
+        head_checked_s = began
+        while pending := [part for part in running if part.result is None]:
+            done, _ = self.ray.wait([part.run for part in pending], num_returns=1, timeout=POLL_S)
+            if self._read_heartbeats(pending):
+                beats = [part.heartbeat for part in running if part.heartbeat is not None]
+                on_progress(min(beats, key=lambda beat: beat.step))
+            now = time.monotonic()
+            if now - head_checked_s > _HEAD_EVERY_S:
+                head_checked_s = now
+                self.check_head()
+            for part in pending:
+                if part.run in done:
+                    part.result = self.take_result(part.node, part.run)
+                elif now - part.answered_s > SILENT_S:
+                    part.result = part.node.lose(f"it has not answered for {SILENT_S:.0f} s")
+                elif now - abort_from_s > ABORTED_S:
+                    part.result = part.node.lose("it did not end the trial when it was told to")
+                else:
+                    continue
+                report = part.result if isinstance(part.result, NodeReport) else None
+                if abort_from_s == math.inf and (report is None or not report.succeeded):
+                    is_stuck = report is not None and report.killed_because in ("stuck", "wall limit")
+                    abort_from_s = now + (STUCK_GRACE_S if is_stuck else 0.0)
+            # Told again until they have ended: the first call may come before their zygote has the job.
+            if now >= abort_from_s and now - aborted_s > _ABORT_AGAIN_S:
+                aborted_s = now
+                abort_calls = [part.node.agent.abort.remote(number) for part in pending if part.result is None]
+        if abort_calls:  # none may meet the next job
+            self.ray.wait(abort_calls, num_returns=len(abort_calls), timeout=1.0)
+        return [part.result for part in running if part.result is not None]
 
     def needs_build(self, ops: Sequence[str]) -> bool:
         """Whether one of these DeepSpeed ops has to be built on any node."""
@@ -197,12 +243,10 @@ class WorkerGroup:
         return bool(ops) and any(self.ray.get([node.agent.find_unbuilt.remote(list(ops)) for node in self.nodes]))
 
     def stop(self) -> None:
-        """End all ranks, then the zygotes, then the agents, and give the reservation back. Ray itself stays."""
+        """End all ranks and zygotes, then the agents, and give the reservation back. Ray itself stays."""
         nodes, self.nodes = self.nodes, []
-        for method, within_s in (("abort", 1.0), ("stop", STOP_S)):
-            with contextlib.suppress(Exception):  # Ray may be going down already; who is late is killed below
-                calls = [getattr(node.agent, method).remote() for node in nodes if node.lost is None]
-                self.ray.get(calls, timeout=within_s)
+        with contextlib.suppress(Exception):  # Ray may be going down already; who is late is killed below
+            self.ray.get([node.agent.stop.remote() for node in nodes if node.lost is None], timeout=STOP_S)
         try:
             self.check_head()
         except EnvironmentBroken:
@@ -247,24 +291,26 @@ class WorkerGroup:
         except self.ray.exceptions.RayTaskError:
             raise  # an error in our own code
         except self.ray.exceptions.ActorUnavailableError:
-            return lose_node(node, "the connection to its agent broke")
+            return node.lose("the connection to its agent broke")
         except self.ray.exceptions.RayError as error:
-            return lose_node(node, format_ray_error(error))
+            return node.lose(format_ray_error(error))
         return result.on_driver_clock(node.ahead_s) if isinstance(result, NodeReport) else result
 
     def _note(self, text: str) -> None:
         self.listen(Note(text=text))
 
+    def _find_lost(self) -> Node | None:
+        return next((node for node in self.nodes if node.lost is not None), None)
+
     def _replace_lost(self) -> None:
         """Choose nodes again where one was lost. Raises EnvironmentBroken where too few are left."""
-        lost = next((node for node in self.nodes if node.lost is not None), None)
-        if lost is not None:
+        if (lost := self._find_lost()) is not None:
             self._note(f"node {lost.address} was lost ({lost.lost}); the ranks are placed on the remaining nodes")
             self.stop()
             self.built_ops.clear()  # a new node may not have them
             self.start()
 
-    def _start_agent(self, spot: Spot, need: Need, number: int) -> Any:
+    def _start_agent(self, bundle: int, need: Need, number: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         log = f"{_path_of_node(str(self.settings.out / 'logs' / 'zygote'), number)}.log"
@@ -273,18 +319,18 @@ class WorkerGroup:
             num_gpus=need.gpus,
             max_concurrency=3,  # `progress` and `abort` must get through while `run` waits for the ranks
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=self._placement_group, placement_group_bundle_index=spot.bundle
+                placement_group=self._placement_group, placement_group_bundle_index=bundle
             ),
         )(NodeAgent)
         return actor.remote(
             self.settings.source, self.settings.device, os.getpid(), processes.machine_id(), log, dict(self.environment)
         )
 
-    def _check_nodes(self, spots: Sequence[Spot]) -> None:
+    def _check_nodes(self) -> None:
         """Check that the nodes of somebody's cluster can run ranks of one job. Raises EnvironmentBroken."""
-        self.descriptions = self.ray.get([node.agent.describe.remote() for node in self.nodes])
-        check_same_software(self.descriptions, spots)
-        if (difference := describe_gpu_differences(self.descriptions, spots)) is not None:
+        self.descriptions = self.ray.get([node.agent.describe.remote(node.address) for node in self.nodes])
+        check_same_software(self.descriptions)
+        if (difference := describe_gpu_differences(self.descriptions)) is not None:
             self._note(difference)
         self._check_shared_files()
         addresses = ", ".join(node.address for node in self.nodes)
@@ -310,7 +356,7 @@ class WorkerGroup:
             if not missing:
                 continue
             path = str(settings.out) if missing[0] == str(mark) else missing[0]
-            if settings.nvme_path is not None and path == str(settings.nvme_path):
+            if path == str(settings.nvme_path):
                 raise EnvironmentBroken(f"{node.address} has no folder {path} that can be written\n  make it there")
             raise EnvironmentBroken(
                 f"{node.address} does not see {path} as this machine does\n"
@@ -322,106 +368,30 @@ class WorkerGroup:
         first = self.nodes[0]
         reference = first.agent.bind_store.remote(first.address)
         done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
-        return self.take_result(first, reference) if done else lose_node(first, "it does not answer")
+        return self.take_result(first, reference) if done else first.lose("it does not answer")
 
-
-def lose_node(node: Node, how: str) -> NodeLost:
-    """Do not use the node again."""
-    node.lost = how
-    return NodeLost(address=node.address, how=how)
-
-
-@dataclass(slots=True)
-class JobExecution:
-    """One job while it runs on its nodes. `begin` each part, `poll` while some are pending, `finish`."""
-
-    group: WorkerGroup
-    number: int
-    on_progress: OnProgress
-    pending: dict[Any, Node] = field(default_factory=dict)  # by the reference of the agent's `run`
-    results: dict[Node, NodeResult] = field(default_factory=dict)
-    heartbeats: dict[Node, Heartbeat] = field(default_factory=dict)
-    progress_calls: dict[Node, Any] = field(default_factory=dict)  # references that have no answer yet
-    answered_s: dict[Node, float] = field(default_factory=dict)
-    abort_calls: list[Any] = field(default_factory=list)
-    abort_from_s: float | None = None  # when the nodes that still run are ended; None: all is well
-    aborted_s: float = 0.0
-    head_checked_s: float = field(default_factory=time.monotonic)
-
-    def begin(self, node: Node, job: RankJob) -> None:
-        """Start a part."""
-        self.pending[node.agent.run.remote(job, self.number)] = node
-        self.answered_s[node] = time.monotonic()
-
-    def poll(self) -> None:
-        """Wait a little, take results, read heartbeats, find lost nodes, end the others where one failed."""
-        done, _ = self.group.ray.wait(list(self.pending), num_returns=1, timeout=POLL_S)
-        for reference in done:
-            node = self.pending.pop(reference)
-            self._record(node, self.group.take_result(node, reference))
-        self._read_heartbeats()
-        now = time.monotonic()
-        if now - self.head_checked_s > _HEAD_EVERY_S:
-            self.head_checked_s = now
-            self.group.check_head()
-        for reference, node in list(self.pending.items()):
-            if now - self.answered_s[node] > SILENT_S:
-                self._give_up(reference, node, f"it has not answered for {SILENT_S:.0f} s")
-            elif self.abort_from_s is not None and now - self.abort_from_s > ABORTED_S:
-                self._give_up(reference, node, "it did not end the trial when it was told to")
-        # Told again until they have ended: the first call may come before their zygote has the job.
-        if self.abort_from_s is not None and now >= self.abort_from_s and now - self.aborted_s > _ABORT_AGAIN_S:
-            self._abort_pending()
-
-    def finish(self) -> None:
-        """Wait for the answers to `abort`: none may meet the next job."""
-        if self.abort_calls:
-            self.group.ray.wait(self.abort_calls, num_returns=len(self.abort_calls), timeout=1.0)
-
-    def _record(self, node: Node, result: NodeResult) -> None:
-        self.results[node] = result
-        is_well = isinstance(result, NodeReport) and result.succeeded
-        if is_well or self.abort_from_s is not None:
-            return
-        is_stuck = isinstance(result, NodeReport) and result.killed_because in ("stuck", "wall limit")
-        self.abort_from_s = time.monotonic() + (STUCK_GRACE_S if is_stuck else 0.0)
-        if not is_stuck:
-            self._abort_pending()
-
-    def _give_up(self, reference: Any, node: Node, how: str) -> None:
-        del self.pending[reference]
-        self._record(node, lose_node(node, how))
-
-    def _abort_pending(self) -> None:
-        self.aborted_s = time.monotonic()
-        self.abort_calls = [node.agent.abort.remote(self.number) for node in self.pending.values()]
-
-    def _read_heartbeats(self) -> None:
-        """Ask each agent for its heartbeat without waiting for the answer."""
+    def _read_heartbeats(self, pending: Sequence[RunningPart]) -> bool:
+        """Ask each agent for its heartbeat without waiting for the answer. Return whether one has answered."""
         has_news = False
-        for node in self.pending.values():
-            reference = self.progress_calls.get(node)
-            if reference is not None:
-                done, _ = self.group.ray.wait([reference], timeout=0)
+        for part in pending:
+            if part.progress is not None:
+                done, _ = self.ray.wait([part.progress], timeout=0)
                 if not done:
                     continue
-                del self.progress_calls[node]
-                with contextlib.suppress(self.group.ray.exceptions.RayError):
-                    self.heartbeats[node] = self.group.ray.get(reference)
-                    self.answered_s[node], has_news = time.monotonic(), True
-            self.progress_calls[node] = node.agent.progress.remote()
-        if has_news:
-            self.on_progress(min(self.heartbeats.values(), key=lambda heartbeat: heartbeat.step))
+                with contextlib.suppress(self.ray.exceptions.RayError):
+                    part.heartbeat = self.ray.get(part.progress)
+                    part.answered_s, has_news = time.monotonic(), True
+            part.progress = part.node.agent.progress.remote()
+        return has_news
 
 
 def repeat_job(job: RankJob, nodes: Sequence[Node]) -> list[tuple[Node, RankJob]]:
     """Let every node do the whole job by itself, each in a separate folder."""
-    scratch = job.scratch.removeprefix(job.folder)
-    folders = [_path_of_node(job.folder, number) for number in range(len(nodes))]
-    return [
-        (node, replace(job, folder=folder, scratch=f"{folder}{scratch}"))
-        for node, folder in zip(nodes, folders, strict=True)
-    ]
+    parts = []
+    for number, node in enumerate(nodes):
+        folder = _path_of_node(job.folder, number)
+        parts.append((node, replace(job, folder=folder, scratch=folder + job.scratch.removeprefix(job.folder))))
+    return parts
 
 
 def split_job(job: RankJob, nodes: Sequence[Node], ranks_per_node: int, port: int | None) -> list[tuple[Node, RankJob]]:
@@ -432,13 +402,11 @@ def split_job(job: RankJob, nodes: Sequence[Node], ranks_per_node: int, port: in
     if job.world_size <= ranks_per_node:
         return [(nodes[0], job)]
     parts = []
-    for number, node in enumerate(nodes):
-        ranks = range(number * ranks_per_node, min((number + 1) * ranks_per_node, job.world_size))
-        if not ranks:
-            break
+    for number, first in enumerate(range(0, job.world_size, ranks_per_node)):
+        node = nodes[number]
         part = replace(
             job,
-            local_ranks=tuple(ranks),
+            local_ranks=tuple(range(first, min(first + ranks_per_node, job.world_size))),
             node_rank=number,
             node_address=node.address,
             master_address=nodes[0].address,
@@ -463,16 +431,3 @@ def _replace_path(config: Any, path: str, other: str) -> Any:
     if isinstance(config, Mapping):
         return {key: _replace_path(value, path, other) for key, value in config.items()}
     return other if config == path else config
-
-
-@contextlib.contextmanager
-def _shared_folders(parts: Sequence[tuple[Node, RankJob]]) -> Iterator[None]:
-    """Make and remove the folder of a checkpoint that all ranks write: no single node may do so."""
-    folders = {job.checkpoints for _, job in parts if job.checkpoints is not None}
-    try:
-        for folder in folders:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -67,22 +67,25 @@ def read_nvml(visible: str | None, nvml: Any = None) -> NvmlReading:
             cards = tuple(_read_card(api, handle) for handle in _visible_handles(api, visible))
         except api.NVMLError as error:
             return NvmlReading(problem=f"NVML: {error}")
-        return NvmlReading(cards=cards, driver=_driver(api), cuda=_cuda(api))
+        version = _query(api, "nvmlSystemGetCudaDriverVersion_v2")  # 13020
+        return NvmlReading(
+            cards=cards,
+            driver=_text(_query(api, "nvmlSystemGetDriverVersion")),
+            cuda=None if version is None else (int(version) // 1000, int(version) % 1000 // 10),
+        )
 
 
 def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:
     """Return a sentence for each card that other processes use as well."""
-    return tuple(
-        f"card {card.index} ({card.name}): other processes{_format_pids(card.pids)} hold "
-        f"{format_bytes(card.others_bytes)} of its {format_bytes(card.total_bytes)}, "
-        f"{format_bytes(card.usable_bytes)} are left for a rank"
-        for card in cards
-        if card.others_bytes
-    )
-
-
-def _format_pids(pids: tuple[int, ...]) -> str:
-    return f" (pid {', '.join(map(str, pids))})" if pids else ""
+    sentences = []
+    for card in cards:
+        if card.others_bytes:
+            pids = f" (pid {', '.join(map(str, card.pids))})" if card.pids else ""
+            sentences.append(
+                f"card {card.index} ({card.name}): other processes{pids} hold {format_bytes(card.others_bytes)} of its "
+                f"{format_bytes(card.total_bytes)}, {format_bytes(card.usable_bytes)} are left for a rank"
+            )
+    return tuple(sentences)
 
 
 def uuids_to_indices(visible: str, nvml: Any = None) -> str:
@@ -100,10 +103,10 @@ def uuids_to_indices(visible: str, nvml: Any = None) -> str:
 
 def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...]:
     """Return warnings about names in CUDA_VISIBLE_DEVICES that DeepSpeed cannot read."""
-    names = [] if visible is None else [name.strip() for name in visible.split(",")]
-    if any(name.startswith("MIG-") for name in names):
+    visible = visible or ""
+    if any(name.strip().startswith("MIG-") for name in visible.split(",")):
         return ("CUDA_VISIBLE_DEVICES names a MIG slice, which DeepSpeed's ZeRO-1 and -2 cannot read: they will fail",)
-    numbers = uuids_to_indices(visible, nvml) if visible is not None else None
+    numbers = uuids_to_indices(visible, nvml)
     if numbers == visible:
         return ()
     return (
@@ -159,39 +162,28 @@ def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
             break
         if name.startswith("MIG-"):
             return iter([handle])
-        parts = _slices(api, handle)
-        if parts is None:
-            whole.append(handle)
+        if (_query(api, "nvmlDeviceGetMigMode", handle) or [0])[0]:
+            places = range(_query(api, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+            parts = (_query(api, "nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places)
+            slices += [part for part in parts if part is not None]  # places may be empty
         else:
-            slices += parts
+            whole.append(handle)
     return iter(whole or slices[:1])
-
-
-def _slices(api: Any, handle: Any) -> list[Any] | None:
-    """Return the MIG slices of a card; None where it is not in MIG mode."""
-    try:
-        if not api.nvmlDeviceGetMigMode(handle)[0]:
-            return None
-        most = api.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except api.NVMLError:  # a card that knows no MIG
-        return None
-    slices = []
-    for place in range(most):
-        with contextlib.suppress(api.NVMLError):  # places may be empty
-            slices.append(api.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
-    return slices
 
 
 def _read_card(api: Any, handle: Any) -> Card:
     total, free, used = _memory(api, handle)
-    uuid = _uuid(api, handle)
+    uuid = _text(_query(api, "nvmlDeviceGetUUID", handle))
+    # In a container NVML may list no processes, or pids of another namespace.
+    lists = (_query(api, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics"))
+    pids = [int(process.pid) for processes in lists for process in processes or ()]
     return Card(
         index=api.nvmlDeviceGetIndex(handle),
-        name=_text(api.nvmlDeviceGetName(handle)),
+        name=_text(api.nvmlDeviceGetName(handle)) or "",
         total_bytes=total,
         free_bytes=free,
         others_bytes=used if used >= _IDLE_BYTES else 0,
-        pids=_pids(api, handle),
+        pids=tuple(dict.fromkeys(pids)),
         uuid=uuid,
         slice=uuid is not None and uuid.startswith("MIG-"),
     )
@@ -202,47 +194,19 @@ def _memory(api: Any, handle: Any) -> tuple[int, int, int]:
 
     The first version of the NVML call adds the driver's reserve to total and used: 0.5 GiB of an 80 GiB card.
     """
-    version = getattr(api, "nvmlMemory_v2", None)
-    if version is not None:
-        with contextlib.suppress(api.NVMLError):  # a driver older than R510
-            memory = api.nvmlDeviceGetMemoryInfo(handle, version=version)
-            return int(memory.total) - int(memory.reserved), int(memory.free), int(memory.used)
+    with contextlib.suppress(AttributeError, api.NVMLError):  # an old binding; a driver older than R510
+        memory = api.nvmlDeviceGetMemoryInfo(handle, version=api.nvmlMemory_v2)
+        return int(memory.total) - int(memory.reserved), int(memory.free), int(memory.used)
     memory = api.nvmlDeviceGetMemoryInfo(handle)
     return int(memory.total), int(memory.free), int(memory.total) - int(memory.free)
 
 
-def _pids(api: Any, handle: Any) -> tuple[int, ...]:
-    """Return the processes that use the card. In a container NVML may list none, or pids of another namespace."""
-    pids: list[int] = []
-    for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
-        query = getattr(api, name, None)
-        if query is not None:
-            with contextlib.suppress(api.NVMLError):
-                pids += [int(process.pid) for process in query(handle)]
-    return tuple(dict.fromkeys(pids))
-
-
-def _uuid(api: Any, handle: Any) -> str | None:
-    query = getattr(api, "nvmlDeviceGetUUID", None)
-    if query is None:
-        return None
-    with contextlib.suppress(api.NVMLError):
-        return _text(query(handle))
+def _query(api: Any, name: str, *arguments: Any) -> Any:
+    """Call a function of NVML; None where the binding, the driver or the card does not know it."""
+    with contextlib.suppress(AttributeError, api.NVMLError):
+        return getattr(api, name)(*arguments)
     return None
 
 
-def _driver(api: Any) -> str | None:
-    with contextlib.suppress(api.NVMLError, AttributeError):
-        return _text(api.nvmlSystemGetDriverVersion())
-    return None
-
-
-def _cuda(api: Any) -> tuple[int, int] | None:
-    with contextlib.suppress(api.NVMLError, AttributeError):
-        version = int(api.nvmlSystemGetCudaDriverVersion_v2())  # 13020
-        return version // 1000, version % 1000 // 10
-    return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value

@@ -20,6 +20,13 @@ from .gpus import Card, NvmlReading, read_nvml
 _NO_LIMIT = 2**60  # version 1 has a number near 2^63 where there is no limit
 
 
+# By version: the file of the limit, the file of the used bytes, the field of droppable pages, the file of OOM kills.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
+    2: ("memory.max", "memory.current", "inactive_file", "memory.events"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryGroup:
     """One memory cgroup, of version 1 or 2. Its files are read at each call."""
@@ -29,21 +36,20 @@ class MemoryGroup:
 
     def limit_bytes(self) -> int | None:
         """Return the limit of its processes together; None where there is none."""
-        limit = _number(self.folder / ("memory.max" if self.version == 2 else "memory.limit_in_bytes"))
+        limit = _read_number(self.folder / _FILES[self.version][0])
         return limit if limit is not None and limit < _NO_LIMIT else None
 
     def free_bytes(self) -> int | None:
         """Return the bytes left of the limit; droppable file pages count as free."""
-        limit = self.limit_bytes()
-        used = _number(self.folder / ("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
+        _, current, droppable, _ = _FILES[self.version]
+        limit, used = self.limit_bytes(), _read_number(self.folder / current)
         if limit is None or used is None:
             return None
-        cached = _field(self.folder / "memory.stat", "inactive_file" if self.version == 2 else "total_inactive_file")
-        return max(0, limit - used + (cached or 0))
+        return max(0, limit - used + (_read_number(self.folder / "memory.stat", droppable) or 0))
 
     def oom_kills(self) -> int | None:
         """Return how many of its processes the OOM killer has ended; version 2 counts the groups below as well."""
-        return _field(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
+        return _read_number(self.folder / _FILES[self.version][3], "oom_kill")
 
 
 def find_memory_groups(
@@ -51,51 +57,38 @@ def find_memory_groups(
 ) -> tuple[MemoryGroup, ...]:
     """Return the cgroups that limit the memory of this process, innermost first."""
     try:
-        lines = of.read_text().splitlines()
+        lines = [line.split(":", 2) for line in of.read_text().splitlines()]  # '4:memory:/a/b' or '0::/a'
     except OSError:
         return ()
-    paths = dict(_controllers(line) for line in lines if line.count(":") >= 2)
+    paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
     if "memory" in paths:
-        return _up(mount / "memory", paths["memory"], "memory.limit_in_bytes", version=1)
-    if "" in paths:
-        return _up(mount, paths[""], "memory.max", version=2)
-    return ()
-
-
-def machine_oom_kills() -> int | None:
-    """Return how many processes the OOM killers of this kernel have ended since it started."""
-    return _field(Path("/proc/vmstat"), "oom_kill")
-
-
-def _controllers(line: str) -> tuple[str, str]:
-    """'4:memory:/a/b' → ('memory', '/a/b'); '0::/a' → ('', '/a')."""
-    _, names, path = line.split(":", 2)
-    return ("memory" if "memory" in names.split(",") else names), path
-
-
-def _up(mount: Path, path: str, file: str, *, version: int) -> tuple[MemoryGroup, ...]:
+        version, path, mount = 1, paths["memory"], mount / "memory"
+    elif "" in paths:
+        version, path = 2, paths[""]
+    else:
+        return ()
+    file = _FILES[version][0]
     inner = mount / path.lstrip("/")
     # In a container the path can be the host's, while what is mounted is the container's own group.
     if not (inner / file).exists():
         inner = mount
-    folders = [inner, *(folder for folder in inner.parents if folder == mount or mount in folder.parents)]
+    folders = [inner, *(folder for folder in inner.parents if folder.is_relative_to(mount))]
     return tuple(MemoryGroup(folder=folder, version=version) for folder in folders if (folder / file).exists())
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+def machine_oom_kills() -> int | None:
+    """Return how many processes the OOM killers of this kernel have ended since it started."""
+    return _read_number(Path("/proc/vmstat"), "oom_kill")
 
 
-def _field(path: Path, name: str) -> int | None:
+def _read_number(path: Path, name: str | None = None) -> int | None:
+    """Return the number that the file holds, or that of its line 'NAME NUMBER'; None where there is none."""
     try:
-        lines = path.read_text().splitlines()
+        lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
         return None
-    rows = (line.split() for line in lines)
-    value = next((row[1] for row in rows if len(row) == 2 and row[0] == name), "")
+    wanted = [] if name is None else [name]
+    value = next((line[-1] for line in lines if line[:-1] == wanted), "")
     return int(value) if value.isdigit() else None
 
 
@@ -162,6 +155,7 @@ def read_hardware() -> Hardware:
     """Read this node: memory from psutil and cgroups, cards from NVML. CUDA_VISIBLE_DEVICES is honoured."""
     memory = read_host_memory(find_memory_groups())
     seen = read_nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
     return Hardware(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
@@ -171,13 +165,8 @@ def read_hardware() -> Hardware:
         driver=seen.driver,
         cuda=None if seen.cuda is None else ".".join(map(str, seen.cuda)),
         unusable=_unusable(seen, torch_build()),
-        process_bytes=_process_bytes(),
+        process_bytes=None if most == resource.RLIM_INFINITY else most,
     )
-
-
-def _process_bytes() -> int | None:
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def read_host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
@@ -194,11 +183,6 @@ def find_interface(address: str) -> str | None:
         if any(known.address.partition("%")[0] == address for known in addresses):
             return name
     return None
-
-
-def visible_cards(visible: str | None) -> tuple[Card, ...]:
-    """Return the cards that CUDA_VISIBLE_DEVICES (`visible`) shows, see `gpus.read_nvml`."""
-    return read_nvml(visible).cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,9 +244,8 @@ def installed_versions() -> dict[str, str]:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo") as lines:
-            return next(
-                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-            )
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.machine()
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

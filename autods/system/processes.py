@@ -113,16 +113,14 @@ def prefer_for_oom_kill() -> None:
         score.write("1000")
 
 
-def kill_children(limit_s: float) -> int:
-    """Kill and reap children until none is left, for `limit_s` seconds at most. Return how many there were."""
-    began, count = time.monotonic(), 0
+def kill_children(limit_s: float) -> None:
+    """Kill and reap children until none is left, for `limit_s` seconds at most."""
+    began = time.monotonic()
     while (pids := list_children()) and time.monotonic() - began < limit_s:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                count += 1
-    return count
 
 
 def unlink_shared_memory(pids: Iterable[int]) -> None:
@@ -183,23 +181,17 @@ def shorten_log(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
         return
 
 
-def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the other end is gone."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 @contextlib.contextmanager
 def die_with_peer(peer: socket.socket) -> Iterator[None]:
     """Die at once when the peer hangs up, even while this process is busy. The peer must not send anything."""
     flags = fcntl.fcntl(peer, fcntl.F_GETFL) & ~os.O_ASYNC
     fcntl.fcntl(peer, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(peer, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is death
-    if has_hung_up(peer):  # before the call
+    try:
+        has_hung_up = peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except OSError as error:
+        has_hung_up = not isinstance(error, BlockingIOError)
+    if has_hung_up:  # before the call
         os._exit(97)
     try:
         yield

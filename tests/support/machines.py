@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autods.config.settings import Settings
-from autods.runner.placement import NodeDescription, NodeState, Spot
+from autods.runner.placement import NodeDescription, NodeState
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
@@ -21,8 +21,8 @@ def a_machine(gpus: int = 4, *, gib: int = 80, name: str = "A100", host_gib: int
     return Hardware(cpu="EPYC", cores=64, host_bytes=host, host_free_bytes=host, cards=cards)
 
 
-def describe(machine: Hardware, **versions: str) -> NodeDescription:
-    return NodeDescription(hardware=machine, versions={**VERSIONS, **versions})
+def describe(machine: Hardware, number: int = 1, **versions: str) -> NodeDescription:
+    return NodeDescription(address=f"10.0.0.{number}", hardware=machine, versions={**VERSIONS, **versions})
 
 
 def settings_of(**options: Any) -> Settings:
@@ -30,6 +30,6 @@ def settings_of(**options: Any) -> Settings:
     return fit_settings(SOURCE, hardware=a_machine(8), **{"gpus": 8, "nodes": 2, "address": "10.0.0.1:6379", **options})
 
 
-def spot(number: int, bundle: int) -> Spot:
+def a_node(number: int) -> NodeState:
     total = {"CPU": 64.0, "GPU": 4.0}
-    return Spot(node=NodeState(id=f"id{number}", address=f"10.0.0.{number}", total=total, free=total), bundle=bundle)
+    return NodeState(id=f"id{number}", address=f"10.0.0.{number}", total=total, free=total)

@@ -17,7 +17,7 @@ from autods.runner.placement import (
     reserve_nodes,
     weakest,
 )
-from tests.support.machines import a_machine, describe, settings_of, spot
+from tests.support.machines import a_machine, describe, settings_of
 
 CPUS = Need(nodes=2, cpus=2, gpus=0)
 
@@ -76,10 +76,11 @@ def test_cpu_ranks_of_one_node_reserve_no_gpu() -> None:
 
 def test_the_drivers_node_comes_first_then_the_addresses() -> None:
     nodes = [a_node(number) for number in (10, 9, 2)]
-    _, spots = reserve_nodes(
+    _, places = reserve_nodes(
         Scripted(nodes, on=["id10", "id9", "id2"]), Need(nodes=3, cpus=1, gpus=0), report=silence, first="id9"
     )
-    assert [(spot.node.address, spot.bundle) for spot in spots] == [("10.0.0.9", 1), ("10.0.0.2", 2), ("10.0.0.10", 0)]
+    in_order = [(node.address, bundle) for bundle, node in places.items()]
+    assert in_order == [("10.0.0.9", 1), ("10.0.0.2", 2), ("10.0.0.10", 0)]
 
 
 def test_a_long_wait_is_reported_with_what_is_free_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +150,15 @@ def test_cpu_ranks_need_a_cpu_each_on_a_shared_cluster(options: dict[str, Any], 
 
 
 def test_software_that_no_rank_uses_may_differ() -> None:
-    check_same_software([describe(a_machine()), describe(a_machine(), optuna="5.1")], [spot(1, 0), spot(2, 1)])
+    check_same_software([describe(a_machine()), describe(a_machine(), 2, optuna="5.1")])
 
 
 def test_different_gpus_are_described_with_their_nodes() -> None:
-    nodes, spots = [describe(a_machine()), describe(a_machine(gib=40))], [spot(1, 0), spot(2, 1)]
-    text = describe_gpu_differences(nodes, spots)
+    text = describe_gpu_differences([describe(a_machine()), describe(a_machine(gib=40), 2)])
     assert text is not None
     assert "4 × A100 with 80.0 GiB on 10.0.0.1" in text
     assert "4 × A100 with 40.0 GiB on 10.0.0.2" in text
-    assert describe_gpu_differences(nodes[:1] * 2, spots) is None
+    assert describe_gpu_differences([describe(a_machine()), describe(a_machine(), 2)]) is None
 
 
 def test_the_weakest_node_that_can_hold_the_ranks_decides() -> None:

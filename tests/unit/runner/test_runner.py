@@ -13,7 +13,7 @@ from autods.config.settings import Settings
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
 from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
-from autods.runner.runner import JobFactory, check_ready, check_survey, may_need_all_ranks
+from autods.runner.runner import RayRunner, check_ready, make_error, may_need_all_ranks
 from autods.schema import read_as
 from autods.trial.job import describe_error
 from autods.trial.ops import BUILDERS
@@ -25,9 +25,11 @@ SWAP = "zero_optimization.offload_optimizer.nvme_path"
 LOG = Path("/logs/zygote.log")
 
 
-def jobs(settings: Settings = SETTINGS, **options: Any) -> JobFactory:
-    common: dict[str, Any] = {"facts": FACTS, "loaded": SETTINGS.source, "swap_mark": "1-abc"}
-    return JobFactory(settings=settings, **(common | options))
+def a_runner(settings: Settings = SETTINGS, **options: Any) -> RayRunner:
+    """A runner whose zygotes hold the workload of SETTINGS, after its survey."""
+    runner = RayRunner(settings, lambda event: None, **options)
+    runner.facts, runner.loaded, runner.swap_mark = FACTS, SETTINGS.source, "1-abc"
+    return runner
 
 
 def a_trial(rung: str = "zero2", **options: Any) -> Trial:
@@ -36,7 +38,7 @@ def a_trial(rung: str = "zero2", **options: Any) -> Trial:
 
 
 def test_a_trial_is_a_job_for_all_ranks_with_its_knobs() -> None:
-    job = jobs().training(a_trial(), 7)
+    job = a_runner().training_job(a_trial(), 7)
     assert (job.job, job.world_size, job.local_ranks) == ("train", 2, (0, 1))
     assert (job.micro_batch, job.accumulation, job.checkpointing) == (4, 2, False)
     assert job.folder == "out/logs/007-zero2"
@@ -46,53 +48,52 @@ def test_a_trial_is_a_job_for_all_ranks_with_its_knobs() -> None:
 
 def test_the_device_is_limited_where_a_budget_was_given() -> None:
     whole_card = replace(SETTINGS, device_bytes_asked=False)
-    assert jobs().training(a_trial(), 1).limit_bytes == SETTINGS.device_bytes
-    assert jobs().training(a_trial(limited=False), 1).limit_bytes is None
-    assert jobs(whole_card).training(a_trial(), 1).limit_bytes is None
+    assert a_runner().training_job(a_trial(), 1).limit_bytes == SETTINGS.device_bytes
+    assert a_runner().training_job(a_trial(limited=False), 1).limit_bytes is None
+    assert a_runner(whole_card).training_job(a_trial(), 1).limit_bytes is None
 
 
 def test_a_trial_swaps_into_a_folder_of_its_driver() -> None:
-    factory, trial = jobs(), a_trial("zero3-nvme")
-    job = factory.training(trial, 1)
+    runner, trial = a_runner(), a_trial("zero3-nvme")
+    job = runner.training_job(trial, 1)
     assert job.swap == "/scratch/autods-1-abc"
     assert get_key(job.ds_config, SWAP) == job.swap
-    assert get_key(factory.final_config(trial), SWAP) == "/scratch"
-    assert factory.training(a_trial(), 1).swap is None
+    assert get_key(runner.final_config(trial), SWAP) == "/scratch"
+    assert runner.training_job(a_trial(), 1).swap is None
 
 
 def test_a_workload_is_bound_again_where_its_arguments_differ() -> None:
     other = replace(SETTINGS, source=replace(SETTINGS.source, digest="1", seq_len=128))
-    assert not jobs().training(a_trial(), 1).rebind
-    assert jobs(other).training(a_trial(), 1).rebind
+    assert not a_runner().training_job(a_trial(), 1).rebind
+    assert a_runner(other).training_job(a_trial(), 1).rebind
 
 
 def test_a_survey_checks_the_ops_of_the_rungs_that_can_run() -> None:
-    assert "async_io" in jobs().survey().ops
-    without = jobs(replace(SETTINGS, nvme_path=None)).survey().ops
+    assert "async_io" in a_runner().survey_job().ops
+    without = a_runner(replace(SETTINGS, nvme_path=None)).survey_job().ops
     assert "async_io" not in without
     assert "cpu_adam" in without
     script = replace(SETTINGS, source=replace(SETTINGS.source, kind="script"))
-    assert jobs(script).survey().ops == tuple(BUILDERS)  # its config may need any
+    assert a_runner(script).survey_job().ops == tuple(BUILDERS)  # its config may need any
 
 
 def test_a_survey_is_on_one_rank_until_all_are_needed() -> None:
-    survey = jobs().survey()
-    assert survey.world_size == 1
-    everywhere = jobs().on_all_ranks(survey)
+    survey, everywhere = a_runner().survey_job(), a_runner().survey_job(ranks=2)
+    assert (survey.world_size, survey.local_ranks) == (1, (0,))
     assert (everywhere.world_size, everywhere.local_ranks, everywhere.ops) == (2, (0, 1), survey.ops)
 
 
 def test_runners_side_by_side_write_different_logs() -> None:
-    second = jobs(number=1)
-    assert Path(second.survey().folder).name == "survey-beside1"
-    assert Path(second.building("cpu_adam").folder).name == "build-cpu_adam-beside1"
-    assert Path(second.training(a_trial(), 3).folder).name == "003-zero2"
+    second = a_runner(number=1)
+    assert Path(second.survey_job().folder).name == "survey-beside1"
+    assert Path(second.building_job("cpu_adam").folder).name == "build-cpu_adam-beside1"
+    assert Path(second.training_job(a_trial(), 3).folder).name == "003-zero2"
 
 
 def test_a_build_has_a_time_limit_of_its_own() -> None:
-    job, limits = jobs().building("cpu_adam"), SETTINGS.profile.limits
+    job, limits = a_runner().building_job("cpu_adam"), SETTINGS.profile.limits
     assert (job.ops, job.init_s, job.wall_s) == (("cpu_adam",), limits.build_s, limits.build_s)
-    assert jobs().training(a_trial(), 1).wall_s == limits.wall_s
+    assert a_runner().training_job(a_trial(), 1).wall_s == limits.wall_s
 
 
 def caught(error: Exception) -> dict[str, Any]:
@@ -135,7 +136,6 @@ def test_ranks_that_cannot_be_forked_are_reported() -> None:
 
 
 def test_a_survey_that_failed_names_the_log_of_its_rank() -> None:
-    check_survey(None, JOB)
     broken = Failed(
         failure="toolchain",
         rank=1,
@@ -145,13 +145,13 @@ def test_a_survey_that_failed_names_the_log_of_its_rank() -> None:
         advice="install g++",
     )
     with pytest.raises(EnvironmentBroken, match=r"no compiler\n  install g\+\+ \(log: /logs/rank1\.log\)"):
-        check_survey(broken, JOB)
+        raise make_error(broken, JOB)
 
 
 def test_a_model_that_fits_into_no_memory_is_wrong_input() -> None:
     full = OutOfMemory(tier="host", rank=-1, phase="build", evidence="killed")
     with pytest.raises(InputError, match="does not fit into this machine's memory"):
-        check_survey(full, JOB)
+        raise make_error(full, JOB)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from autods.trial.job import RankJob
 from autods.trial.worker import environment
 from autods.types import Failed, OutOfMemory, WorkloadSource
 from tests.support.ends import rank_exit, report_of
-from tests.support.machines import a_machine, describe, settings_of, spot
+from tests.support.machines import a_machine, a_node, describe, settings_of
 
 JOB = RankJob(
     job="train",
@@ -99,10 +99,7 @@ class Agent:
 def a_group(*agents: Any) -> WorkerGroup:
     group = WorkerGroup(settings_of(), lambda event: None, environment={}, check_ready=lambda ready: None)
     group.ray = Ray()
-    group.nodes = [
-        Node(NodeState(id=f"id{number}", address=f"10.0.0.{number}", total={}), agent)
-        for number, agent in enumerate(agents, 1)
-    ]
+    group.nodes = [Node(f"10.0.0.{number}", agent) for number, agent in enumerate(agents, 1)]
     return group
 
 
@@ -301,7 +298,7 @@ class TwoNodes:
         self.freed = 0
 
     def nodes(self) -> list[NodeState]:
-        return [spot(1, 0).node, spot(2, 0).node]
+        return [a_node(1), a_node(2)]
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         self.bundles = bundles
@@ -333,7 +330,9 @@ def a_starting_group(
 
 
 def test_each_agent_has_the_gpus_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, ray, cluster, texts = a_starting_group(tmp_path, monkeypatch, *[describe(a_machine())] * 2)
+    group, ray, cluster, texts = a_starting_group(
+        tmp_path, monkeypatch, describe(a_machine()), describe(a_machine(), 2)
+    )
     group.start()
     assert cluster.bundles == [{"CPU": 1.0, "GPU": 4.0}] * 2
     assert [options["num_gpus"] for options in ray.options] == [4, 4]
@@ -343,7 +342,7 @@ def test_each_agent_has_the_gpus_of_its_node(tmp_path: Path, monkeypatch: pytest
 
 
 def test_different_software_is_refused_and_all_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = describe(a_machine()), describe(a_machine(), torch="2.9.0")
+    nodes = describe(a_machine()), describe(a_machine(), 2, torch="2.9.0")
     group, ray, cluster, _ = a_starting_group(tmp_path, monkeypatch, *nodes)
     with pytest.raises(EnvironmentBroken, match=r"torch 2\.13\.0 on 10\.0\.0\.1, 2\.9\.0 on 10\.0\.0\.2"):
         group.start()
@@ -352,7 +351,7 @@ def test_different_software_is_refused_and_all_is_freed(tmp_path: Path, monkeypa
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, ray, _, _ = a_starting_group(tmp_path, monkeypatch, *[describe(a_machine())] * 2)
+    group, ray, _, _ = a_starting_group(tmp_path, monkeypatch, describe(a_machine()), describe(a_machine(), 2))
     ray.missing.append("/home/me/model.py")
     with pytest.raises(EnvironmentBroken, match=r"10\.0\.0\.1 does not see /home/me/model\.py"):
         group.start()
