@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -75,21 +75,17 @@ STARTS_ANEW = re.compile(
 
 def parse_exception_type(text: str) -> str:
     """'OutOfMemoryError' for "torch.OutOfMemoryError: CUDA …"; empty when the text does not begin with an exception."""
-    match = EXCEPTION.match(text)
+    return _type_name(EXCEPTION.match(text))
+
+
+def _type_name(match: re.Match[str] | None) -> str:
     return match["type"].replace("::", ".").rpartition(".")[2] if match else ""
 
 
-def is_code(text: str) -> bool:
+def _is_code(text: str) -> bool:
     """Whether the line is source code or a frame in a traceback."""
     text = text.strip()
     return bool(_CODE.match(text)) or text[:1] in BOX or bool(NATIVE_FRAME.match(text)) or text.startswith('File "')
-
-
-def judge_manner(line: Line) -> Manner:
-    """How a plain line relates to a failure that it names: it reports it, mentions it or quotes it."""
-    if _QUOTED.search(line.text) and line.prefix.level != "error" and not REPORTS_FAILURE.match(line.text):
-        return "quoted"
-    return "mentioned" if line.prefix.level in ("debug", "info", "warning") else "stated"
 
 
 _MOST_FRAMES = 120
@@ -108,10 +104,9 @@ class Message:
     prefix: Prefix
     manner: Manner
     type: str = ""  # the exception's name without its module
-    module: str = ""
     frames: tuple[str, ...] = ()  # outermost first: 'File "…", line 3, in forward', and the code under it
     progress: int = 0
-    order: int = 0
+    order: int = 0  # among the messages that match a row
     ignored: bool = False  # Python reports that it ignored this exception
     pid: int | None = None  # of the Ray worker that raised it
 
@@ -125,6 +120,7 @@ class Message:
 class _Open:
     """The unfinished message of one stream."""
 
+    first: Line  # reported when the end of a traceback is missing
     frames: list[str] = field(default_factory=list)
     lines: int = 0
     message: Message | None = None
@@ -132,18 +128,19 @@ class _Open:
     ignored: bool = False
     indent: int = 0  # of the first frame
     rank: int | None = None  # named by the line before
-    cut: Line | None = None  # its first line, reported when the end is missing
+
+
+Key = tuple[str, str]  # the file and the stream of a process
 
 
 class Assembler:
     """Assembles messages from lines. Each stream has its own state, so that interleaved ranks do not mix."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, str], _Open] = {}
-        self._order = 0
-        self._spawned: dict[tuple[str, str], int] = {}
-        self._ignore: set[tuple[str, str]] = set()
-        self._raised_in: dict[tuple[str, str], int] = {}  # stream → process id, as Ray reports it
+        self._open: dict[Key, _Open] = {}
+        self._spawned: dict[Key, int] = {}
+        self._ignore: set[Key] = set()
+        self._raised_in: dict[Key, int] = {}  # stream → process id, as Ray reports it
 
     @property
     def waiting(self) -> bool:
@@ -152,11 +149,10 @@ class Assembler:
 
     def feed(self, line: Line) -> Iterator[Message]:
         """The messages that this line completes."""
-        key = (line.file, line.prefix.stream)
-        text = line.text
+        key, text = (line.file, line.prefix.stream), line.text
         if TRACEBACK.search(text):
             yield from self._close(key)
-            self._open[key] = _Open(ignored=key in self._ignore, rank=self._spawned.pop(key, None), cut=line)
+            self._open[key] = _Open(line, ignored=key in self._ignore, rank=self._spawned.pop(key, None))
             self._ignore.discard(key)
             return
         if match := SPAWNED.search(text):
@@ -167,101 +163,78 @@ class Assembler:
             yield from self._close(key)
             return
         opened = self._open.get(key)
-        if opened is not None and opened.message is not None and (inner := self._announced(opened, text)):
-            opened.message.type = inner["type"].replace("::", ".").rpartition(".")[2]
-            opened.body.append(text.rstrip())
-            return
-        if opened is not None and opened.message is None:
-            yield from self._in_frames(key, opened, line)
-        elif opened is None and (
-            FRAME.match(text) or BOXED_FRAME.match(text)
-        ):  # the beginning of the traceback was not pasted
-            self._open[key] = _Open(frames=[text.strip()], indent=_indent(text), cut=line)
-        elif opened is not None and self._continues(opened, line):
-            if NATIVE_FRAME.match(text):
-                assert opened.message is not None
-                opened.message.frames += (text.strip(),)
-            elif not is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback inside the message
-                opened.body.append(text.rstrip())
-        else:
+        if opened is None and (FRAME.match(text) or BOXED_FRAME.match(text)):  # the traceback's beginning is missing
+            self._open[key] = _Open(line, frames=[text.strip()], indent=_indent(text))
+        elif opened is not None and opened.message is None:
+            yield from self._add_frame(key, opened, line)
+        elif opened is None or opened.message is None or not self._continues(opened, opened.message, line):
             yield from self._close(key)
-            yield from self._start(key, line)
+            match = EXCEPTION.match(text)
+            if match and (match["type"].endswith("Warning") or _is_code(text)):
+                match = None
+            if match or NATIVE.match(text):
+                self._open[key] = _Open(line, message=_message(line, "stated", match), body=[text.rstrip()])
+            else:
+                yield from _single_line(line)
 
     def finish(self) -> Iterator[Message]:
         """The messages that are still open at the end."""
-        for key in list(self._open):
-            opened = self._open[key]
-            if opened.message is None and opened.frames and opened.cut is not None:
-                opened.message = self._message(opened.cut, "stated", None, tuple(opened.frames))
+        for key, opened in list(self._open.items()):
+            if opened.message is None and opened.frames:
+                opened.message = _message(opened.first, "stated", None, opened.frames)
                 opened.body = [f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
-    def _in_frames(self, key: tuple[str, str], opened: _Open, line: Line) -> Iterator[Message]:
-        text = line.text.rstrip()
+    def _add_frame(self, key: Key, opened: _Open, line: Line) -> Iterator[Message]:
+        """Add a line to the frames of a traceback, or begin its message with the line that names the exception."""
+        text, stripped = line.text.rstrip(), line.text.strip()
         opened.lines += 1
+        outdented = bool(opened.frames) and _indent(text) < opened.indent
         if opened.lines > _MOST_OPEN_LINES:
             del self._open[key]
-        elif opened.frames and _indent(text) < opened.indent and (match := EXCEPTION.match(text.strip())):
-            opened.message = self._message(line, "raised", match, tuple(opened.frames))
-            opened.body = [text.strip()]
-        elif not text.strip() or text[0] in " \t" + BOX:
+        elif outdented and (match := EXCEPTION.match(stripped)):
+            opened.message = _message(line, "raised", match, opened.frames)
+            opened.body = [stripped]
+        elif not stripped or text[0] in " \t" + BOX:
             if not opened.frames:
                 opened.indent = _indent(text)
             if len(opened.frames) > _MOST_FRAMES:
                 del opened.frames[_MOST_FRAMES // 3]
-            if text.strip():
-                opened.frames.append(text.strip())
-        elif opened.frames and (match := EXCEPTION.match(text) or ENDS_TRACEBACK.match(text)):
-            opened.message = self._message(line, "raised", match, tuple(opened.frames))
+            if stripped:
+                opened.frames.append(stripped)
+        elif match := EXCEPTION.match(text) or (ENDS_TRACEBACK.match(text) if opened.frames else None):
+            opened.message = _message(line, "raised", match, opened.frames)
             opened.message.ignored = opened.ignored
             opened.body = [text]
-        elif match := EXCEPTION.match(text):
-            opened.message = self._message(line, "raised", match, ())
-            opened.body = [text]
         else:
-            yield from self._single_line(key, line)  # another process wrote in between
+            yield from _single_line(line)  # another process wrote in between
 
-    def _continues(self, opened: _Open, line: Line) -> bool:
-        """Whether the line continues the open message: an exception's text may have several lines."""
-        text = line.text
+    def _continues(self, opened: _Open, message: Message, line: Line) -> bool:
+        """Whether the line belongs to the open message, whose text may have several lines; if so, it is added."""
+        text, prefix = line.text, line.prefix
+        # "BackendCompilerFailed: backend='inductor' raised:" announces the exception in the next line.
+        if ANNOUNCES.search(opened.body[-1]) and (inner := EXCEPTION.match(text)):
+            message.type = _type_name(inner)
+            opened.body.append(text.rstrip())
+            return True
         if len(opened.body) >= _MOST_BODY_LINES:
             return False
-        if (line.prefix.level or line.prefix.time) and not self._continues_with_stamp(opened, line):
-            return False
+        if prefix.level or prefix.has_time:  # every line here may have one, and the text so far ends with a colon
+            alike = message.prefix.has_time == prefix.has_time and message.prefix.level == prefix.level
+            if not (alike and opened.frames and opened.body[-1].rstrip().endswith(":")):
+                return False
         if not text.strip():
-            return len(opened.body) < 3 and bool(opened.frames)
-        if OF_NCCL.match(text):
-            return True
-        return not (EXCEPTION.match(text) or SYSTEM.match(text) or STARTS_ANEW.match(text) or PROGRESS.search(text))
-
-    def _announced(self, opened: _Open, text: str) -> re.Match[str] | None:
-        """The exception that another one announces, as in "BackendCompilerFailed: backend='inductor' raised:"."""
-        return EXCEPTION.match(text) if opened.body and ANNOUNCES.search(opened.body[-1]) else None
-
-    def _continues_with_stamp(self, opened: _Open, line: Line) -> bool:
-        """Whether every line here has a time or level, and the exception's text ends with a colon."""
-        if opened.message is None:
-            return False
-        first, prefix = opened.message.prefix, line.prefix
-        alike = bool(first.time) == bool(prefix.time) and first.level == prefix.level
-        return alike and bool(opened.frames) and opened.body[-1].rstrip().endswith(":")
-
-    def _start(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
-        match = EXCEPTION.match(line.text)
-        if match and (match["type"].endswith("Warning") or is_code(line.text)):
-            match = None
-        if match or NATIVE.match(line.text):
-            message = self._message(line, "stated", match, ())
-            self._open[key] = _Open(message=message, body=[line.text.rstrip()])
+            belongs = len(opened.body) < 3 and bool(opened.frames)
         else:
-            yield from self._single_line(key, line)
+            others = (EXCEPTION.match, SYSTEM.match, STARTS_ANEW.match, PROGRESS.search)
+            belongs = OF_NCCL.match(text) is not None or not any(other(text) for other in others)
+        if belongs and NATIVE_FRAME.match(text):
+            message.frames += (text.strip(),)
+        elif belongs and not _is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback in the message
+            opened.body.append(text.rstrip())
+        return belongs
 
-    def _single_line(self, key: tuple[str, str], line: Line) -> Iterator[Message]:
-        text = line.text.strip()
-        if text and not is_code(text):
-            yield self._message(line, judge_manner(line), None, ())
-
-    def _close(self, key: tuple[str, str]) -> Iterator[Message]:
+    def _close(self, key: Key) -> Iterator[Message]:
         opened = self._open.pop(key, None)
         if opened is None or opened.message is None:
             return
@@ -274,21 +247,28 @@ class Assembler:
             message.prefix = replace(message.prefix, rank=opened.rank)
         yield message
 
-    def _message(self, line: Line, manner: Manner, match: re.Match[str] | None, frames: tuple[str, ...]) -> Message:
-        self._order += 1
-        module, _, name = (match["type"] if match else "").replace("::", ".").rpartition(".")
-        return Message(
-            file=line.file,
-            number=line.number,
-            text=line.text.strip(),
-            prefix=line.prefix,
-            manner=manner,
-            type=name,
-            module=module,
-            frames=frames,
-            progress=line.progress,
-            order=self._order,
-        )
+
+def _message(line: Line, manner: Manner, match: re.Match[str] | None, frames: Sequence[str] = ()) -> Message:
+    return Message(
+        file=line.file,
+        number=line.number,
+        text=line.text.strip(),
+        prefix=line.prefix,
+        manner=manner,
+        type=_type_name(match),
+        frames=tuple(frames),
+        progress=line.progress,
+    )
+
+
+def _single_line(line: Line) -> Iterator[Message]:
+    """The message of a plain line: it reports a failure itself, mentions it or quotes it."""
+    text, level = line.text, line.prefix.level
+    if text.strip() and not _is_code(text):
+        manner: Manner = "mentioned" if level in ("debug", "info", "warning") else "stated"
+        if _QUOTED.search(text) and level != "error" and not REPORTS_FAILURE.match(text):
+            manner = "quoted"
+        yield _message(line, manner, None)
 
 
 def _indent(text: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Literal
 
@@ -38,22 +39,25 @@ class LineFilter:
         self._word_sets: Counter[frozenset[bytes]] = Counter()
         self._kept = 0
 
-    def keeps(self, raw: bytes, lowered: bytes) -> bool:
-        """Whether the line has a word that some row looks for and is no repetition. `lowered` is it in lower case.
+    def keeps(self, line: bytes) -> bool:
+        """Whether the line has a word that some row looks for and is no repetition.
 
         Lines that differ only in their digits are repetitions. After `_MANY` kept lines those with the same words,
         or the same text but for hexadecimal digits, count as repetitions too.
         """
         if len(self._shapes) > _MOST_SHAPES:
             self._shapes.clear()
-        count = self._count(raw.translate(None, b"0123456789"))
-        if count > _MOST_REPEATS and (count > _MOST_RANK_LINES or b"pid" not in lowered or b"rank" not in lowered):
+        count = self._count(line.translate(None, b"0123456789"))
+        if count > _MOST_RANK_LINES:
+            return False
+        lowered = line.lower()
+        if count > _MOST_REPEATS and (b"pid" not in lowered or b"rank" not in lowered):
             return False
         if self._kept < _MANY:
             keep = _telling_words().search(lowered) is not None
             self._kept += keep
             return keep
-        if self._count(raw[:_HEAD_CHARS].translate(None, _HEX_DIGITS)) > _MOST_ALIKE:
+        if self._count(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS)) > _MOST_ALIKE:
             return False
         words = frozenset(_telling_words().findall(lowered))
         self._word_sets[words] += 1
@@ -76,23 +80,15 @@ def _any_of(words: Iterable[str]) -> str:
 
     Words share their beginnings as in a trie: for a thousand words that is about ten times as fast as `in` for each.
     """
-    trie: dict[str, Any] = {}
+    rests: dict[str, list[str]] = {}
     for word in words:
-        node = trie
-        for character in word:
-            node = node.setdefault(character, {})
-        node[""] = {}
-    return _pattern_of(trie)
-
-
-def _pattern_of(node: dict[str, Any]) -> str:
-    if "" in node:
-        return ""
-    branches = [re.escape(character) + _pattern_of(rest) for character, rest in sorted(node.items())]
+        if not word:
+            return ""
+        rests.setdefault(word[0], []).append(word[1:])
+    branches = [re.escape(first) + _any_of(rest) for first, rest in sorted(rests.items())]
     return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
-_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _CLOCK = r"(?P<h>\d\d):(?P<mi>\d\d):(?P<s>\d\d)(?:[.,:](?P<f>\d+))?"
 _FORMS = tuple(
     re.compile(pattern)
@@ -102,10 +98,10 @@ _FORMS = tuple(
         r"(?P<mon>[A-Z][a-z]{2}) +(?P<d>\d{1,2}) " + _CLOCK + r"(?: (?P<y>\d{4}))?",
         r"[DIWEF](?P<mo>\d\d)(?P<d>\d\d) " + _CLOCK,  # glog
         r"^\[?(?P<mo>\d\d)[/-](?P<d>\d\d) " + _CLOCK,
+        r"(?:^|[\s\[])" + _CLOCK,
     )
 )
-_CLOCK_ONLY = re.compile(r"(?:^|[\s\[])" + _CLOCK)
-_UNIX = re.compile(r"^(1[5-9]\d{8})(?:\.(\d+))?$|^(1[5-9]\d{11})$")
+_UNIX = re.compile(r"^(1[5-9]\d{8}(?:\.\d+)?)$|^(1[5-9]\d{11})$")  # seconds or milliseconds
 _TIME_SPAN = 160  # characters at a line's start that may hold its time
 Clock = tuple[str, float]  # the kind of time and seconds; times of different kinds cannot be compared
 
@@ -114,31 +110,21 @@ def parse_clock(text: str) -> Clock | None:
     """The first time near the start of the text: "date" (with a year), "day" (without) or "clock", and seconds."""
     text = text[:_TIME_SPAN]
     if match := _UNIX.match(text.strip()):
-        seconds = float(match[3]) / 1000 if match[3] else float(f"{match[1]}.{match[2] or 0}")
-        return "date", seconds
-    for form in _FORMS:
-        if match := form.search(text):
-            return _date_and_time(match.groupdict())
-    if match := _CLOCK_ONLY.search(text):
-        return "clock", _seconds_of_day(match.groupdict())
-    return None
-
-
-def _date_and_time(groups: dict[str, str | None]) -> Clock | None:
-    mon = groups.get("mon")
-    month = _MONTHS.index(mon.lower()) + 1 if mon and mon.lower() in _MONTHS else int(groups.get("mo") or 0)
-    year = groups.get("y")
-    full = int(year) + (2000 if len(year) == 2 else 0) if year else 2000
+        return "date", float(match[1] or 0) or float(match[2]) / 1000
+    match = next((match for form in _FORMS if (match := form.search(text))), None)
+    if match is None:
+        return None
+    parts = match.groupdict()
+    seconds = int(parts["h"]) * 3600 + int(parts["mi"]) * 60 + float(f"{parts['s']}.{parts['f'] or 0}")
+    if "d" not in parts:
+        return "clock", seconds
+    year = int(parts.get("y") or 0)
     try:
-        day = datetime(full, month, int(groups["d"] or 0))
+        month = list(calendar.month_abbr).index(parts["mon"]) if "mon" in parts else int(parts["mo"])
+        day = datetime(year if year > 99 else 2000 + year, month, int(parts["d"]), tzinfo=UTC)
     except ValueError:
         return None
-    return ("date" if year else "day"), (day - datetime(1970, 1, 1)).total_seconds() + _seconds_of_day(groups)
-
-
-def _seconds_of_day(groups: dict[str, str | None]) -> float:
-    whole = int(groups["h"] or 0) * 3600 + int(groups["mi"] or 0) * 60 + int(groups["s"] or 0)
-    return whole + float(f"0.{groups['f']}" if groups.get("f") else 0)
+    return ("date" if year else "day"), day.timestamp() + seconds
 
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -151,7 +137,7 @@ class Prefix:
     stream: str = ""
     rank: int | None = None
     level: Level | None = None
-    time: str = ""
+    has_time: bool = False
 
 
 _LEVELS: dict[str, Level] = {
@@ -205,43 +191,32 @@ _MOST_PREFIXES = 7
 
 def split_prefix(text: str) -> tuple[Prefix, str]:
     """Split a line into its prefix and the rest, which keeps its indentation."""
-    prefix, rest = Prefix(), text
-    if text.startswith("   "):  # a frame of a traceback, code, a continuation
-        return prefix, rest
-    for _ in range(_MOST_PREFIXES):
+    rest = text
+    parts: list[tuple[str, str]] = []
+    for _ in range(0 if text.startswith("   ") else _MOST_PREFIXES):  # a frame of a traceback, code, a continuation
         match = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
         if match is None or not match[0]:
             break
-        prefix = _extend(prefix, match.groupdict())
+        parts += ((name, value) for name, value in match.groupdict().items() if value is not None)
         rest = rest[match.end() :]
+    first, last = dict(reversed(parts)), dict(parts)
+    prefix = Prefix(
+        stream=" ".join({"rank": "rank "}.get(name, "") + value for name, value in parts if name in ("rank", "stream")),
+        rank=int(last["rank"]) if "rank" in last else None,
+        level=_LEVELS[first["level"].lower()] if "level" in first else None,
+        has_time="time" in first,
+    )
     return prefix, rest
 
 
 def join_prefixes(outer: Prefix, inner: Prefix) -> Prefix:
     """The prefix of a line and that of the record inside it as one."""
     return Prefix(
-        stream=f"{outer.stream} {inner.stream}".strip() if inner.stream else outer.stream,
+        stream=f"{outer.stream} {inner.stream}".strip(),
         rank=inner.rank if inner.rank is not None else outer.rank,
         level=inner.level or outer.level,
-        time=outer.time or inner.time,
+        has_time=outer.has_time or inner.has_time,
     )
-
-
-def parse_level(word: str) -> Level | None:
-    """'error' for "CRITICAL"; None for a word that is no level."""
-    return _LEVELS.get(word.lower())
-
-
-def _extend(prefix: Prefix, groups: dict[str, str | None]) -> Prefix:
-    if (rank := groups.get("rank")) is not None:
-        prefix = replace(prefix, rank=int(rank), stream=f"{prefix.stream} rank {rank}")
-    if (stream := groups.get("stream")) is not None:
-        prefix = replace(prefix, stream=f"{prefix.stream} {stream}")
-    if (level := groups.get("level")) is not None and prefix.level is None:
-        prefix = replace(prefix, level=_LEVELS[level.lower()])
-    if (time := groups.get("time")) is not None and not prefix.time:
-        prefix = replace(prefix, time=time.replace(",", ".").replace("T", " "))
-    return prefix
 
 
 _TEXT = ("message", "msg", "log", "event", "MESSAGE", "textPayload", "body", "text")
@@ -261,21 +236,27 @@ def parse_record(text: str) -> tuple[Prefix, list[str]] | None:
     fields = _fields(text)
     if fields is None:
         return None
-    text_field = _first(fields, _TEXT)
     if fields.get("OOMKilled") is True:  # docker's state of a container
-        text_field = f"OOMKilled, exit code: {fields.get('ExitCode', 137)}"
-        return Prefix(), [text_field]
+        return Prefix(), [f"OOMKilled, exit code: {fields.get('ExitCode', 137)}"]
+    text_field = _first(fields, _TEXT)
     if isinstance(reason := fields.get("reason"), str) and "exitCode" in fields:  # a container's last state
         text_field = f"reason: {reason}, exit code: {fields['exitCode']}"
-    trace = [
-        value for value in fields.values() if isinstance(value, str) and value != text_field and _FAILED.search(value)
-    ]
+    texts = [value for value in fields.values() if isinstance(value, str) and value != text_field]
+    parts = [*([text_field] if isinstance(text_field, str) else []), *filter(_FAILED.search, texts)]
     is_log_record = any(name in fields for name in (*_LEVEL_FIELDS, *_TIME, *_RANK, *_STREAM, "exitCode"))
-    if not is_log_record or (not isinstance(text_field, str) and not trace):
+    if not is_log_record or not parts:
         return None
-    lines = [line for part in (text_field, *trace) if isinstance(part, str) for line in part.splitlines()]
-    prefix, first = split_prefix(lines[0]) if lines else (Prefix(), "")
-    return _merged(prefix, fields), [first, *lines[1:]]
+    first, *rest = (line for part in parts for line in part.splitlines())
+    line_prefix, first = split_prefix(first)
+    rank = _first(fields, _RANK)
+    stream = [str(fields[name]) for name in _STREAM if isinstance(fields.get(name), str | int)]
+    prefix = Prefix(
+        stream="/".join(stream) if rank is None else f"{'/'.join(stream)} rank {rank}",
+        rank=int(rank) if str(rank).isdigit() else None,
+        level=_LEVELS.get(str(_first(fields, _LEVEL_FIELDS)).lower()),
+        has_time=_first(fields, _TIME) is not None,
+    )
+    return join_prefixes(prefix, line_prefix), [first, *rest]
 
 
 def _fields(text: str) -> Mapping[str, Any] | None:
@@ -300,21 +281,6 @@ def _flat(data: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
         if isinstance(value, dict) and depth < _DEEPEST_RECORD:
             flat = {**_flat(value, depth + 1), **flat}
     return flat
-
-
-def _merged(prefix: Prefix, fields: Mapping[str, Any]) -> Prefix:
-    rank = _first(fields, _RANK)
-    number = int(rank) if isinstance(rank, int) or (isinstance(rank, str) and rank.isdigit()) else None
-    named = "/".join(str(fields[name]) for name in _STREAM if isinstance(fields.get(name), str | int))
-    level = parse_level(str(_first(fields, _LEVEL_FIELDS) or ""))
-    time = _first(fields, _TIME)
-    return replace(
-        prefix,
-        rank=prefix.rank if prefix.rank is not None else number,
-        stream=f"{prefix.stream} {named} {'' if number is None else f'rank {number}'}".strip(),
-        level=prefix.level or level,
-        time=prefix.time or (str(time) if time is not None else ""),
-    )
 
 
 def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
@@ -365,10 +331,10 @@ class Reader:
         self.bytes = 0
         self.progress = 0
         self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
+        self.last: list[str] = []  # of the last block
         self._name = file
         self._raws: list[bytes] = []
         self._first = 0
-        self.last: list[str] = []  # of the last block
         self._watch_until = -1
         self._last_step = ""
         self._filter = LineFilter()
@@ -379,12 +345,12 @@ class Reader:
         for block in blocks:
             self.bytes += len(block)
             whole, newline, rest = (rest + block.replace(b"\0", b"")).rpartition(b"\n")
-            yield from self._block(whole + newline)
+            yield from self._read_block(whole + newline)
             while len(rest) > _UNBROKEN_BYTES:
                 cut, rest = rest[:_UNBROKEN_BYTES], rest[_UNBROKEN_BYTES:]
-                yield from self._block(cut)
+                yield from self._read_block(cut)
         if rest:
-            yield from self._block(rest + b"\n")
+            yield from self._read_block(rest + b"\n")
 
     def watch(self) -> None:
         """Count the progress that follows: a run that trains on has survived the failure."""
@@ -393,46 +359,40 @@ class Reader:
     def when(self, number: int) -> Clock | None:
         """The time of a line that was just read, or of the last line before it with a time."""
         here = number - self._first
-        for raw in reversed(self._raws[max(0, here - _BACK_LINES) : here]):
-            if clock := parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")):
-                return clock
-        return None
+        raws = reversed(self._raws[max(0, here - _BACK_LINES) : here])
+        clocks = (parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")) for raw in raws)
+        return next(filter(None, clocks), None)
 
-    def _block(self, block: bytes) -> Iterator[Line]:
+    def _read_block(self, block: bytes) -> Iterator[Line]:
         if block:
             self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:]
         self._raws, self._first = block.split(b"\n"), self.number
-        for raw, lowered in zip(self._raws, block.lower().split(b"\n"), strict=True):
+        for raw in self._raws:
             self.number += 1
-            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
-                self._begin(header[1].decode(errors="replace"))
-            elif self.waiting() or self._filter.keeps(raw, lowered):
+            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):  # the next lines belong to another file
+                name = header[1].decode(errors="replace")
+                self.parts[self.file] = self.progress
+                self.file = f"{self._name}/{name}" if self._name else name
+                self.progress, self._last_step = self.parts.get(self.file, 0), ""
+                continue
+            keeps = self.waiting() or self._filter.keeps(raw)
+            if self.number < self._watch_until and (match := PROGRESS.search(raw.decode(errors="replace"))):
+                step = match[1] or match[2] or ""
+                if not step or step != self._last_step:  # the same step on eight ranks counts once
+                    self.progress += 1
+                    self._last_step = step
+            if keeps:
                 yield from self._parse(raw)
-            elif self.number < self._watch_until:
-                self._count(raw)
         self.number -= 1  # what follows the last line end is the next block's first line
 
-    def _begin(self, name: str) -> None:
-        """The next lines belong to another file."""
-        self.parts[self.file] = self.progress
-        self.file = f"{self._name}/{name}" if self._name else name
-        self.progress, self._last_step = self.parts.get(self.file, 0), ""
-
-    def _count(self, raw: bytes) -> None:
-        match = PROGRESS.search(raw.decode(errors="replace"))
-        if match is None:
-            return
-        step = match[1] or match[2] or ""
-        if not step or step != self._last_step:  # the same step on eight ranks counts once
-            self.progress += 1
-            self._last_step = step
-
     def _parse(self, raw: bytes) -> Iterator[Line]:
-        if self.number < self._watch_until:
-            self._count(raw)
         parts = _split(_clean(raw))
         for text in parts:
-            if len(parts) > _MANY_PARTS and not self.waiting() and not self._filter.keeps(*_raw_and_lowered(text)):
+            if (
+                len(parts) > _MANY_PARTS
+                and not self.waiting()
+                and not self._filter.keeps(text.encode(errors="replace"))
+            ):
                 continue
             prefix, rest = split_prefix(text)
             bar = _BAR.search(rest)
@@ -440,24 +400,14 @@ class Reader:
                 inner, rest = split_prefix(after_bar)
                 prefix = join_prefixes(prefix, inner)
             if (rest[:2] == '{"' or "msg=" in rest) and (record := parse_record(rest)):
-                record_prefix, lines = record
-                for line in lines:
-                    yield Line(self.file, self.number, line, join_prefixes(prefix, record_prefix), self.progress)
-                    prefix, record_prefix = _bare(prefix), _bare(record_prefix)
+                prefix = join_prefixes(prefix, record[0])
+                for line in record[1]:
+                    yield Line(self.file, self.number, line, prefix, self.progress)
+                    prefix = replace(prefix, has_time=False, level=None)  # the lines of a record belong together
                 continue
             if len(rest) > LINE_CHARS:
                 rest = f"{rest[: LINE_CHARS // 2]} … {rest[-LINE_CHARS // 2 :]}"
             yield Line(self.file, self.number, rest, prefix, self.progress)
-
-
-def _raw_and_lowered(text: str) -> tuple[bytes, bytes]:
-    raw = text.encode(errors="replace")
-    return raw, raw.lower()
-
-
-def _bare(prefix: Prefix) -> Prefix:
-    """Without time and level, because the lines of one record belong together."""
-    return replace(prefix, time="", level=None)
 
 
 def _clean(raw: bytes) -> str:
@@ -468,10 +418,7 @@ def _clean(raw: bytes) -> str:
 def _split(text: str) -> list[str]:
     """Split at carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
     parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
-    if (
-        "\\n" in text
-        and not (len(parts) == 1 and text.rstrip().endswith("}"))
-        and ("Traceback (most" in text or len(text) > LINE_CHARS)
-    ):
+    is_record = len(parts) == 1 and text.rstrip().endswith("}")
+    if "\\n" in text and not is_record and ("Traceback (most" in text or len(text) > LINE_CHARS):
         parts = [piece for part in parts for piece in part.split("\\n")]
     return parts

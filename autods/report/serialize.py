@@ -8,16 +8,16 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError
 from ..forecast.values import PHASES, RungForecast, TierForecast
-from ..journal import read_record
-from ..schema import read_as
-from ..types import TIERS, TIERS_OF_A_NODE, Knobs, Record, Skipped, Tier, TierUse
+from ..schema import read_known
+from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
 from .launch import (
     ACCELERATE,
     DS_CONFIG,
@@ -27,7 +27,7 @@ from .launch import (
     launch_commands,
     trainer_arguments,
 )
-from .results import PROBE, PROBE_CSV, CellResult, ClosestRung, Forecast, ProbeReport, Report, SiteForecast, Throughput
+from .results import PROBE, PROBE_CSV, Capacity, CellResult, Forecast, ProbeReport, Ratio, Report, SiteForecast
 
 REPORT = "report.json"
 SO_FAR = "ds_config_so_far.json"
@@ -35,32 +35,19 @@ SO_FAR = "ds_config_so_far.json"
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Plain JSON values for report.json. Every key is present; unknown values are null."""
-    row = {item.name: getattr(report, item.name) for item in fields(Report)}
-    row["knobs"] = asdict(report.knobs) if report.knobs else None
-    row["throughput"] = asdict(report.throughput) if report.throughput else None
-    row["memory"] = {tier: asdict(use) if (use := report.memory.get(tier)) else None for tier in TIERS}
-    row["trials"] = [_trial_row(record) for record in report.trials]
-    row["skipped"] = [asdict(item) for item in report.skipped]
-    row["closest"] = asdict(report.closest) if report.closest else None
-    row["launch"] = _launch(report)
-    plain: dict[str, Any] = _plain(row)
-    return plain
+    launch = None
+    if report.ds_config is not None and report.knobs is not None:
+        arguments = trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))
+        launch = {**launch_commands(report), "trainer_arguments": list(arguments)}
+    return {**_plain(report), "memory": _all_tiers(report.memory), "launch": launch}
 
 
 def from_dict(data: Mapping[str, Any]) -> Report:
     """The inverse of `to_dict`. Unknown keys are dropped. Raises InputError when `data` is not a report."""
     try:
-        row = {item.name: data[item.name] for item in fields(Report) if item.name in data}
-        if data["status"] not in ("fit", "nothing_fits"):
-            raise ValueError(f"status is {data['status']!r}")
-        row["knobs"] = read_as(Knobs, data["knobs"]) if data["knobs"] else None
-        row["throughput"] = read_as(Throughput, data["throughput"]) if data["throughput"] else None
-        row["memory"] = {tier: read_as(TierUse, use) for tier, use in data["memory"].items() if use}
-        row["closest"] = read_as(ClosestRung, data["closest"]) if data.get("closest") else None
-        row["forecast"] = tuple(data.get("forecast", ()))
-        row["trials"] = tuple(_record(trial) for trial in data["trials"])
-        row["skipped"] = tuple(read_as(Skipped, item) for item in data.get("skipped", ()))
-        return Report(**row)
+        memory = {tier: use for tier, use in data["memory"].items() if use}
+        trials = [_record_from_row(row) for row in data["trials"]]
+        return read_known(Report, {**data, "memory": memory, "trials": trials})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"is not the report of a fit: {error!r}", hint="start over with --fresh") from None
 
@@ -108,43 +95,34 @@ def _configs(report: Report) -> dict[str, str | None]:
     }
 
 
-def _launch(report: Report) -> dict[str, Any] | None:
-    """The launch commands and the Trainer's arguments; None where nothing fits."""
-    if report.ds_config is None or report.knobs is None:
-        return None
-    return {
-        **launch_commands(report),
-        "trainer_arguments": trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF)),
-    }
-
-
-def _trial_row(record: Record) -> dict[str, Any]:
-    """A trial by the contract, which calls its purpose `phase`, and its other fields for reading it back."""
-    row = asdict(record.trial)
-    return {
-        "id": record.id,
-        "rung": row.pop("rung"),
-        "knobs": row.pop("knobs"),
-        "phase": row.pop("purpose"),
-        "outcome": asdict(record.outcome),
-        "seconds": record.seconds,
-        **row,
-    }
-
-
-def _record(row: Mapping[str, Any]) -> Record:
+def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_plain` for a record, as the values that `read_as` takes."""
     not_of_trial = ("id", "phase", "outcome", "seconds")
     trial = {"purpose": row["phase"]} | {key: value for key, value in row.items() if key not in not_of_trial}
     outcome = dict(row["outcome"])
     if outcome["kind"] == "fit":  # JSON has no NaN: it was written as null
         outcome["losses"] = [math.nan if loss is None else loss for loss in outcome["losses"]]
         outcome["spread"] = math.nan if outcome["spread"] is None else outcome["spread"]
-    return read_record({"id": row["id"], "seconds": row["seconds"], "trial": trial, "outcome": outcome})
+    return {"id": row["id"], "seconds": row["seconds"], "trial": trial, "outcome": outcome}
 
 
 def _plain(value: Any) -> Any:
-    """The value in terms of JSON, which has no tuple, path or NaN."""
+    """The value in terms of JSON, which has no dataclass, tuple, path or NaN; some keys have other names there."""
     match value:
+        case Record(trial=trial):  # the contract calls the purpose `phase`; the trial's other fields are for reading it
+            names = ("id", "rung", "knobs", "phase", "outcome", "seconds")
+            row = _fields(trial) | {"id": value.id, "outcome": value.outcome, "seconds": value.seconds}
+            row["phase"] = row.pop("purpose")
+            return _plain({name: row[name] for name in names} | row)
+        case CellResult():
+            return _plain(_fields(value)) | {"memory": _all_tiers(value.memory)}
+        case Ratio():
+            return _fields(value) | {"differs": value.differs}
+        case Capacity():
+            row = _fields(value)
+            return row | {"said": row.pop("explanation")}  # the key that readers of probe.json know
+        case _ if is_dataclass(value):
+            return _plain(_fields(value))
         case Mapping():
             return {str(key): _plain(item) for key, item in value.items()}
         case list() | tuple():
@@ -155,6 +133,15 @@ def _plain(value: Any) -> Any:
             return value
         case _:
             return str(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _all_tiers(memory: Mapping[Tier, TierUse]) -> dict[str, Any]:
+    """The use of each tier; null where it was not measured."""
+    return {tier: _plain(memory.get(tier)) for tier in TIERS}
 
 
 def as_json(data: Any) -> str:
@@ -180,10 +167,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    try:
+    with suppress(OSError):
         path.unlink(missing_ok=True)
-    except OSError:
-        return
 
 
 def write_probe(report: ProbeReport, folder: Path) -> None:
@@ -199,16 +184,15 @@ def write_csv(report: ProbeReport, path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raises InputError if the file could not be written later."""
+    problem: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            problem = "is a folder" if path.is_dir() else "its folder is read-only"
     except OSError as error:
-        raise _unwritable(path, error.strerror) from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise _unwritable(path, "is a folder" if path.is_dir() else "its folder is read-only")
-
-
-def _unwritable(path: Path, why: str | None) -> InputError:
-    return InputError(f"cannot be written: {why}", place=str(path), hint="give another file")
+        problem = error.strerror
+    if problem is not None:
+        raise InputError(f"cannot be written: {problem}", place=str(path), hint="give another file")
 
 
 _NOTHING = TierForecast(peak_bytes=0, low_bytes=0, high_bytes=0)
@@ -230,34 +214,22 @@ def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
 
 def _site(forecast: SiteForecast) -> dict[str, Any]:
     site = forecast.site
-    hardware = {
-        **asdict(site.machine),
-        "world_size": site.world_size,
-        "nodes": site.nodes,
-        "ranks_per_node": site.ranks_per_node,
-        "precision": site.precision,
-        "micro_batch": site.micro_batch,
-    }
+    names = ("world_size", "nodes", "ranks_per_node", "precision", "micro_batch")
+    hardware = asdict(site.machine) | {name: getattr(site, name) for name in names}
     rungs = [rung_to_dict(rung, site.ranks_per_node) for rung in forecast.rungs]
     return {"status": forecast.status, "best": forecast.best_rung, "rungs": rungs, "hardware": hardware}
 
 
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
     """Bytes per rank, and for host, pinned and NVMe also per node. A tier is null where nothing was forecast."""
-    row: dict[str, Any] = {
-        "rung": rung.rung,
-        "verdict": rung.verdict,
-        "reason": rung.reason,
-        "micro_batch": rung.micro_batch,
-        "largest_micro_batch": rung.largest_micro_batch,
-        "decides": rung.decides,
+    names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "decides")
+    return {
+        **{name: getattr(rung, name) for name in names},
         "exact": True,  # every figure is simulated; the key stays for readers of earlier plans
         "assumed": list(rung.assumed),
         "seconds": round(rung.seconds, 3),
+        **{tier: _tier(rung, tier, ranks_per_node) if rung.memory else None for tier in TIERS},
     }
-    for tier in TIERS:
-        row[tier] = _tier(rung, tier, ranks_per_node) if rung.memory else None
-    return row
 
 
 def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]:
@@ -269,13 +241,9 @@ def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]
         return {**each, "node": {**sizes, **limit}}
     if tier == "pinned":
         return {**sizes, "node": {name: size * ranks_per_node for name, size in sizes.items()}}
-    return {
-        **sizes,
-        **limit,
-        "live_peak_bytes": rung.live_peak_bytes,
-        "by_phase": {phase: rung.by_phase.get(phase, 0) for phase in PHASES},
-        "breakdown": dict(rung.breakdown),
-    }
+    by_phase = {phase: rung.by_phase.get(phase, 0) for phase in PHASES}
+    details = {"live_peak_bytes": rung.live_peak_bytes, "by_phase": by_phase, "breakdown": dict(rung.breakdown)}
+    return {**sizes, **limit, **details}
 
 
 def _workload(forecast: Forecast) -> dict[str, Any]:
@@ -297,57 +265,37 @@ def _workload(forecast: Forecast) -> dict[str, Any]:
 
 def probe_to_dict(report: ProbeReport) -> dict[str, Any]:
     """Plain JSON values; unknown values are null."""
-    row = {item.name: getattr(report, item.name) for item in fields(ProbeReport)}
-    row["cells"] = [_cell_row(cell) for cell in report.cells]
-    row["compared"] = dict(zip(("cell", "by"), report.compared, strict=True)) if report.compared else None
-    row["trials"] = [_trial_row(record) for record in report.trials]
-    plain: dict[str, Any] = _plain(row)
-    return plain
-
-
-def _cell_row(cell: CellResult) -> dict[str, Any]:
-    row = asdict(cell)
-    if cell.ratio is not None:
-        row["ratio"]["differs"] = cell.ratio.differs
-    if cell.capacity is not None:
-        row["capacity"]["said"] = row["capacity"].pop("explanation")  # the key that readers of probe.json know
-    row["memory"] = {tier: row["memory"].get(tier) for tier in TIERS}
-    return row
+    compared = dict(zip(("cell", "by"), report.compared, strict=True)) if report.compared else None
+    return {**_plain(report), "compared": compared}
 
 
 def to_csv(report: ProbeReport) -> str:
     """One line a cell: its values, then its measurements; bytes and seconds are plain numbers."""
     text = io.StringIO()
     rows = [dict(_csv_fields(report, cell)) for cell in report.cells]
-    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), restval="")
+    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow({name: str(value).lower() if isinstance(value, bool) else value for name, value in row.items()})
     return text.getvalue()
 
 
 def _csv_fields(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, Any]]:
     yield "cell", cell.number
     for name in report.axes:
-        yield name, _csv_value(cell.values.get(name))
+        yield name, cell.values.get(name)
     figures = ("samples_per_second", "tokens_per_second", "spread", "step_s", "sent_bytes")
     for name in ("status", "same_as", "repeats", *figures):
-        yield name, _csv_value(getattr(cell, name))
+        yield name, getattr(cell, name)
     for name in ("times", "low", "high", "differs"):
-        yield f"ratio_{name}", _csv_value(getattr(cell.ratio, name, None))
+        yield f"ratio_{name}", getattr(cell.ratio, name, None)
     for tier in TIERS:
-        use = cell.memory.get(tier)
-        yield f"{tier}_peak_bytes", _csv_value(use.peak_bytes if use else None)
-        yield f"{tier}_limit_bytes", _csv_value(use.limit_bytes if use else None)
-    for name in ("tier", "missing_bytes"):
-        yield name, _csv_value(getattr(cell, name))
+        for name in ("peak_bytes", "limit_bytes"):
+            yield f"{tier}_{name}", getattr(cell.memory.get(tier), name, None)
+    yield "tier", cell.tier
+    yield "missing_bytes", cell.missing_bytes
     if cell.capacity is not None:
         for name in ("forecast", "verified", "refused", "exact"):
-            yield f"largest_{name}", _csv_value(getattr(cell.capacity, name))
+            yield f"largest_{name}", getattr(cell.capacity, name)
     reasons = [cell.reason, cell.capacity.explanation if cell.capacity else "", *cell.unheeded.values()]
     yield "reason", "; ".join(" ".join(reason.split()) for reason in reasons if reason)
-
-
-def _csv_value(value: object) -> object:
-    if value is None:
-        return ""
-    return str(value).lower() if isinstance(value, bool) else value

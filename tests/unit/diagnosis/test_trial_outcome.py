@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from autods.diagnosis import Evidence, HostMemory, explain_failure, make_input_error, wants_larger_batch
+from autods.diagnosis.trial_outcome import (
+    Evidence,
+    HostMemory,
+    explain_failure,
+    make_input_error,
+    wants_larger_batch,
+)
 from autods.types import Failed, OutOfMemory, Phase
 
 
