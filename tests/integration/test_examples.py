@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launchers import deepspeeds_own, torchrun
+from tests.support.launchers import cpu_env, deepspeeds_own, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN2_TINY = 1_017_984  # parameters
@@ -23,10 +22,8 @@ Done = subprocess.CompletedProcess[str]
 
 def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = ()) -> Done:
     """The script on two ranks, from a folder of its own: what it writes lies there."""
-    # No GPU, so that the test asks the same everywhere; gloo's threads need no more than one core.
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *(launcher or torchrun()), str(EXAMPLES / script), *map(str, args)]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, env=cpu_env(), cwd=folder, capture_output=True, text=True, timeout=400)
 
 
 def falling(done: Done, *, steps: int) -> list[float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
-import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,30 +16,39 @@ from autods.config.strategies import read_rungs
 from autods.report import Report, to_dict, write
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE, free_port
+from tests.support.launchers import cpu_env
 
 SCRIPTS = HERE / "scripts_hf"
 EXAMPLES = HERE.parents[1] / "examples"
-TINY = ("--model", str(HERE / "workloads" / "tiny.py"), "--steps", "4")
+PLAIN = ("--deepspeed_config", "{ds_config}", "--model", str(HERE / "workloads" / "tiny.py"), "--steps", "20")
 FACTS = ModelFacts(
     parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
 )
 
 
-def found(out: Path, script: Path, *argv: str, kind: str, own_optimizer: bool = False) -> Report:
-    """As a fit leaves it when ZeRO-2 is the answer, micro batch 4, two accumulation steps."""
-    rung = read_rungs(())["zero2"]
-    base = {"bf16": {"enabled": True}, "gradient_clipping": 0.7}
+def found(
+    out: Path,
+    script: Path,
+    *argv: str,
+    kind: str,
+    own_optimizer: bool = False,
+    rung: str = "zero2",
+    more: Mapping[str, Any] | None = None,
+) -> Report:
+    """As a fit leaves it when that rung is the answer, micro batch 4, two accumulation steps."""
+    base = {"bf16": {"enabled": True}, "gradient_clipping": 0.7, **(more or {})}
+    strategy = read_rungs(())[rung]
     knobs = Knobs(
         micro_batch=4,
         accumulation=2,
         checkpointing=False,
-        settings=start_settings(rung, base=base, device_bytes=2**30, facts=FACTS),
+        settings=start_settings(strategy, base=base, device_bytes=2**30, facts=FACTS),
     )
-    config = compose(rung, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
+    config = compose(strategy, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
     asked = {"path": str(script), "argv": list(argv), "kind": kind, "takes_local_rank": kind != "accelerate"}
     report = Report(
         status="fit",
-        rung="zero2",
+        rung=rung,
         knobs=knobs,
         ds_config=config,
         out=str(out),
@@ -54,24 +64,34 @@ def run(report: Report, launcher: str, folder: Path) -> subprocess.CompletedProc
     for usual, option in (("deepspeed --num", "--master_port"), ("accelerate launch --config", "--main_process_port")):
         start, _, rest = usual.rpartition(" ")
         line = line.replace(usual, f"{start} {option} {free_port()} {rest}")
-    env = {
-        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
     folder.mkdir()
-    return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    return subprocess.run(line, shell=True, cwd=folder, env=cpu_env(), capture_output=True, text=True, timeout=400)
+
+
+def train(folder: Path, launcher: str, *more: str) -> tuple[subprocess.CompletedProcess[str], list[float]]:
+    """The plain script of the examples under ZeRO-3, and its losses."""
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    script = EXAMPLES / "train.py"
+    report = found(folder / "out", script, *PLAIN, *more, kind="deepspeed", rung="zero3", more=optimizer)
+    done = run(report, launcher, folder / "work")
+    return done, [float(loss) for loss in re.findall(r"step \d+: loss (\d+\.\d{3})", done.stdout)]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_plain_deepspeed_script_trains(tmp_path, launcher):
-    script = EXAMPLES / "train.py"
-    report = found(tmp_path / "out", script, "--deepspeed_config", "{ds_config}", *TINY, kind="deepspeed")
-    done = run(report, launcher, tmp_path / "work")
+def test_a_plain_deepspeed_script_learns_over_20_steps(tmp_path, launcher):
+    done, losses = train(tmp_path, launcher, *(["--memory-budget", "256MiB"] if launcher == "torchrun" else []))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "in 4 steps" in done.stdout
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
+def test_a_rank_really_cannot_take_more_than_its_budget(tmp_path):
+    done, losses = train(tmp_path, "torchrun", "--memory-budget", "1MiB")
+    assert done.returncode != 0
+    assert not losses
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])  # torchrun: the test below
 def test_a_trainer_script_trains_and_finds_no_mismatch(tmp_path, launcher):
     argv = (
         "--deepspeed", "{ds_config}", "--per_device_train_batch_size", "{micro_batch_size}",

@@ -1,11 +1,23 @@
-"""The modules that launchers run, and their arguments, for two ranks on this machine."""
+"""The modules that launchers run, and their arguments and environment, for two ranks on this machine."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import sys
+from pathlib import Path
 
 from tests.support.fits import free_port
+
+
+def cpu_env() -> dict[str, str]:
+    """The environment of plain CPU ranks, the same on every machine; gloo's threads need no more than one core."""
+    folders = [str(Path(__file__).parent / "no_build"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(folders), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
 
 
 def torchrun() -> list[str]:

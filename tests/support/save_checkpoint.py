@@ -1,6 +1,6 @@
 """Plain training of tiny.py by a config, by torchrun: saves a checkpoint, and the weights as training has them.
 
-save_checkpoint.py DS_CONFIG FOLDER
+save_checkpoint.py FOLDER…, each with its ds_config.json
 """
 
 import json
@@ -14,11 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "workloads"))
 import tiny
 
 
-def main(config: Path, folder: Path) -> None:
+def train(folder: Path) -> None:
     torch.manual_seed(0)
     model = tiny.build_model()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=json.loads(config.read_text())
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=json.loads((folder / "ds_config.json").read_text()),
     )
     batch = tiny.build_batch(engine.train_micro_batch_size_per_gpu())
     for _ in range(3 * engine.gradient_accumulation_steps()):
@@ -30,8 +32,9 @@ def main(config: Path, folder: Path) -> None:
     if engine.global_rank == 0:
         torch.save(weights, folder / "weights.pt")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # left to the interpreter's end, a rank may abort when its peer is gone
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    for name in sys.argv[1:]:
+        train(Path(name))
+    torch.distributed.destroy_process_group()  # left to the interpreter's end, a rank may abort when its peer is gone
