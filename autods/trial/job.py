@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ..types import Device, Exam, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
 JobKind = Literal["train", "survey", "ops"]
+_TRACEBACK_CHARS = 6000
+_MOST_CAUSES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,44 +78,24 @@ class RankJob:
         return cls(**data)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write the file whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
-
-
-_TRACEBACK_CHARS = 6000
-_MOST_CAUSES = 8
-
-
 def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
     """Return the exception as plain values, the fields of `runner.protocol.RankError`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if frame.filename == user_file]
-    contract = _contract_problem(error) if isinstance(error, WorkloadError) else None
-    return {
-        "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
-        "message": str(error)[:_TRACEBACK_CHARS],
-        "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
-        "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in _causes(error)],
-        "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
-        "contract": contract,
-        "hint": error.hint if isinstance(error, WorkloadError) else None,
-    }
-
-
-def _contract_problem(error: WorkloadError) -> str:
-    """Return how the workload breaks its contract, after its file and line if they are known."""
-    file, _, line = (error.place or "").rpartition(":")
-    return f"{file}:{line}: {error.problem}" if line.isdigit() else error.problem
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return the exceptions that led to this one, explicitly or while they were handled; the nearest first."""
-    causes: list[BaseException] = []
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == user_file]
+    contract = None
+    if isinstance(error, WorkloadError):
+        file, _, line = (error.place or "").rpartition(":")
+        contract = f"{file}:{line}: {error.problem}" if line.isdigit() else error.problem
+    causes: list[BaseException] = []  # explicit ones, or handled ones; the nearest first
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     while cause is not None and cause not in causes and len(causes) < _MOST_CAUSES:
         causes.append(cause)
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return causes
+    return {
+        "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
+        "message": str(error)[:_TRACEBACK_CHARS],
+        "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
+        "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in causes],
+        "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
+        "contract": contract,
+        "hint": error.hint if isinstance(error, WorkloadError) else None,
+    }

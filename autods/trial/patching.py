@@ -8,9 +8,9 @@ every declared patch against the installed versions.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -113,19 +113,12 @@ class Patch:
 
     def _owner(self) -> Any:
         """The module or class that holds the symbol, or None if an optional one's holder is absent."""
-        path = self.symbol.split(".")[:-1]
-        owner = importlib.import_module(path[0])
-        for depth, part in enumerate(path[1:], start=2):
-            if hasattr(owner, part):
-                owner = getattr(owner, part)
-                continue
-            try:
-                owner = importlib.import_module(".".join(path[:depth]))
-            except ImportError:
-                if self.optional:
-                    return None
-                raise SymbolMissing(self._complaint()) from None
-        return owner
+        try:
+            return pkgutil.resolve_name(self.symbol.rpartition(".")[0])
+        except (ImportError, AttributeError):
+            if self.optional:
+                return None
+            raise SymbolMissing(self._complaint()) from None
 
     def _complaint(self) -> str:
         distribution = _DISTRIBUTIONS.get(self.library, self.library)

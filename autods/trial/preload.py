@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..types import WorkloadSource
@@ -39,7 +39,7 @@ def shut_nvml_down(find: FindLibrary = find_loaded_library) -> None:
     """Shut NVML down completely. DeepSpeed and torch open it when they are imported, and keep it open.
 
     A forked rank closes the descriptors that it inherits, and NVML would go on using their numbers. So NVML must not
-    be open at the fork; the rank opens it again with `open_nvml`.
+    be open at the fork; the meter of a CUDA rank opens it again.
     """
     nvml = find("libnvidia-ml.so.1")
     if nvml is not None:
@@ -48,25 +48,11 @@ def shut_nvml_down(find: FindLibrary = find_loaded_library) -> None:
                 return
 
 
-def open_nvml(nvml: Any = None) -> None:
-    """Open NVML in a rank: DeepSpeed asks it for the card's free bytes, and expects it open since the import."""
-    if nvml is None:
-        nvml = importlib.import_module("pynvml")
-    with contextlib.suppress(nvml.NVMLError):
-        nvml.nvmlInit()
-
-
-def has_device_open(links: Callable[[], list[str]] | None = None) -> bool:
+def has_device_open(open_files: Iterable[str] | None = None) -> bool:
     """Whether this process has the device file open that only CUDA uses; NVML opens others."""
-    return any(link.startswith("/dev/nvidia-uvm") for link in (links or _open_files)())
-
-
-def _open_files() -> list[str]:
-    paths = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            paths.append(os.readlink(f"/proc/self/fd/{name}"))
-    return paths
+    if open_files is None:
+        open_files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return any(path.startswith("/dev/nvidia-uvm") for path in open_files)
 
 
 # DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
@@ -82,7 +68,6 @@ _LATE = (
     "torch.utils.checkpoint",
     "transformers.integrations.deepspeed",
 )
-_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def preload() -> None:
@@ -102,21 +87,15 @@ def preload() -> None:
 
 def preload_script(source: WorkloadSource) -> None:
     """Import the installed packages that a script imports; never modules beside it, which run as part of the script."""
+    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     for imported in script_imports(source):
-        if not _is_installed(imported.module.partition(".")[0]):
-            continue
         with contextlib.suppress(Exception):  # the script's own import reports the error
+            spec = importlib.util.find_spec(imported.package)
+            if spec is None or spec.origin is None or not spec.origin.startswith(installed):
+                continue
             module = importlib.import_module(imported.module)
             if imported.name is not None:
                 getattr(module, imported.name)  # packages such as transformers import their parts lazily
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None and spec.origin.startswith(_INSTALLED)
 
 
 def freeze() -> None:

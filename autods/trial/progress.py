@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from ..types import PHASES, Phase
-from .memory_cpu import Meter
+from .memory import Meter
 
 _BEAT = struct.Struct("IId")  # index of the phase, step, seconds
 _STRIDE = 64  # bytes; a cache line for each rank

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from autods.trial.memory_cpu import CpuMeter, status_bytes
+from autods.trial.memory import CpuMeter, status_bytes
 
 MIB = 2**20
 

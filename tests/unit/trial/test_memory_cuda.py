@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autods.trial.memory_cuda import CudaMeter
+from autods.trial.memory import CudaMeter
 from tests.support.scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError
 
 MIB = 2**20
@@ -102,7 +102,8 @@ def test_bytes_of_other_processes_are_not_counted() -> None:
 
 def test_without_nvml_only_the_allocator_is_measured() -> None:
     card = FakeCard()
-    meter = CudaMeter(None, 0, cuda=FakeCuda(card=card), nvml=FakeNvml(problem=NVMLError("no", 9)))
+    nvml = FakeNvml(problem=NVMLError("no", 9))
+    meter = CudaMeter(None, 0, cuda=FakeCuda(card=card), nvml=nvml, accelerator=SimpleNamespace())
     meter.start()
     meter.cuda.reserve(GIB, used=GIB)
     peaks = meter.peaks()
@@ -160,7 +161,7 @@ def test_clocks_wait_for_the_card() -> None:
 
 
 def test_a_sandbox_without_private_memory_is_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.trial.memory_cuda.status_bytes", lambda *names: {"VmRSS": 300 * MIB})
+    monkeypatch.setattr("autods.trial.memory.status_bytes", lambda *names: {"VmRSS": 300 * MIB})
     meter, _, _ = meter_on(FakeCard())
     meter.start()
     assert meter.peaks()["host"] >= 0

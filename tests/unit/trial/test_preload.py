@@ -59,7 +59,7 @@ def test_cuda_that_is_not_loaded_is_not_initialized() -> None:
     [(["/dev/nvidia-uvm", "pipe:[1]"], True), (["/dev/nvidiactl", "/dev/nvidia0"], False), ([], False)],
 )  # fmt: skip
 def test_only_cudas_own_device_file_counts_as_open(links: list[str], is_open: bool) -> None:
-    assert preload.has_device_open(lambda: links) is is_open
+    assert preload.has_device_open(links) is is_open
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+"""Measure and limit the memory of a rank: the protocol of meters, and a meter for each device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import resource
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..system.gpus import read_used_bytes
+from ..units import format_bytes
+
+_LIBC = ctypes.CDLL(None)
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
+
+
+class Meter(Protocol):
+    """Limits and measures the memory of one rank. Its trial calls `sample` at every change of phase."""
+
+    def start(self) -> None:
+        """Set the limit and begin to count."""
+
+    def lift(self) -> None:
+        """Remove the limit, so that a rank that ran out can still write its result."""
+
+    def sample(self) -> None:
+        """Look at the memory once; this must be cheap."""
+
+    def peaks(self) -> dict[str, int | None]:
+        """Return peak bytes by tier, and further figures of the device."""
+
+    def free_bytes(self) -> int | None:
+        """Return how much of the limit is left now."""
+
+    def begin_steps(self) -> None:
+        """The engine is initialised: allocation retries from here on would come in every step."""
+
+    def leave_device(self) -> dict[str, int]:
+        """From here on the host works on a checkpoint. Return the device's peak until now, if it counts alone."""
+
+    def allocator(self) -> dict[str, int]:
+        """Return `idle_bytes`, reserved on the device without a tensor, and `alloc_retries` of the steps."""
+
+    def synchronize(self) -> None:
+        """Wait until the device is done, so that clocks can be read."""
+
+
+@dataclass(slots=True)
+class CpuMeter:
+    """The meter of a CPU rank: `limit_bytes` becomes a hard limit of the process's private memory."""
+
+    limit_bytes: int | None
+    _hard_limit: int = resource.RLIM_INFINITY  # only root may raise it
+    _data_at_start: int = 0
+    _anon_at_start: int = 0
+    _peak_data: int = 0
+    _mapped_at_start: tuple[int, int] = (0, 0)
+
+    def start(self) -> None:
+        """Reset the kernel's high-water mark and set the limit. Raises OSError if the shell's own limit is lower."""
+        with contextlib.suppress(OSError):  # an older kernel: the mark then includes the zygote's peak
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+        now = status_bytes("VmData", "RssAnon")
+        self._data_at_start, self._anon_at_start = now["VmData"], now["RssAnon"]
+        self._mapped_at_start = read_mapped_bytes()
+        if self.limit_bytes is not None:
+            self._hard_limit = hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            budget = now["VmData"] + self.limit_bytes
+            if hard != resource.RLIM_INFINITY and budget > hard:
+                raise OSError(f"ulimit -Hd lets a process hold {format_bytes(hard)}: {format_bytes(budget)} are needed")
+            resource.setrlimit(resource.RLIMIT_DATA, (budget, hard))
+
+    def lift(self) -> None:
+        if self.limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
+
+    def sample(self) -> None:
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            pages = int(statm.read().split()[5])  # data + stack
+        self._peak_data = max(self._peak_data, pages * _PAGE - self._data_at_start)
+
+    def peaks(self) -> dict[str, int | None]:
+        self.sample()
+        now = status_bytes("VmHWM", "RssFile", "RssShmem", "VmData")
+        touched = now["VmHWM"] - now["RssFile"] - now["RssShmem"] - self._anon_at_start
+        peak = max(self._peak_data, touched)
+        (mapped_before, most_before), (mapped, most) = self._mapped_at_start, read_mapped_bytes()
+        if most > most_before:  # else the zygote once held more than this trial: the other two marks must do
+            # Malloc's own high-water mark, and the growth of other private memory (the heap, Python's arenas).
+            grown = now["VmData"] - self._data_at_start - (mapped - mapped_before)
+            peak = max(peak, most - mapped_before + grown)
+        return {"device": peak, "host": touched, "pinned": 0}
+
+    def free_bytes(self) -> int | None:
+        if self.limit_bytes is None:
+            return None
+        now = status_bytes("VmData")["VmData"] - self._data_at_start
+        # Before an exception is caught, the objects under construction are freed: only the high-water mark has them.
+        return max(0, self.limit_bytes - max(now, self.peaks()["device"] or 0))
+
+    def begin_steps(self) -> None:
+        """Malloc does not count retries."""
+
+    def leave_device(self) -> dict[str, int]:
+        """Lift the limit: a checkpoint passes through host memory, which is no part of a device's budget."""
+        peak = self.peaks()["device"] or 0
+        self.lift()
+        return {"device": peak}
+
+    def allocator(self) -> dict[str, int]:
+        return {}
+
+    def synchronize(self) -> None:
+        """Return at once: CPU operators are done when they return."""
+
+
+@dataclass(slots=True)
+class CudaMeter:
+    """The meter of a CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit.
+
+    The CUDA context, NCCL and the code of kernels lie outside the allocator. Their bytes are those that NVML counts on
+    the card since before this rank began, less the bytes that the allocator reserves. They only grow, so they are read
+    when that costs no step time: after initialising, and for the peaks. A rank has its card to itself.
+    """
+
+    limit_bytes: int | None
+    local_rank: int
+    cuda: Any = field(default_factory=lambda: importlib.import_module("torch.cuda"))
+    nvml: Any = field(default_factory=lambda: importlib.import_module("pynvml"))
+    accelerator: Any = field(default_factory=lambda: importlib.import_module("deepspeed.accelerator").get_accelerator())
+    _private_at_start: int = 0
+    _retries_before: int = 0
+    _used_before: int | None = None
+    _outside_bytes: int | None = None
+
+    def start(self) -> None:
+        """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
+        self._used_before = self._used_bytes()  # before this rank's context is made
+        with contextlib.suppress(self.nvml.NVMLError):
+            self.nvml.nvmlInit()  # DeepSpeed asks it for the card's free bytes, and expects it open since the import
+        cuda = self.cuda
+        cuda.set_device(self.local_rank)
+        total = int(cuda.get_device_properties(self.local_rank).total_memory)
+        if self.limit_bytes is not None and self.limit_bytes < total:
+            cuda.set_per_process_memory_fraction(self.limit_bytes / total, self.local_rank)
+            self.accelerator.total_memory = lambda device_index=None: self.limit_bytes
+            self.accelerator.available_memory = lambda device_index=None: self.free_bytes()
+        cuda.reset_peak_memory_stats(self.local_rank)
+        self._private_at_start = _private_bytes()
+
+    def lift(self) -> None:
+        """Keep the limit: results are written from host memory."""
+
+    def sample(self) -> None:
+        """Do nothing: the allocator records the peak itself."""
+
+    def peaks(self) -> dict[str, int | None]:
+        """`device` is the peak of reserved bytes, which a limit counts; `device_card` adds `device_beside`."""
+        cuda = self.cuda
+        self._update_outside_bytes()
+        reserved = int(cuda.max_memory_reserved(self.local_rank))
+        # None if torch does not count page-locked bytes. The allocator's own bytes, in use or cached: older releases
+        # of torch call them reserved, newer ones allocated.
+        host: Any = getattr(cuda, "host_memory_stats", dict)()
+        pinned = host.get("reserved_bytes.peak", host.get("allocated_bytes.peak"))
+        return {
+            "device": reserved,
+            "device_allocated": int(cuda.max_memory_allocated(self.local_rank)),
+            "device_beside": self._outside_bytes,
+            "device_card": None if self._outside_bytes is None else reserved + self._outside_bytes,
+            "host": max(0, _private_bytes(most=True) - self._private_at_start),
+            "pinned": None if pinned is None else int(pinned),
+            **self.allocator(),
+        }
+
+    def leave_device(self) -> dict[str, int]:
+        """Return nothing: memory for gathering the weights counts as the card's."""
+        return {}
+
+    def begin_steps(self) -> None:
+        self._update_outside_bytes()
+        self._retries_before = 0
+        self._retries_before = self.allocator()["alloc_retries"]
+
+    def allocator(self) -> dict[str, int]:
+        stats = self.cuda.memory_stats(self.local_rank)
+        idle = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+        return {"idle_bytes": int(idle), "alloc_retries": int(stats.get("num_alloc_retries", 0)) - self._retries_before}
+
+    def free_bytes(self) -> int | None:
+        free, _ = self.cuda.mem_get_info(self.local_rank)
+        if self.limit_bytes is None:
+            return int(free)
+        return min(int(free), max(0, self.limit_bytes - int(self.cuda.memory_reserved(self.local_rank))))
+
+    def synchronize(self) -> None:
+        self.cuda.synchronize(self.local_rank)
+
+    def _update_outside_bytes(self) -> None:
+        used = self._used_bytes()
+        if used is not None and self._used_before is not None:
+            outside_bytes = used - self._used_before - int(self.cuda.memory_reserved(self.local_rank))
+            self._outside_bytes = max(outside_bytes, self._outside_bytes or 0, 0)
+
+    def _used_bytes(self) -> int | None:
+        """Return the bytes in use on this rank's card, by any process; None if NVML does not tell."""
+        used = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
+        return used[self.local_rank] if used is not None and self.local_rank < len(used) else None
+
+
+def status_bytes(*names: str) -> dict[str, int]:
+    """Return fields of /proc/self/status that are given in kB, in bytes; fields that it lacks are left out."""
+    values = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            values[name] = int(value.split()[0]) * 1024
+    return values
+
+
+def _private_bytes(*, most: bool = False) -> int:
+    """Return the resident private memory of this process, now or at its peak.
+
+    The /proc of a sandbox such as gVisor has no private memory: there, all resident memory counts.
+    """
+    now = status_bytes("RssAnon", "VmHWM", "RssFile", "RssShmem", "VmRSS")
+    if not {"RssAnon", "VmHWM", "RssFile", "RssShmem"} <= set(now):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if most else now.get("VmRSS", 0)
+    return now["VmHWM"] - now["RssFile"] - now["RssShmem"] if most else now["RssAnon"]
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def read_mapped_bytes() -> tuple[int, int]:
+    """Return the bytes that malloc holds in mappings: now, and at most since the process (or its parent) began.
+
+    Both are 0 if the C library is not glibc 2.33 or later. malloc_stats writes the second to file descriptor 2 alone.
+    """
+    try:
+        mallinfo, malloc_stats = _LIBC.mallinfo2, _LIBC.malloc_stats
+    except AttributeError:
+        return 0, 0
+    mallinfo.restype = _MallocInfo
+    sys.stderr.flush()
+    before = os.dup(2)
+    with open(os.memfd_create("malloc_stats"), "rb") as memory:
+        try:
+            os.dup2(memory.fileno(), 2)
+            malloc_stats()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        memory.seek(0)
+        most = _MAX_MMAP.search(memory.read())
+    return (int(mallinfo().hblkhd), int(most[1])) if most else (0, 0)
