@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from .config.plan_settings import PlanSettings, resolve_plan
-from .config.settings import Settings, check_nodes, ladder_names, resolve_fit, strategy_folders
+from .config.settings import Settings, check_nodes, resolve_fit
 from .events import Event, Listener
 from .forecast.values import ForecastEvent
 from .report.results import Forecast, ProbeReport, Report
@@ -68,12 +68,9 @@ def _run_plan(settings: PlanSettings, listen: Callable[[ForecastEvent], None]) -
 def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
     from .prober.request import count_most_ranks, resolve_probe
 
-    ranks = count_most_ranks(request.gpus, request.vary) if request.address else None
+    ranks = count_most_ranks(request) if request.address else None
     source = _make_source(request, out=request.out, zero_init=request.zero_init)
-    about_source = ("workload", "script_args", "kind", "task", "seq_len", "target_len", "zero_init", "on_event")
-    values = {each.name: getattr(request, each.name) for each in fields(request) if each.name not in about_source}
-    values |= {"ladder": ladder_names(request), "strategies": strategy_folders(request)}
-    return resolve_probe(request.workload, source, hardware=_find_hardware(request, ranks), **values)
+    return resolve_probe(request, source, hardware=_find_hardware(request, ranks))
 
 
 def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:

@@ -6,13 +6,15 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast, get_args
 
 from ..errors import InputError
-from ..types import WorkloadSource
+from ..requests import ConfigSource
+from ..types import Device, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
 
@@ -54,48 +56,35 @@ def read_base_config(path: Path) -> dict[str, Any]:
 
     Raises InputError that names file, line and column.
     """
+    place = str(path)
+
+    def blank(match: re.Match[str]) -> str:  # so that lines and columns stay the same
+        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
+
+    def read_section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [f'"{key}"' for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        if twice:
+            hint = "DeepSpeed refuses that: keep one of them"
+            raise InputError(f"has {', '.join(twice)} twice in one section", place=place, hint=hint)
+        return dict(pairs)
+
+    def refuse_number(word: str) -> Any:
+        hint = "give a number, or leave the key out"
+        raise InputError(f"contains {word}, which is not JSON", place=place, hint=hint)
+
     try:
-        config = json.loads(
-            _strict(path.read_bytes().decode("utf-8-sig")), object_pairs_hook=_each_once, parse_constant=_no_number
-        )
+        text = _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, path.read_bytes().decode("utf-8-sig")))
+        config = json.loads(text, object_pairs_hook=read_section, parse_constant=refuse_number)
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", place=str(path), hint=_GIVE_JSON) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=place, hint=_GIVE_JSON) from None
     except UnicodeDecodeError:
-        raise InputError("is not text", place=str(path), hint=_GIVE_JSON) from None
+        raise InputError("is not text", place=place, hint=_GIVE_JSON) from None
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}:{error.colno}"
         raise InputError(f"is not JSON: {error.msg}", place=place, hint=_GIVE_JSON) from None
-    except _Refused as error:
-        problem, hint = error.args
-        raise InputError(problem, place=str(path), hint=hint) from None
     if not isinstance(config, dict):
-        raise InputError("is JSON but not an object", place=str(path), hint='a DeepSpeed config starts with "{"')
+        raise InputError("is JSON but not an object", place=place, hint='a DeepSpeed config starts with "{"')
     return config
-
-
-class _Refused(Exception):
-    """The file is JSON but no config. Arguments: the problem, and a hint."""
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    if twice:
-        keys = ", ".join(f'"{key}"' for key in twice)
-        raise _Refused(f"has {keys} twice in one section", "DeepSpeed refuses that: keep one of them")
-    return dict(pairs)
-
-
-def _no_number(word: str) -> Any:
-    raise _Refused(f"contains {word}, which is not JSON", "give a number, or leave the key out")
-
-
-def _strict(text: str) -> str:
-    """Return strict JSON, with blanks for comments and trailing commas: lines and columns stay the same."""
-
-    def blank(match: re.Match[str]) -> str:
-        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
-
-    return _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, text))
 
 
 def check_base_config(
@@ -105,41 +94,63 @@ def check_base_config(
 
     `filled_in` allows "auto", because a library will replace it by the values of its own arguments.
     """
+    for problem, hint in chain(_find_problems(config, world_size), () if filled_in else _find_auto(config)):
+        raise InputError(problem, place=place, hint=hint)
+
+
+# A problem and the way out of it.
+Problem = tuple[str, str | None]
+
+
+def _find_problems(config: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
+    """Yield problems. A later check relies on the earlier ones, so only the first problem is certain."""
     for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
         absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))
         if not absent and not isinstance(config[key], Mapping):
-            raise InputError(f'"{key}" must be an object, not {config[key]!r}', place=place)
+            yield f'"{key}" must be an object, not {config[key]!r}', None
     for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
         if (enabled := get_key(config, f"{key}.enabled")) not in (None, True, False, "auto"):
-            raise InputError(f'"{key}.enabled" is {enabled!r}; it must be true or false', place=place)
-    on = [key for key in ("fp16", "bf16", "amp") if _enabled(config, key)]
-    stage = get_key(config, "zero_optimization.stage")
-    if "amp" in on and (stage or "zero_optimization" in config):
-        raise InputError(
-            "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards",
-            place=place,
-            hint='remove "amp" and use "bf16": {"enabled": true}',
-        )
+            yield f'"{key}.enabled" is {enabled!r}; it must be true or false', None
+    on = [key for key in ("fp16", "bf16", "amp") if get_key(config, f"{key}.enabled") is True]
     if "amp" in on:
-        raise InputError(
-            "amp excludes ZeRO, and every rung but ddp is ZeRO",
-            place=place,
-            hint='remove "amp" and use "bf16": {"enabled": true}',
-        )
+        why = "amp excludes ZeRO, and every rung but ddp is ZeRO"
+        if "zero_optimization" in config:
+            why = "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards"
+        yield why, 'remove "amp" and use "bf16": {"enabled": true}'
     if len(on) > 1:
-        raise InputError(
+        yield (
             f"{on[0]} and {on[1]} are both enabled; a model trains in one precision",
-            place=place,
-            hint='set "enabled": false in one of them',
+            'set "enabled": false in one of them',
         )
     for key, (why, hint) in _DECIDE_THEMSELVES.items():
         if get_key(config, key):
-            raise InputError(f'"{key.removesuffix(".enabled")}": {why}', place=place, hint=hint)
-    if stage is not None and stage not in (0, 1, 2, 3, "auto"):
-        raise InputError(f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', place=place)
-    _check_batch(config, world_size, place)
-    if not filled_in:
-        _check_auto(config, place)
+            yield f'"{key.removesuffix(".enabled")}": {why}', hint
+    stage = get_key(config, "zero_optimization.stage")
+    if stage not in (None, 0, 1, 2, 3, "auto"):
+        yield f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', None
+
+    sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f'"{key}" is {value!r}; it must be a whole number above 0', None
+    total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
+    each = (micro or 1) * (accumulation or 1)
+    is_whole = bool(micro and accumulation)
+    if total and (total != each * world_size if is_whole else total % (each * world_size)):
+        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
+        ranks, rest = divmod(total, each)
+        meant = f"those sizes are for {ranks} rank{'s' if ranks > 1 else ''}; " if is_whole and not rest else ""
+        hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
+        yield f"train_batch_size {total} ≠ {product}", hint
+
+
+def _find_auto(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each "auto" that only the Hugging Face Trainer would replace by a value."""
+    inside = [f"{section}.{name}" for section in _AUTO_SECTIONS for name in get_key(config, section) or ()]
+    for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
+        if get_key(config, key) == "auto":
+            problem = f'"{key}" is "auto", which only the Hugging Face Trainer fills in'
+            yield problem, "give the value to train with, or leave the key out"
 
 
 def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -152,89 +163,52 @@ def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _check_auto(config: Mapping[str, Any], place: str) -> None:
-    """Raises InputError for an "auto" that only the Hugging Face Trainer would replace by a value."""
-    inside = [f"{section}.{name}" for section in _AUTO_SECTIONS for name in get_key(config, section) or ()]
-    for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
-        if get_key(config, key) == "auto":
-            raise InputError(
-                f'"{key}" is "auto", which only the Hugging Face Trainer fills in',
-                place=place,
-                hint="give the value to train with, or leave the key out",
-            )
-
-
-def _enabled(config: Mapping[str, Any], key: str) -> bool:
-    return get_key(config, f"{key}.enabled") is True
-
-
-def _check_batch(config: Mapping[str, Any], world_size: int, place: str) -> None:
-    sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f'"{key}" is {value!r}; it must be a whole number above 0', place=place)
-    total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
-    share = (micro or 1) * (accumulation or 1) * world_size
-    contradicts = total % share if total and not (micro and accumulation) else total and total != share
-    if contradicts:
-        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
-        raise InputError(
-            f"train_batch_size {total} ≠ {product}",
-            place=place,
-            hint=_meant_for(total, micro, accumulation)
-            + "keep train_batch_size alone: autods solves for the other two",
-        )
-
-
-def _meant_for(total: int | None, micro: int | None, accumulation: int | None) -> str:
-    """'those sizes are for 4 ranks; ' when they agree with each other for another number of ranks."""
-    if not (total and micro and accumulation) or total % (micro * accumulation):
-        return ""
-    ranks = total // (micro * accumulation)
-    return f"those sizes are for {ranks} rank{'s' if ranks > 1 else ''}; "
-
-
-Precision = Literal["auto", "bf16", "fp16", "fp32"]
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
-
-
-def load_base_config(given: ConfigSource, *, world_size: int, filled_in: bool = False) -> tuple[dict[str, Any], str]:
-    """Return the checked base config, from a file or an object, and its name for messages."""
-    place = str(given) if isinstance(given, (str, os.PathLike)) else "base config"
-    base = read_base_config(Path(given)) if isinstance(given, (str, os.PathLike)) else _plain(given, place)
-    check_base_config(base, world_size=world_size, place=place, filled_in=filled_in)
-    return base, place
-
-
 def resolve_base_config(
-    source: WorkloadSource, given: ConfigSource, precision: str, *, world_size: int, otherwise: str = "bf16"
+    source: WorkloadSource, given: ConfigSource | None, precision: str, *, world_size: int, otherwise: str = "bf16"
 ) -> dict[str, Any]:
-    """Return the base config with a precision: the one `given`, else the workload's.
+    """Return the base config with a precision: the one `given`, else the workload's. Raises InputError.
 
-    For a script it holds only the keys that win over the script's own config.
+    The precision is the one that the config enables, else `precision`, else `otherwise` for "auto". For a script the
+    config holds only the keys that win over the script's own; its precision stays unless one is asked for.
     """
     users = source.base_config if given is None else given
-    base, place = load_base_config(users, world_size=world_size, filled_in=fills_in_auto(source))
-    if source.kind == "script":
-        return override_script_config(base, precision, place)
-    return add_precision(base, precision, place, otherwise=otherwise)
+    place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
+    if isinstance(users, (str, os.PathLike)):
+        base = read_base_config(Path(users))
+    else:
+        try:  # a copy as JSON keeps it, so that trials use exactly the values that `ds_config.json` will hold
+            base = json.loads(json.dumps(dict(users or {}), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"cannot be written as JSON: {error}", place=place) from None
+    check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
+    if precision != "auto":
+        _check_precision(precision)
+    enabled = enabled_half_precision(base)
+    if precision == "auto":
+        is_open = source.kind != "script" and not {"bf16", "fp16"} & set(base)
+        return {**base, otherwise: {"enabled": True}} if is_open else base
+    if enabled and enabled != precision:
+        problem = f"--precision {precision}, but {enabled} is enabled there"
+        raise InputError(problem, place=place, hint="drop one of the two")
+    config = base if enabled or precision == "fp32" else {**base, precision: {"enabled": True}}
+    if source.kind != "script":
+        return config
+    return merge(config, {half: {"enabled": False} for half in ("bf16", "fp16") if half != precision})
 
 
-def parse_size(given: str | int | None, option: str) -> int | None:
-    """Return the bytes of '80GiB', or of a number. Raises InputError that names the option."""
-    if given is None:
-        return None
-    try:
-        return parse_bytes(str(given))
-    except ValueError as error:
-        raise InputError(f"{option} {error}") from None
+def merge_script_config(
+    source: WorkloadSource, scripts: Mapping[str, Any], over: Mapping[str, Any], *, world_size: int
+) -> dict[str, Any]:
+    """Return a script's own config with the keys of `over` over it; an "auto" in `over` keeps the script's value."""
+    base = merge(scripts, {key: value for key, value in over.items() if get_key(over, f"{key}.enabled") != "auto"})
+    place = f"the DeepSpeed config of {source.path}"
+    check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
+    return base
 
 
-def check_ranks(gpus: int) -> int:
-    """Return `gpus`. Raises InputError for fewer than one rank."""
-    if gpus < 1:
-        raise InputError(f"--gpus {gpus}: at least one rank is needed", hint="give --gpus 1 or more")
-    return gpus
+def fills_in_auto(source: WorkloadSource) -> bool:
+    """Whether a library replaces "auto" by values before the config reaches the engine."""
+    return source.script_kind in ("hf_trainer", "accelerate")
 
 
 def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int) -> int | None:
@@ -251,63 +225,45 @@ def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int)
     return total
 
 
-def add_precision(base: Mapping[str, Any], precision: str, place: str, *, otherwise: str = "bf16") -> dict[str, Any]:
-    """Return the config with a precision: the one that it enables, else `precision`, else `otherwise` for "auto"."""
-    if precision not in ("auto", "bf16", "fp16", "fp32"):
-        raise InputError(f"there is no precision {precision!r}", hint="give --precision bf16, fp16 or fp32")
-    users = enabled_half_precision(base)
-    if precision == "auto":
-        return dict(base) if users or "bf16" in base or "fp16" in base else {**base, otherwise: {"enabled": True}}
-    if users and users != precision:
-        raise InputError(
-            f"--precision {precision}, but {users} is enabled there", place=place, hint="drop one of the two"
-        )
-    return dict(base) if users or precision == "fp32" else {**base, precision: {"enabled": True}}
-
-
-def override_script_config(base: Mapping[str, Any], precision: str, place: str) -> dict[str, Any]:
-    """Return the keys that win over a script's own config; its precision stays unless one is asked for."""
-    if precision == "auto":
-        return dict(base)
-    config = add_precision(base, precision, place)
-    off = {name: {"enabled": False} for name in ("bf16", "fp16") if name != enabled_half_precision(config)}
-    return merge(config, off)
-
-
-def merge_script_config(
-    source: WorkloadSource, scripts: Mapping[str, Any], over: Mapping[str, Any], *, world_size: int
-) -> dict[str, Any]:
-    """Return a script's own config with the keys of `over` over it; an "auto" in `over` keeps the script's value."""
-    given = {key: value for key, value in over.items() if get_key(over, f"{key}.enabled") != "auto"}
-    base = merge(scripts, given)
-    place = f"the DeepSpeed config of {source.path}"
-    check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
-    return base
-
-
-def fills_in_auto(source: WorkloadSource) -> bool:
-    """Whether a library replaces "auto" by values before the config reaches the engine."""
-    return source.script_kind in ("hf_trainer", "accelerate")
-
-
-def parse_precisions(given: str) -> tuple[str, ...]:
-    """'bf16,fp32' → ('bf16', 'fp32'). A fit starts with the first; the others may win the race."""
-    names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
-    for name in names:
-        if name not in ("bf16", "fp16", "fp32") and names != ("auto",):
-            raise InputError(f"there is no precision {name!r}", hint="give --precision bf16, fp16, fp32, or bf16,fp32")
-    return names
-
-
 def precision_name(base: Mapping[str, Any]) -> str:
     """Return the precision of a config: 'bf16', 'fp16' or 'fp32'."""
     return enabled_half_precision(base) or "fp32"
 
 
-def _plain(base: Mapping[str, Any] | None, place: str) -> dict[str, Any]:
-    """Return a copy as JSON keeps it, so that trials use exactly the values that `ds_config.json` will hold."""
+def parse_precisions(given: str) -> tuple[str, ...]:
+    """'bf16,fp32' → ('bf16', 'fp32'). A fit starts with the first; the others may win the race."""
+    names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    if names != ("auto",):
+        for name in names:
+            _check_precision(name)
+    return names
+
+
+def _check_precision(name: str) -> None:
+    if name not in ("bf16", "fp16", "fp32"):
+        hint = "give --precision bf16, fp16 or fp32; a fit races several: bf16,fp32"
+        raise InputError(f"there is no precision {name!r}", hint=hint)
+
+
+def parse_size(given: str | int | None, option: str) -> int | None:
+    """Return the bytes of '80GiB', or of a number. Raises InputError that names the option."""
+    if given is None:
+        return None
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(base or {}), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"cannot be written as JSON: {error}", place=place) from None
-    return copy
+        return parse_bytes(str(given))
+    except ValueError as error:
+        raise InputError(f"{option} {error}") from None
+
+
+def parse_device(device: str) -> Device:
+    """Return the kind of device. Raises InputError for another word."""
+    if device not in get_args(Device):
+        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
+    return cast(Device, device)
+
+
+def check_ranks(gpus: int) -> int:
+    """Return `gpus`. Raises InputError for fewer than one rank."""
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: at least one rank is needed", hint="give --gpus 1 or more")
+    return gpus

@@ -1,14 +1,18 @@
-"""The catalogue of machines: common GPUs and their nodes, one file a machine in `configs/hardware/*.toml`."""
+"""The machines of a forecast: of the catalogue (`configs/hardware/*.toml`), described by options, or this one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
+from ..requests import PlanRequest, ProbeRequest
 from ..schema import read_checked, read_toml
-from ..system.host import data_folder
+from ..system.host import Hardware, data_folder
+from ..types import Device
+from .base_config import parse_size
 
 ASKED, HERE = "asked", "here"  # machines outside the catalogue: one described by options, and this machine
 
@@ -42,31 +46,6 @@ class Machine:
     source: str = "as asked"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Device:
-    bytes: int
-    bf16: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
-    gpus: int
-    host_bytes: int
-    nvme_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A machine as its TOML file has it."""
-
-    name: str
-    title: str
-    source: str
-    device: _Device
-    node: _Node
-    links: Links
-
-
 def read_catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
     """Return every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
     paths = sorted((folder or data_folder("configs") / "hardware").glob("*.toml"))
@@ -78,37 +57,60 @@ def read_catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
 def find_machines(names: str) -> tuple[Machine, ...]:
     """Return the machines named by 'a100-80gb,h100-80gb', 'all' or the path of a .toml file, smallest device first."""
     known = read_catalogue()
-    wanted = list(known) if names.strip() == "all" else [name.strip() for name in names.split(",")]
-    machines = {machine.name: machine for machine in (_find_machine(name, known) for name in wanted)}
+    machines: dict[str, Machine] = {}
+    for name in known if names.strip() == "all" else (name.strip() for name in names.split(",")):
+        machine = _read_machine(Path(name)) if name.endswith(".toml") else known.get(name.lower())
+        if machine is None:
+            hint = f"give all, or of: {', '.join(known)}"
+            raise InputError(f"--on {name}: the catalogue has no such machine", hint=hint)
+        machines[machine.name] = machine
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
 
 
-def _find_machine(name: str, known: Mapping[str, Machine]) -> Machine:
-    if name.endswith(".toml"):
-        return _read_machine(Path(name))
-    machine = known.get(name.lower())
-    if machine is None:
-        raise InputError(f"--on {name}: the catalogue has no such machine", hint=f"give all, or of: {', '.join(known)}")
-    return machine
+def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
+    """Return the machines that a forecast is for: of the catalogue, with cards as asked, or this one."""
+    device_bytes = parse_size(request.gpu_memory, "--gpu-memory")
+    host_bytes = parse_size(request.host_memory, "--host-memory")
+    cards = hardware.cards if device == "cuda" else ()
+    machines: tuple[Machine, ...]
+    if request.on is not None:
+        if device_bytes is not None or device == "cpu":
+            other = "--gpu-memory" if device_bytes is not None else "--device cpu"
+            raise InputError(f"--on names a card, so {other} has no effect", hint="drop one of the two")
+        machines = find_machines(request.on)
+    elif device_bytes is not None:
+        machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
+    elif cards:
+        card = min(cards, key=lambda card: card.total_bytes)
+        here = Machine(name=HERE, title=card.name, device_bytes=card.total_bytes, gpus=len(cards))
+        machines = (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
+    elif device == "cpu":
+        raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
+    else:
+        raise InputError(
+            "no CUDA GPU is visible, so say which to forecast for",
+            hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
+        )
+    return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
 
 
 def _read_machine(path: Path) -> Machine:
+    """Read a file; its tables `device` and `node` hold fields of the machine."""
+    flat: dict[str, Any] = {}
+    for key, value in read_toml(path).items():
+        if key in ("device", "node") and isinstance(value, dict):
+            flat |= {"device_bytes" if name == "bytes" else name: item for name, item in value.items()}
+        else:
+            flat[key] = value
     hint = "compare with configs/hardware/a100-80gb.toml"
-    file = read_checked(_File, read_toml(path), _check, name="machine", place=str(path), hint=hint)
-    return Machine(
-        name=file.name,
-        title=file.title,
-        device_bytes=file.device.bytes,
-        gpus=file.node.gpus,
-        bf16=file.device.bf16,
-        host_bytes=file.node.host_bytes,
-        nvme_bytes=file.node.nvme_bytes,
-        links=file.links,
-        source=file.source,
-    )
+    return read_checked(Machine, flat, _check, name="machine", place=str(path), hint=hint)
 
 
-def _check(file: _File) -> None:
-    """Raises ValueError for sizes that make no sense."""
-    if min(file.device.bytes, file.node.gpus, file.node.host_bytes) <= 0:
-        raise ValueError("bytes and gpus must be above 0")
+def _check(machine: Machine) -> None:
+    """Raises ValueError for a size that is missing or makes no sense."""
+    for name in ("device_bytes", "gpus", "host_bytes"):
+        size = getattr(machine, name)
+        if size is None:
+            raise ValueError(f"machine lacks {name!r}")
+        if size <= 0:
+            raise ValueError("bytes and gpus must be above 0")

@@ -16,15 +16,16 @@ from .base_config import (
     check_ranks,
     find_misspelt_keys,
     merge_script_config,
+    parse_device,
     parse_size,
     precision_name,
     resolve_base_config,
     resolve_global_batch,
 )
-from .catalogue import ASKED, HERE, Machine, find_machines
+from .catalogue import Machine, choose_machines
 from .profiles import read_profile
-from .settings import ladder_names, strategy_folders
-from .strategies import Rung, read_rungs, select_rungs
+from .settings import select_ladder
+from .strategies import Rung
 
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
 _USUAL_IN_A_NODE = 8
@@ -82,18 +83,17 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     Raises InputError for a request that contradicts itself, or that leaves open what this machine cannot answer.
     """
     checkpointing = _parse_checkpointing(request.checkpointing)
-    rungs = select_rungs(ladder_names(request) or read_profile("default").ladder, read_rungs(strategy_folders(request)))
-    kind = _check_device(request.device)
+    rungs = select_ladder(request, read_profile("default").ladder)
+    kind = parse_device(request.device)
     if source.kind == "script":
         _check_script(source, request)
     if request.micro_batch is not None and request.micro_batch < 1:
         raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
-    machines = _resolve_machines(request.on, parse_size(request.gpu_memory, "--gpu-memory"), kind, hardware)
-    host_bytes, nvme_bytes = parse_size(request.host_memory, "--host-memory"), parse_size(request.nvme, "--nvme")
+    nvme_bytes = parse_size(request.nvme, "--nvme")
     sites = []
-    for named in machines:
-        machine = replace(named, host_bytes=host_bytes or named.host_bytes, nvme_bytes=nvme_bytes or named.nvme_bytes)
-        ranks, per_node = _resolve_plan_ranks(request.gpus, request.nodes, machine, kind)
+    for named in choose_machines(request, kind, hardware):
+        machine = replace(named, nvme_bytes=nvme_bytes or named.nvme_bytes)
+        ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, kind)
         otherwise = "bf16" if machine.bf16 else "fp16"
         base = resolve_base_config(
             source, request.base_config, request.precision, world_size=ranks, otherwise=otherwise
@@ -156,37 +156,7 @@ def _check_script(source: WorkloadSource, request: PlanRequest) -> None:
             )
 
 
-def _check_device(device: str) -> Device:
-    if device not in ("cuda", "cpu"):
-        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
-    return "cpu" if device == "cpu" else "cuda"
-
-
-def _resolve_machines(
-    on: str | None, device_bytes: int | None, device: Device, hardware: Hardware
-) -> tuple[Machine, ...]:
-    """Return machines of the catalogue, or one with devices of the given size, or this machine."""
-    if on is not None:
-        if device_bytes is not None or device == "cpu":
-            other = "--gpu-memory" if device_bytes is not None else "--device cpu"
-            raise InputError(f"--on names a card, so {other} has no effect", hint="drop one of the two")
-        return find_machines(on)
-    cards = hardware.cards if device == "cuda" else ()
-    if device_bytes is not None:
-        return (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
-    if not cards:
-        if device == "cpu":
-            raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
-        raise InputError(
-            "no CUDA GPU is visible, so say which to forecast for",
-            hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
-        )
-    smallest = min(cards, key=lambda card: card.total_bytes)
-    here = Machine(name=HERE, title=smallest.name, device_bytes=smallest.total_bytes, gpus=len(cards))
-    return (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
-
-
-def _resolve_plan_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
+def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
     """Return world size and ranks of a node. More cards than any node has are spread over nodes of eight."""
     if nodes is not None and nodes < 1:
         raise InputError(f"--nodes {nodes}: at least one node is needed")

@@ -18,6 +18,7 @@ from ..units import format_bytes, parse_seconds
 from .base_config import (
     check_ranks,
     merge_script_config,
+    parse_device,
     parse_precisions,
     parse_size,
     resolve_base_config,
@@ -31,18 +32,15 @@ _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, roun
 
 def resolve_device(device: str, hardware: Hardware) -> Device:
     """Return the kind of device that ranks run on. Raises EnvironmentBroken for cards that cannot be used."""
-    if device == "cpu":
-        return "cpu"
-    if device != "cuda":
-        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
-    if hardware.unusable is not None:
+    kind = parse_device(device)
+    if kind == "cuda" and hardware.unusable is not None:
         raise EnvironmentBroken(hardware.unusable)
-    if not hardware.cards:
+    if kind == "cuda" and not hardware.cards:
         raise InputError(
             "no CUDA GPU is visible on this machine",
             hint="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
         )
-    return "cuda"
+    return kind
 
 
 def check_nodes(nodes: int | None, address: str | None) -> int:
@@ -165,6 +163,10 @@ class Settings:
         """The same number on every node."""
         return -(-self.gpus // self.nodes)
 
+    def rung(self, name: str) -> Rung:
+        """Return the rung of the ladder with this name."""
+        return next(rung for rung in self.ladder if rung.name == name)
+
     def fingerprint(self) -> str:
         """Return a digest of all settings that decide the result; a journal belongs to one fingerprint."""
         decisive = {
@@ -196,7 +198,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     if request.out is not None and not str(request.out):
         raise InputError("--out is empty", hint="give a folder: --out autods-out/mine, or . for this one")
     profile = _apply_stop(read_profile(os.fspath(request.config)), request.stop)
-    rungs = select_rungs(ladder_names(request) or profile.ladder, read_rungs(strategy_folders(request)))
+    rungs = select_ladder(request, profile.ladder)
     kind = resolve_device(request.device, hardware)
     nodes = check_nodes(request.nodes, request.address)
     ranks = resolve_ranks(request.gpus, kind, hardware, nodes)
@@ -231,15 +233,11 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     return replace(settings, out=out.absolute())
 
 
-def ladder_names(request: WorkloadRequest) -> tuple[str, ...]:
-    """Return the rungs that a request names; () where it names none."""
-    ladder = request.ladder
-    return tuple(name.strip() for name in ladder.split(",")) if isinstance(ladder, str) else tuple(ladder)
-
-
-def strategy_folders(request: WorkloadRequest) -> tuple[Path, ...]:
-    """Return the folders of the user's own rungs."""
-    return tuple(Path(folder) for folder in request.strategies)
+def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...]) -> tuple[Rung, ...]:
+    """Return the rungs that a request names, or else those of `otherwise`, fastest first. Raises InputError."""
+    named = request.ladder
+    names = tuple(name.strip() for name in named.split(",")) if isinstance(named, str) else tuple(named)
+    return select_rungs(names or otherwise, read_rungs(tuple(Path(folder) for folder in request.strategies)))
 
 
 def apply_script_config(settings: Settings, facts: ModelFacts) -> Settings:

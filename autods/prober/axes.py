@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -42,26 +42,6 @@ def read_known_keys() -> Keys:
     return read_checked(Keys, read_toml(path), lambda keys: None, name="list of keys", place=str(path), hint=hint)
 
 
-def check_key(key: str, axis: str) -> None:
-    """Raise InputError when DeepSpeed has no such key or a rung or another axis decides it."""
-    keys = read_known_keys()
-    if key in keys.instead:
-        raise InputError(f"{axis}: a rung or another axis decides it", hint=f"give --vary {keys.instead[key]}")
-    if key in keys.scalars:
-        return
-    first, _, rest = key.partition(".")
-    if first in keys.sections and rest:
-        return
-    if first != ZERO or not rest:
-        raise unknown_axis(axis, key)
-    part, _, inner = rest.partition(".")
-    if part in keys.offload and inner in keys.offload[part]:
-        return
-    if part in keys.zero_optimization and not inner:
-        return
-    raise unknown_axis(axis, key)
-
-
 def list_keys() -> tuple[str, ...]:
     """Return every key that is known in full."""
     keys = read_known_keys()
@@ -78,27 +58,10 @@ def why_ineffective(key: str, rung: Rung) -> str | None:
         return None
     part = rest.partition(".")[0]
     if part in read_known_keys().offload:
-        state = part.removeprefix("offload_")
-        return None if get_key(rung.ds_config, f"{ZERO}.{part}") else f"the {_STATES[state]} stay on the device"
+        states = "parameters" if part == "offload_param" else "optimizer states"
+        return None if get_key(rung.ds_config, f"{ZERO}.{part}") else f"the {states} stay on the device"
     stages = read_known_keys().zero_optimization[part]
     return None if rung.stage in stages else f"stage {rung.stage} does not obey it"
-
-
-_STATES = {"param": "parameters", "optimizer": "optimizer states"}
-
-
-def unknown_axis(axis: str, name: str) -> InputError:
-    """Return the error for an axis that does not exist, with the nearest names and all that are possible."""
-    possible = (*AXES, *list_keys())
-    short = {key.rpartition(".")[2]: key for key in reversed(possible)}
-    near = get_close_matches(name, possible, n=3)
-    near = near or [short[key] for key in get_close_matches(name.rpartition(".")[2], short, n=3)]
-    closest = f"did you mean {' or '.join(near)}? " if near else ""
-    return InputError(
-        f"{axis}: there is nothing of that name to vary",
-        hint=f"{closest}possible are {', '.join(AXES)}, and the keys of a DeepSpeed config, such as "
-        f"{ZERO}.reduce_bucket_size, optimizer.params.lr or gradient_clipping",
-    )
 
 
 # Axes that are not keys of a DeepSpeed config.
@@ -117,7 +80,6 @@ _RESERVED = (
     "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
 _ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
-_COUNTS = ("micro_batch", "accumulation", "gpus", "seq_len", "target_len")
 _SWITCHES = {"on": True, "off": False, "true": True, "false": False}
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d+")
 
@@ -130,20 +92,35 @@ class Axis:
     values: tuple[Value, ...]
 
 
-def read_axes(vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[str, Rung]) -> tuple[Axis, ...]:
-    """Read axes from lines 'NAME=A,B' or from names and values. Raises InputError."""
-    given = vary.items() if isinstance(vary, Mapping) else [split_axis(line) for line in vary]
-    axes: dict[str, Axis] = {}
-    for name, values in given:
+def read_axes(
+    vary: Sequence[str] | Mapping[str, Iterable[Any]], rungs: Mapping[str, Rung], experiment: str | None = None
+) -> tuple[Axis, ...]:
+    """Read axes from lines 'NAME=A,B' or from names and values. Raises InputError.
+
+    They replace the axes of the same name that a file of experiments brings.
+    """
+    brought = read_experiment(experiment).vary if experiment is not None else {}
+    axes = {axis.name: axis for axis in (read_axis(name, values, rungs) for name, values in brought.items())}
+    given: set[str] = set()
+    for name, values in vary.items() if isinstance(vary, Mapping) else map(split_axis, vary):
         axis = read_axis(name, values, rungs)
-        if axis.name in axes:
+        if axis.name in given:
             raise InputError(f"--vary {axis.name} was given twice", hint="give all its values at once: NAME=A,B,C")
+        given.add(axis.name)
         axes[axis.name] = axis
     return tuple(axes.values())
 
 
+def split_axis(line: str) -> tuple[str, str]:
+    """Split 'NAME=A,B' into name and values."""
+    name, equals, values = line.partition("=")
+    if not equals or not name.strip() or not values.strip():
+        raise InputError(f"--vary {line}: it is NAME=A,B,C", hint="such as --vary rung=zero1,zero2")
+    return name.strip(), values
+
+
 def read_axis(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
-    """Read one axis; the name decides how its values are read."""
+    """Read one axis; the name decides how its values are read. True and 1 are different values."""
     option = f"--vary {name}"
     if isinstance(values, str):
         values = [parse_value(part) for part in values.split(",")]
@@ -151,8 +128,9 @@ def read_axis(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
     if not given:
         raise InputError(f"{option}: no value", hint="give at least one: NAME=A,B,C")
     name = _ALIASES.get(name, name)
-    read = _reader(name, option, rungs)
-    return Axis(name=name, values=tuple(_distinct(read(value) for value in given)))
+    _check_name(name, option)
+    read = [_read_value(name, value, option, rungs) for value in given]
+    return Axis(name=name, values=tuple({(type(value), value): value for value in read}.values()))
 
 
 def parse_value(text: str) -> Value:
@@ -167,79 +145,55 @@ def parse_value(text: str) -> Value:
     return value if value is None or isinstance(value, bool | int | float | str) else text
 
 
-def split_axis(line: str) -> tuple[str, str]:
-    """Split 'NAME=A,B' into name and values."""
-    name, equals, values = line.partition("=")
-    if not equals or not name.strip() or not values.strip():
-        raise InputError(f"--vary {line}: it is NAME=A,B,C", hint="such as --vary rung=zero1,zero2")
-    return name.strip(), values
-
-
-def _distinct(values: Iterable[Value]) -> Iterable[Value]:
-    """Return each value once; True and 1 are different values."""
-    return {(type(value), value): value for value in values}.values()
-
-
-def _reader(name: str, option: str, rungs: Mapping[str, Rung]) -> Callable[[Any], Value]:
-    """Return how a value of that name is read. Raises InputError for a name that does not exist."""
+def _check_name(name: str, option: str) -> None:
+    """Raise InputError for a name that does not exist, with the nearest ones, and for what autods itself decides."""
+    keys = read_known_keys()
     first, _, rest = name.partition(".")
-    if name == "rung":
-        return lambda value: _one_of(value, option, tuple(rungs), "the rungs are")
-    if name == "precision":
-        return lambda value: _one_of(value, option, ("bf16", "fp16", "fp32"), "a model trains in")
-    if name in _COUNTS:
-        return lambda value: _count(value, option)
-    if name in ("checkpointing", "pin_memory"):
-        return lambda value: _switch(value, option)
-    if first == "env" and rest:
-        if rest in _RESERVED:
-            raise InputError(
-                f"{option}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO"
-            )
-        return lambda value: _environment(value, option)
-    if first in ("args", *FUNCTIONS) and rest:
-        return lambda value: _plain(value, option)
-    if first in ("env", "args", *FUNCTIONS):
-        raise unknown_axis(option, name)
-    check_key(name, option)
-    return lambda value: _plain(value, option)
+    if first == "env" and rest in _RESERVED:
+        raise InputError(f"{option}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO")
+    if name in keys.instead:
+        raise InputError(f"{option}: a rung or another axis decides it", hint=f"give --vary {keys.instead[name]}")
+    possible = (*AXES, *list_keys())
+    if name in possible or (rest and first in ("env", "args", *FUNCTIONS, *keys.sections)):
+        return
+    short = {key.rpartition(".")[2]: key for key in reversed(possible)}
+    near = get_close_matches(name, possible, n=3)
+    near = near or [short[key] for key in get_close_matches(name.rpartition(".")[2], short, n=3)]
+    closest = f"did you mean {' or '.join(near)}? " if near else ""
+    raise InputError(
+        f"{option}: there is nothing of that name to vary",
+        hint=f"{closest}possible are {', '.join(AXES)}, and the keys of a DeepSpeed config, such as "
+        f"{ZERO}.reduce_bucket_size, optimizer.params.lr or gradient_clipping",
+    )
 
 
-def _one_of(value: object, option: str, known: Sequence[str], words: str) -> str:
-    if value not in known:
-        raise InputError(f"{option}: there is no {value!r}", hint=f"{words}: {', '.join(known)}")
-    return str(value)
-
-
-def _count(value: object, option: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{option}: {value!r} is not a whole number above 0")
-    return value
-
-
-def _switch(value: object, option: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, str) or value.lower() not in _SWITCHES:
-        raise InputError(f"{option}: {value!r} is neither on nor off", hint="give on,off or true,false")
-    return _SWITCHES[value.lower()]
-
-
-def _environment(value: object, option: str) -> str | None:
-    """Read a variable's value as text; null leaves it unset."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, int | float):
-        raise InputError(f"{option}: {value!r} is not text")
-    return str(value)
-
-
-def _plain(value: object, option: str) -> Scalar:
-    if not isinstance(value, bool | int | float | str):
-        raise InputError(f"{option}: {value!r} is not a number, true, false or text")
-    return value
+def _read_value(name: str, value: Any, option: str, rungs: Mapping[str, Rung]) -> Value:
+    match name.partition(".")[0]:
+        case "rung" | "precision":
+            known = tuple(rungs) if name == "rung" else ("bf16", "fp16", "fp32")
+            if value in known:
+                return str(value)
+            words = "the rungs are" if name == "rung" else "a model trains in"
+            raise InputError(f"{option}: there is no {value!r}", hint=f"{words}: {', '.join(known)}")
+        case "micro_batch" | "accumulation" | "gpus" | "seq_len" | "target_len":
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+            raise InputError(f"{option}: {value!r} is not a whole number above 0")
+        case "checkpointing" | "pin_memory":
+            switch = value if isinstance(value, bool) else _SWITCHES.get(str(value).lower())
+            if switch is not None:
+                return switch
+            raise InputError(f"{option}: {value!r} is neither on nor off", hint="give on,off or true,false")
+        case "env" if value is None or isinstance(value, str):  # None leaves the variable unset
+            return value
+        case "env" if isinstance(value, bool | int | float):
+            return str(value).lower()
+        case "env":
+            raise InputError(f"{option}: {value!r} is not text")
+        case _ if isinstance(value, bool | int | float | str):
+            return value
+        case _:
+            raise InputError(f"{option}: {value!r} is not a number, true, false or text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,30 +213,9 @@ def read_experiment(name: str) -> Experiment:
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
         raise InputError(f"there is no experiment {name!r}", hint=f"give one of {known}, or the path of a .toml file")
     hint = f"compare with {folder / 'stages.toml'}"
-    return read_checked(Experiment, read_toml(path), _check, name="experiment", place=str(path), hint=hint)
 
+    def check(experiment: Experiment) -> None:
+        if not experiment.vary or not all(experiment.vary.values()):
+            raise ValueError("vary needs an axis, and each axis a value")
 
-def _check(experiment: Experiment) -> None:
-    if not experiment.vary or not all(experiment.vary.values()):
-        raise ValueError("vary needs an axis, and each axis a value")
-
-
-def add_experiment(
-    name: str | Path | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
-) -> Sequence[str] | Mapping[str, Iterable[Any]]:
-    """Return the experiment's axes and those of the request, which replace axes of the same name."""
-    if name is None:
-        return vary
-    given = vary if isinstance(vary, Mapping) else _by_name(vary)
-    axes = read_experiment(str(name)).vary
-    return {**axes, **given}
-
-
-def _by_name(lines: Sequence[str]) -> dict[str, Any]:
-    """Return the values of lines 'NAME=A,B' by name. Raises InputError."""
-    named: dict[str, Any] = {}
-    for name, values in map(split_axis, lines):
-        if name in named:
-            raise InputError(f"--vary {name} was given twice", hint="give all its values at once: NAME=A,B,C")
-        named[name] = values
-    return named
+    return read_checked(Experiment, read_toml(path), check, name="experiment", place=str(path), hint=hint)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ..config.deepspeed import compose, without_monitors
-from ..config.plan_settings import NVME_PLACE
+from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..events import Listener, Note
 from ..forecast.allocator import read_alloc_conf
 from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
@@ -19,24 +19,11 @@ from ..forecast.values import EngineSpec, Simulator, StartSimulator
 from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
 from ..types import Device, Knobs, ModelFacts, Scalar, Trial, WorkloadSource
-from ..workload.conditions import apply_conditions, apply_to_source
+from ..workload.conditions import apply_to_source
 from .grid import compose_cell_config, settings_under_conditions
 from .request import ProbeSettings
 
-NOT_SIMULATED = "cannot be simulated"
 _MOST_SIMULATORS = 3  # that are open at a time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityForecast:
-    """The largest micro batch that fits by the forecast; None when none does, for this `reason`.
-
-    `simulated` is False when the engine cannot be simulated.
-    """
-
-    largest: int | None
-    reason: str = ""
-    simulated: bool = True
 
 
 class Simulators:
@@ -68,101 +55,100 @@ class Simulators:
             self._open.popitem()[1][1].close()
 
 
+# From conditions to the facts of the model under them.
 FactsUnder = Callable[[Mapping[str, Scalar]], ModelFacts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellForecaster:
-    """Forecasts the largest micro batch of cells. `facts` returns the model's facts under some conditions."""
+class CapacityForecast:
+    """The largest micro batch that fits by the forecast; None when none does, for this `reason`.
 
-    question: ProbeSettings
-    facts: FactsUnder
-    listen: Listener
-    simulators: Simulators
+    `simulated` is False when the engine cannot be simulated.
+    """
 
-    def forecast(
-        self, trials: Mapping[int, Trial], keep: Callable[[int, CapacityForecast], None]
-    ) -> dict[int, CapacityForecast]:
-        """Return the forecast of each cell by its number; `keep` gets each one as soon as it is known."""
-        sources: dict[str, tuple[WorkloadSource, dict[int, Trial]]] = {}
-        for number, trial in trials.items():
-            source = source_under_conditions(self.question, trial.conditions)
-            sources.setdefault(source.digest, (source, {}))[1][number] = trial
-        forecasts: dict[int, CapacityForecast] = {}
-        for source, its_trials in sources.values():
-            for number, forecast in self._forecast_in_parallel(self.simulators.get(source), its_trials):
+    largest: int | None
+    reason: str = ""
+    simulated: bool = True
+
+
+def forecast_cells(
+    question: ProbeSettings,
+    trials: Mapping[int, Trial],
+    *,
+    facts: FactsUnder,
+    simulators: Simulators,
+    listen: Listener,
+    keep: Callable[[int, CapacityForecast], None],
+) -> dict[int, CapacityForecast]:
+    """Return the forecast of each cell by its number; `keep` gets each one as soon as it is known."""
+    by_source: dict[str, tuple[WorkloadSource, list[int]]] = {}
+    for number, trial in trials.items():
+        source = source_under_conditions(question, trial.conditions)
+        by_source.setdefault(source.digest, (source, []))[1].append(number)
+    expandable = question.settings.device == "cuda" and read_alloc_conf(os.environ).expandable
+    forecasts: dict[int, CapacityForecast] = {}
+    for source, numbers in by_source.values():
+        forecaster = Forecaster(simulators.get(source), expandable)
+        pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
+        try:
+            tasks = {
+                pool.submit(_forecast_cell, question, trial, facts(trial.conditions), forecaster): number
+                for number in numbers
+                if (trial := trials[number])
+            }
+            for task in as_completed(tasks):
+                number, forecast = tasks[task], task.result()
                 forecasts[number] = forecast
                 keep(number, forecast)
                 result = f"up to micro batch {forecast.largest}" if forecast.largest else forecast.reason
-                self.listen(Note(text=f"forecast of cell {number}, {trials[number].rung}: {result}"))
-        self.simulators.close()
-        return forecasts
-
-    def _forecast_in_parallel(
-        self, simulator: Simulator, trials: Mapping[int, Trial]
-    ) -> Iterator[tuple[int, CapacityForecast]]:
-        """Yield forecasts as they finish. Leaving the simulator ends its processes, and then the threads end."""
-        expandable = self.question.settings.device == "cuda" and read_alloc_conf(os.environ).expandable
-        forecaster = Forecaster(simulator, expandable)
-        pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
-        try:
-            tasks = {pool.submit(self._forecast_cell, forecaster, trial): number for number, trial in trials.items()}
-            left = set(tasks)
-            while left:
-                done, left = wait(left, return_when=FIRST_EXCEPTION, timeout=0.2)
-                for task in done:
-                    yield tasks[task], task.result()
+                listen(Note(text=f"forecast of cell {number}, {trials[number].rung}: {result}"))
         finally:
+            # Threads are not waited for: leaving the simulator ends its processes, and then the threads end.
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _forecast_cell(self, forecaster: Forecaster, trial: Trial) -> CapacityForecast:
-        if (reason := why_not_forecast(self.facts(trial.conditions))) is not None:
-            return _not_simulated(reason)
-        sizes = list_micro_batches(self.question, trial, self.facts(trial.conditions))
-        limits = self._limits()
-        try:
-            with forecaster.open(self._engine_spec(trial)) as engine:
-                largest = engine.find_largest(sizes, limits)
-                if largest.micro_batch is None:
-                    reason = engine.forecast(min(largest.measured), limits).reason
-                    return CapacityForecast(largest=None, reason=reason)
-        except SimulationFailed as failed:
-            return _not_simulated(" ".join(str(failed.problem).split()))
-        reason = ""
-        if largest.failures:
-            size, why = list(largest.failures.items())[-1]
-            reason = f"{largest.micro_batch} fits; {size} {NOT_SIMULATED}: {why}"
-        return CapacityForecast(largest=largest.micro_batch, reason=reason)
-
-    def _engine_spec(self, trial: Trial) -> EngineSpec:
-        settings, machine = self.question.settings, self.question.machine
-        accumulation = min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)
-        trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
-        ranks = apply_conditions(settings, trial.conditions).gpus
-        stage = next(rung.stage for rung in settings.ladder if rung.name == trial.rung)
-        return EngineSpec(
-            rung=trial.rung,
-            zero_init=settings.source.zero_init and stage == 3,
-            ds_config=without_monitors(compose_cell_config(self.question, trial, self.facts(trial.conditions))),
-            world_size=ranks,
-            ranks_per_node=min(ranks, (machine.gpus if machine is not None else None) or settings.ranks_per_node),
-            device_bytes=settings.device_bytes,
-            device=settings.device,
-            checkpointing=trial.knobs.checkpointing,
-        )
-
-    def _limits(self) -> Limits:
-        settings, machine = self.question.settings, self.question.machine
-        return Limits(
-            device_bytes=settings.device_bytes,
-            host_bytes=None if machine is None else machine.host_bytes,
-            nvme_bytes=None if machine is None else machine.nvme_bytes,
-            emulated=settings.device == "cpu" or (settings.device_bytes_asked and machine is None),
-        )
+    simulators.close()
+    return forecasts
 
 
-def _not_simulated(reason: str) -> CapacityForecast:
-    return CapacityForecast(largest=None, reason=f"{NOT_SIMULATED}: {reason}", simulated=False)
+def _forecast_cell(
+    question: ProbeSettings, trial: Trial, facts: ModelFacts, forecaster: Forecaster
+) -> CapacityForecast:
+    if (reason := why_not_forecast(facts)) is not None:
+        return CapacityForecast(largest=None, reason=f"cannot be simulated: {reason}", simulated=False)
+    machine, settings = question.machine, settings_under_conditions(question, trial.conditions, facts)
+    per_node = settings.ranks_per_node
+    if machine is not None:
+        _, per_node = spread_ranks(settings.gpus, None, machine, settings.device)
+    accumulation = min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)
+    trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
+    spec = EngineSpec(
+        rung=trial.rung,
+        zero_init=settings.source.zero_init and settings.rung(trial.rung).stage == 3,
+        ds_config=without_monitors(compose_cell_config(question, trial, facts)),
+        world_size=settings.gpus,
+        ranks_per_node=per_node,
+        device_bytes=settings.device_bytes,
+        device=settings.device,
+        checkpointing=trial.knobs.checkpointing,
+    )
+    limits = Limits(
+        device_bytes=settings.device_bytes,
+        host_bytes=None if machine is None else machine.host_bytes,
+        nvme_bytes=None if machine is None else machine.nvme_bytes,
+        emulated=settings.device == "cpu" or (settings.device_bytes_asked and machine is None),
+    )
+    try:
+        with forecaster.open(spec) as engine:
+            largest = engine.find_largest(list_micro_batches(question, trial, facts), limits)
+            if largest.micro_batch is None:
+                return CapacityForecast(largest=None, reason=engine.forecast(min(largest.measured), limits).reason)
+    except SimulationFailed as failed:
+        reason = f"cannot be simulated: {' '.join(str(failed.problem).split())}"
+        return CapacityForecast(largest=None, reason=reason, simulated=False)
+    reason = ""
+    if largest.failures:
+        size, why = list(largest.failures.items())[-1]
+        reason = f"{largest.micro_batch} fits; {size} cannot be simulated: {why}"
+    return CapacityForecast(largest=largest.micro_batch, reason=reason)
 
 
 def source_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar]) -> WorkloadSource:

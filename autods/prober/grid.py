@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ..config.base_config import precision_name
-from ..config.deepspeed import compose, get_key, merge, nest_key, required_ops, start_settings
+from ..config.deepspeed import compose, required_ops, start_settings
 from ..config.settings import Settings, apply_script_config
 from ..config.strategies import Rung
 from ..errors import InputError
@@ -19,11 +19,12 @@ from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import ENV, apply_conditions, apply_to_source, is_condition
-from .axes import PINS, Value, why_ineffective
+from .axes import AXES, PINS, Value, why_ineffective
 from .request import ProbeSettings
 
-# From conditions to the model's facts, and to the DeepSpeed ops that cannot be built here with the reasons.
-Survey = Callable[[Mapping[str, Scalar]], tuple[ModelFacts, Mapping[str, str]]]
+# The model's facts, and the DeepSpeed ops that cannot be built here with the reasons.
+Surveyed = tuple[ModelFacts, Mapping[str, str]]
+Survey = Callable[[Mapping[str, Scalar]], Surveyed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +51,12 @@ class Cell:
 
 def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
     """Return every cell of the cross product. Raises InputError when the workload can be built in none."""
-    rungs = {rung.name: rung for rung in question.settings.ladder}
     first: dict[str, int] = {}
     cells: list[Cell] = []
     errors: list[InputError] = []
     for number, values in enumerate(question.cells(), 1):
         try:
-            cell = _cell(question, number, values, rungs[str(values["rung"])], survey)
+            cell = _cell(question, number, values, survey)
         except InputError as error:  # other arguments may suit the workload
             errors.append(error)
             cell = Cell(number=number, values=values, refused=" ".join(str(error).split()))
@@ -79,26 +79,75 @@ def count_environments(question: ProbeSettings) -> int:
     return prod(len(axis.values) for axis in question.axes if axis.name.startswith(ENV))
 
 
-def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], rung: Rung, survey: Survey) -> Cell:
+def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], survey: Survey) -> Cell:
     conditions = select_conditions(values)
     facts, problems = survey(conditions)
-    question = replace(question, settings=settings_under_conditions(question, conditions, facts))
-    check_ranks(facts, question.settings.gpus)
-    reasons = _unheeded(values, rung)
-    settings = _settings(question, values, rung, facts, reasons)
-    try:
-        accumulation = _accumulation(question.settings, values, facts)
-    except ValueError as error:
-        return Cell(number=number, values=values, refused=str(error), unheeded=reasons)
+    settings = settings_under_conditions(question, conditions, facts)
+    rung, base = settings.rung(str(values["rung"])), settings.base
+    check_ranks(facts, settings.gpus)
+    unheeded = _unheeded(values, rung)
+    given = values.get("micro_batch", base.get("train_micro_batch_size_per_gpu"))
+    micro_batch = given if isinstance(given, int) else 1
+    given = values.get("accumulation", base.get("gradient_accumulation_steps"))
+    accumulation = given if isinstance(given, int) else 1
+    refused = None
+    if settings.global_batch is not None and "accumulation" not in values:
+        try:
+            accumulation = accumulation_for(settings.global_batch, micro_batch, facts.replicas(settings.gpus))
+        except ValueError as error:
+            refused = str(error)
+    # The first values are buckets with which a fit would start.
+    keys = start_settings(
+        rung, base=base, device_bytes=settings.device_bytes, facts=facts, as_written=question.as_written
+    )
+    if (precision := values.get("precision")) is not None:
+        keys |= {f"{half}.enabled": half == precision for half in ("bf16", "fp16")}
+    for name, value in values.items():
+        if name == "pin_memory" and name not in unheeded and value is not None:
+            keys |= {key: value for key in PINS if why_ineffective(key, rung) is None}
+        elif name not in (*AXES, *unheeded) and not is_condition(name) and value is not None:
+            keys[name] = value
     knobs = Knobs(
-        micro_batch=_micro_batch(question.settings, values),
+        micro_batch=micro_batch,
         accumulation=accumulation,
         checkpointing=bool(values.get("checkpointing", facts.checkpointing)),
-        settings=settings,
+        settings=keys,
     )
     trial = Trial(rung=rung.name, knobs=knobs, purpose="probe", steps=question.steps, conditions=conditions)
-    refused = _why_not(question, trial, rung, facts, problems)
-    return Cell(number=number, values=values, trial=None if refused else trial, refused=refused, unheeded=reasons)
+    refused = refused or _why_not(question, settings, trial, facts, problems)
+    return Cell(number=number, values=values, trial=None if refused else trial, refused=refused, unheeded=unheeded)
+
+
+def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:
+    """Return the axes that have no effect under this rung, with the reasons."""
+    reasons = {}
+    for name in values:
+        if name == "pin_memory" and all(why_ineffective(key, rung) for key in PINS):
+            reasons[name] = "nothing is offloaded"
+        elif "." in name and not is_condition(name) and (why := why_ineffective(name, rung)):
+            reasons[name] = why
+    return reasons
+
+
+def _why_not(
+    question: ProbeSettings, settings: Settings, trial: Trial, facts: ModelFacts, problems: Mapping[str, str]
+) -> str | None:
+    """Return why the trial cannot be run; None when it can."""
+    rung = settings.rung(trial.rung)
+    if (reason := refusal_reason(rung, facts, settings.gpus)) is not None:
+        return reason
+    if rung.needs.nvme_path and settings.nvme_path is None:
+        return "no --nvme-path was given"
+    if trial.knobs.checkpointing and not facts.checkpointing:
+        return "the model has no gradient_checkpointing_enable()"
+    config = compose_cell_config(question, trial, facts)
+    precision = precision_name(config)
+    if precision == "fp16" and "fp16" in problems:
+        return f"{problems['fp16']}: take bf16, or another device"
+    if question.machine is not None and precision == "bf16" and not question.machine.bf16:
+        return f"{question.machine.title} has no bf16"
+    broken = (op for op in required_ops(config) if op in problems)
+    return next((f"its op {op} cannot be built: {problems[op]}" for op in broken), None)
 
 
 def settings_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
@@ -110,7 +159,7 @@ def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts
     """Return the whole DeepSpeed config of a cell's trial."""
     settings = settings_under_conditions(question, trial.conditions, facts)
     return compose(
-        next(rung for rung in settings.ladder if rung.name == trial.rung),
+        settings.rung(trial.rung),
         trial.knobs,
         base=settings.base,
         world_size=facts.replicas(settings.gpus),
@@ -119,109 +168,27 @@ def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts
     )
 
 
-def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:
-    """Return the axes that have no effect under this rung, with the reasons."""
-    reasons = {}
-    for name in values:
-        if name == "pin_memory":
-            pins = [why_ineffective(key, rung) for key in PINS]
-            if all(pins):
-                reasons[name] = "nothing is offloaded"
-        elif "." in name and not is_condition(name) and (why := why_ineffective(name, rung)):
-            reasons[name] = why
-    return reasons
-
-
-def _settings(
-    question: ProbeSettings, values: Mapping[str, Value], rung: Rung, facts: ModelFacts, unheard: Mapping[str, str]
-) -> dict[str, Scalar]:
-    """Return DeepSpeed keys of the cell: buckets with which a fit would start, then the varied values."""
-    settings = _sized(question, rung, facts)
-    if (precision := values.get("precision")) is not None:
-        settings |= {f"{half}.enabled": half == precision for half in ("bf16", "fp16")}
-    for name, value in values.items():
-        if value is None or name in unheard or name in _KNOBS or is_condition(name):
-            continue
-        keys = [key for key in PINS if why_ineffective(key, rung) is None] if name == "pin_memory" else [name]
-        settings |= dict.fromkeys(keys, value)
-    return settings
-
-
-_KNOBS = ("rung", "precision", "micro_batch", "accumulation", "checkpointing")
-
-
-def _sized(question: ProbeSettings, rung: Rung, facts: ModelFacts) -> dict[str, Scalar]:
-    """Return buckets and limits; with --as-written those without which the rung does not start."""
-    settings = question.settings
-    sized = start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts)
-    if not question.as_written:
-        return sized
-    needed = [key for key, sizing in rung.start.items() if sizing.device_share is None]
-    return {key: sized[key] for key in needed if get_key(settings.base, key) is None}
-
-
-def _micro_batch(settings: Settings, values: Mapping[str, Value]) -> int:
-    given = values.get("micro_batch", settings.base.get("train_micro_batch_size_per_gpu"))
-    return given if isinstance(given, int) else 1
-
-
-def _accumulation(settings: Settings, values: Mapping[str, Value], facts: ModelFacts) -> int:
-    if settings.global_batch is not None and "accumulation" not in values:
-        replicas = facts.replicas(settings.gpus)
-        return accumulation_for(settings.global_batch, _micro_batch(settings, values), replicas)
-    given = values.get("accumulation", settings.base.get("gradient_accumulation_steps"))
-    return given if isinstance(given, int) else 1
-
-
-def _why_not(
-    question: ProbeSettings, trial: Trial, rung: Rung, facts: ModelFacts, problems: Mapping[str, str]
-) -> str | None:
-    """Return why the trial cannot be run; None when it can."""
-    settings = question.settings
-    if (reason := refusal_reason(rung, facts, settings.gpus)) is not None:
-        return reason
-    if rung.needs.nvme_path and settings.nvme_path is None:
-        return "no --nvme-path was given"
-    if trial.knobs.checkpointing and not facts.checkpointing:
-        return "the model has no gradient_checkpointing_enable()"
-    base: Mapping[str, Any] = settings.base
-    for key, value in trial.knobs.settings.items():
-        base = merge(base, nest_key(key, value))
-    precision = precision_name(base)
-    if precision == "fp16" and "fp16" in problems:
-        return f"{problems['fp16']}: take bf16, or another device"
-    if question.machine is not None and precision == "bf16" and not question.machine.bf16:
-        return f"{question.machine.title} has no bf16"
-    for op in required_ops(compose_cell_config(question, trial, facts)):
-        if op in problems:
-            return f"its op {op} cannot be built: {problems[op]}"
-    return None
-
-
-_IN_EVERY_LINE = ("rung", "micro_batch", "accumulation")  # of progress
-
-
 def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
-    """Return text such as 'pin_memory off, env.NCCL_P2P_DISABLE 1', without values that all cells share."""
-    named = [axis.name for axis in question.axes if len(axis.values) > 1 and axis.name not in _IN_EVERY_LINE]
-    values = [(name, _value_in(trial, name)) for name in named]
-    return ", ".join(f"{name.rpartition('.')[2]} {format_value(value)}" for name, value in values if value is not None)
+    """Return text such as 'pin_memory off, env.NCCL_P2P_DISABLE 1', without values that all cells share.
 
-
-def _value_in(trial: Trial, name: str) -> Value:
-    """Return the value of an axis; None where it has no effect on the trial."""
-    settings = trial.knobs.settings
-    if name == "checkpointing":
-        return trial.knobs.checkpointing
-    if name == "precision":
-        return next((half for half in ("bf16", "fp16") if settings.get(f"{half}.enabled")), "fp32")
-    if name == "pin_memory":
-        return next((settings[key] for key in PINS if key in settings), None)
-    return trial.conditions.get(name, settings.get(name))
-
-
-# The model's facts, and the DeepSpeed ops that cannot be built here with the reasons.
-Surveyed = tuple[ModelFacts, Mapping[str, str]]
+    Axes that have no effect on the trial are left out; rung and batch are in every line of progress anyway.
+    """
+    knobs, words = trial.knobs, []
+    for axis in question.axes:
+        if len(axis.values) < 2 or axis.name in ("rung", "micro_batch", "accumulation"):
+            continue
+        match axis.name:
+            case "checkpointing":
+                value: Value = knobs.checkpointing
+            case "precision":
+                value = next((half for half in ("bf16", "fp16") if knobs.settings.get(f"{half}.enabled")), "fp32")
+            case "pin_memory":
+                value = next((knobs.settings[key] for key in PINS if key in knobs.settings), None)
+            case name:
+                value = trial.conditions.get(name, knobs.settings.get(name))
+        if value is not None:
+            words.append(f"{axis.name.rpartition('.')[2]} {format_value(value)}")
+    return ", ".join(words)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -231,7 +198,7 @@ class SurveyStore:
     source: WorkloadSource
     journal: Journal
     past: History
-    look: Callable[[Mapping[str, Scalar]], Surveyed]
+    look: Survey
     known: dict[str, Surveyed] = field(default_factory=dict)
 
     def get(self, conditions: Mapping[str, Scalar]) -> Surveyed:

@@ -4,169 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from ..config.base_config import ConfigSource, check_ranks, load_base_config, parse_size, resolve_global_batch
-from ..config.catalogue import ASKED, HERE, Machine, find_machines
+from ..config.base_config import check_ranks, parse_device, resolve_base_config, resolve_global_batch
+from ..config.catalogue import Machine, choose_machines
 from ..config.plan_settings import nvme_place
 from ..config.profiles import read_profile
-from ..config.settings import Settings, resolve_fit
-from ..config.strategies import Rung, read_rungs, select_rungs
+from ..config.settings import Settings, resolve_fit, select_ladder
+from ..config.strategies import Rung, read_rungs
 from ..errors import InputError
-from ..requests import FitRequest, check_count
+from ..requests import FitRequest, ProbeRequest, TrialRequest, check_count
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource
 from ..workload.conditions import ARGS, LENGTHS, argument_names
-from ..workload.protocol import FUNCTIONS, Workload
+from ..workload.protocol import FUNCTIONS
 from ..workload.script_source import has_placeholder
-from .axes import Axis, Value, add_experiment, read_axes
-
-_NO_LIMIT = 2**62
-
-
-def choose_machine(
-    here: Hardware,
-    *,
-    device: str,
-    gpu_memory: str | int | None,
-    host_memory: str | int | None,
-    on: str | None,
-) -> Machine:
-    """Return the machine that options name or describe, else this one. Raises InputError."""
-    device_bytes, host_bytes = parse_size(gpu_memory, "--gpu-memory"), parse_size(host_memory, "--host-memory")
-    if on is not None:
-        if device_bytes is not None or device == "cpu":
-            raise InputError(
-                "--on names a card and contradicts --gpu-memory and --device cpu", hint="drop one of the two"
-            )
-        named = find_machines(on)
-        if len(named) > 1:
-            raise InputError(
-                "--on names several machines", hint="a probe forecasts for one; `autods plan` compares them"
-            )
-        return replace(named[0], host_bytes=host_bytes or named[0].host_bytes)
-    if device_bytes is not None:
-        return Machine(name=ASKED, title="as asked", device_bytes=device_bytes, host_bytes=host_bytes)
-    if not here.cards or device == "cpu":
-        raise InputError("say which device to forecast for", hint="give --gpu-memory 80GiB, or --on a100-80gb")
-    smallest = min(card.total_bytes for card in here.cards)
-    return Machine(
-        name=HERE, title=here.cards[0].name, device_bytes=smallest, gpus=len(here.cards), host_bytes=here.host_bytes
-    )
-
-
-def describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
-    """Return hardware with as many cards of the machine as there are ranks."""
-    cards = tuple(
-        Card(index=index, name=machine.title, total_bytes=machine.device_bytes, free_bytes=machine.device_bytes)
-        for index in range(ranks)
-    )
-    host = machine.host_bytes or _NO_LIMIT
-    return replace(
-        here, cards=cards, unusable=None, host_bytes=max(host, ranks * machine.device_bytes), host_free_bytes=host
-    )
-
-
-# From a function of the workload to its arguments; None where it takes any, or they are not known.
-Arguments = Callable[[str], Sequence[str] | None]
-
-
-def check_contradictions(
-    named: Mapping[str, Sequence[Value]], source: WorkloadSource, options: Mapping[str, Any], *, capacity: bool
-) -> None:
-    """Raise InputError where an axis and an option contradict each other."""
-    given = {
-        "precision": options.get("precision", "auto") != "auto",
-        "seq_len": source.seq_len is not None,
-        "target_len": source.target_len is not None,
-        "accumulation": options.get("global_batch") is not None,
-    }
-    for name, is_set in given.items():
-        if is_set and name in named:
-            option = "--global-batch" if name == "accumulation" else f"--{name.replace('_', '-')}"
-            raise InputError(f"--vary {name}=… and {option} contradict each other", hint="drop one of the two")
-    if capacity and "micro_batch" in named:
-        raise InputError(
-            "--capacity looks for the largest micro batch itself", hint="drop --vary micro_batch=…, or --capacity"
-        )
-    if "," in str(options.get("precision", "")):
-        raise InputError(
-            "--precision names one; several are an axis", hint=f"give --vary precision={options['precision']}"
-        )
-
-
-def check_packed(ranks: int, settings: Settings) -> None:
-    """Raise InputError unless the ranks of a cell fill whole nodes or a part of one."""
-    each = settings.ranks_per_node
-    if ranks > each and ranks % each:
-        raise InputError(
-            f"--gpus {ranks}: {settings.nodes} nodes have {each} ranks each, and these fill no whole nodes",
-            hint=f"give {each} or fewer, or a multiple of {each}",
-        )
-
-
-def check_argument(name: str, source: WorkloadSource, arguments: Arguments) -> None:
-    """Raise InputError, with the arguments that there are, when the workload has no such argument."""
-    if source.kind == "script" or name.startswith(ARGS):
-        _check_script(name, source)
-        return
-    function, _, argument = ("build_batch", "", name) if name in LENGTHS else name.partition(".")
-    if function not in FUNCTIONS or (name in LENGTHS and source.kind == "hf_config"):
-        if name in LENGTHS and (wrong := _wrong_length(name, source)) is not None:
-            raise InputError(f"--vary {name}: {wrong}", place=source.path)
-        return
-    if name == "target_len":
-        raise InputError(f"--vary {name}: it is for a Hugging Face config", hint="give --vary build_batch.target_len=…")
-    known = arguments(function)
-    if known is None or argument in known:
-        return
-    place = source.path if source.kind != "pickle" else source.name
-    if source.kind == "hf_config":
-        problem = f"the config has no {argument!r}" if function == "build_model" else "a config makes its own batches"
-        hint = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
-    else:
-        problem = f"its {function} has no argument {argument!r}"
-        hint = (
-            f"it has {', '.join(known)}"
-            if known
-            else f"write def {function}({'…, ' * (function == 'build_batch')}{argument}=…)"
-        )
-    raise InputError(f"--vary {name}: {problem}", place=place, hint=hint)
-
-
-def _check_script(name: str, source: WorkloadSource) -> None:
-    """Check an axis of a script, where `args.NAME` stands for {NAME} in its command line."""
-    if source.kind != "script":
-        raise InputError(f"--vary {name}: it is for a training script's arguments", place=source.path)
-    if name in LENGTHS or name.partition(".")[0] in FUNCTIONS or name == "checkpointing":
-        raise InputError(
-            f"--vary {name}: a training script decides that itself",
-            place=source.path,
-            hint="vary an argument of it: --vary args.length=128,256 -- --max_length {length}",
-        )
-    if name.startswith(ARGS) and not has_placeholder(source.argv, name.removeprefix(ARGS)):
-        raise InputError(
-            f"--vary {name}: its arguments hold no {{{name.removeprefix(ARGS)}}}",
-            place=source.path,
-            hint=f"write it where the value belongs: -- --option {{{name.removeprefix(ARGS)}}}",
-        )
-
-
-def _wrong_length(name: str, source: WorkloadSource) -> str | None:
-    if source.task == "image-classification":
-        return "images have no length in tokens"
-    return f"it is for seq2seq, this is {source.task}" if name == "target_len" and source.task != "seq2seq" else None
-
+from .axes import Axis, Value, read_axes
 
 MOST_CELLS = 1000
-REPEATS = 3
-PLAINEST = "ddp"
+_REPEATS = 3
+_PLAINEST = "ddp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,217 +74,214 @@ class ProbeSettings:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def build_probe_settings(
-    source: WorkloadSource,
-    arguments: Arguments,
-    *,
-    hardware: Hardware,
-    vary: Sequence[str] | Mapping[str, Iterable[Any]] = (),
-    gpus: Sequence[int] = (),
-    repeats: int | None = None,
-    steps: int | None = None,
-    capacity: bool = False,
-    parallel_trials: int = 1,
-    machine: Machine | None = None,
-    as_written: bool = False,
-    base_config: ConfigSource = None,
-    config: str = "default",
-    ladder: tuple[str, ...] = (),
-    strategies: tuple[Path, ...] = (),
-    out: str | Path | None = None,
-    **options: Any,
-) -> ProbeSettings:
-    """Check and resolve a request. Raises InputError.
-
-    `arguments` returns the arguments of the workload's functions.
-    `ladder` has the rungs when no axis names them.
-    `machine` is the one to forecast for, and `hardware` is then its hardware.
-    `options` are the other fields of `FitRequest`.
-    """
-    capacity = capacity or machine is not None
-    folders = (experiment_rungs(), *strategies)
-    rungs = read_rungs(folders)
-    axes = _with_gpus(read_axes(vary, rungs), gpus)
-    if ladder and any(axis.name == "rung" for axis in axes):
-        raise InputError("--ladder and an axis both name the rungs", hint="give them once: --vary rung=…")
-    axes, assumed = _with_rung(axes, _rungs_of(ladder, rungs, config, capacity=capacity))
-    named = {axis.name: axis.values for axis in axes}
-    check_contradictions(named, source, options, capacity=capacity)
-    for name in named:
-        check_argument(name, source, arguments)
-    counts = [count for count in named.get("gpus", gpus) if isinstance(count, int)]
-    nvme_path = options.pop("nvme_path", None) if machine is not None else None  # it need not be here
-    fit = FitRequest(
-        source.path, gpus=max(counts, default=None), base_config=base_config, config=config, out=out,
-        ladder=tuple(str(name) for name in named["rung"]), strategies=folders, **options,
-    )  # fmt: skip
-    settings = resolve_fit(fit, source, hardware=hardware)
-    for count in counts:  # a base config, or a global batch, may suit some and not others
-        base, _ = load_base_config(source.base_config if base_config is None else base_config, world_size=count)
-        resolve_global_batch(options.get("global_batch"), base, count)
-        check_packed(count, settings)
-    if machine is not None:
-        settings = replace(settings, nvme_path=nvme_place(nvme_path, machine))
-    question = ProbeSettings(
-        settings=_patient(settings) if capacity else settings,
-        axes=axes,
-        repeats=_at_least_one(repeats, "--repeats", 1 if capacity else REPEATS),
-        steps=_steps(settings, steps, capacity=capacity),
-        capacity=capacity,
-        parallel=_parallel(parallel_trials, capacity=capacity and machine is None),
-        forecast_only=machine is not None,
-        as_written=as_written,
-        machine=machine,
-        assumed=assumed,
-    )
-    if (count := prod(len(axis.values) for axis in axes)) > MOST_CELLS:
-        raise InputError(
-            f"--vary asks for {count:,} cells", hint=f"give fewer values; {MOST_CELLS:,} cells are the most"
-        )
-    name = f"{source.name}-probe-{question.fingerprint()[:6]}"
-    folder = (Path(out) if out is not None else Path("autods-out") / name).absolute()
-    return replace(question, settings=replace(question.settings, out=folder))
-
-
 def experiment_rungs() -> Path:
     """Return the folder of rungs that are not in the ladder; experiments compare them, and any probe may name them."""
     return data_folder("configs") / "experiments" / "strategies"
 
 
-def _with_gpus(axes: tuple[Axis, ...], gpus: Sequence[int]) -> tuple[Axis, ...]:
-    """Return the axes with one for several numbers of ranks."""
-    if any(axis.name == "gpus" for axis in axes):
-        if gpus:
-            raise InputError("--vary gpus=… and --gpus both give the ranks", hint="drop one of the two")
-        return axes
-    for count in gpus:
-        check_ranks(count)
-    return (Axis(name="gpus", values=tuple(dict.fromkeys(gpus))), *axes) if len(set(gpus)) > 1 else axes
+def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Hardware) -> ProbeSettings:
+    """Check and resolve a request about this workload. Raises InputError."""
+    request = replace(request, strategies=(experiment_rungs(), *request.strategies))
+    rungs = read_rungs(tuple(map(Path, request.strategies)))
+    axes, ranks = _read_axes(request, rungs)
+    capacity = request.capacity or request.forecast_only
+    machine = _choose_machine(request, hardware, ranks)
+    axes, assumed = _with_rung(request, axes, capacity=capacity)
+    named = {axis.name: axis.values for axis in axes}
+    _check_contradictions(request, named, source, capacity=capacity)
+    for name in named:
+        _check_argument(name, request, source)
+
+    shared = {option.name: getattr(request, option.name) for option in fields(TrialRequest)}
+    if machine is not None:
+        shared["nvme_path"] = None  # the folder need not be here
+        if request.device == "cuda":
+            shared["gpu_memory"] = None  # the machine's card is of that size
+            hardware = _describe_hardware(machine, max(ranks), hardware)
+    fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"]})
+    settings = resolve_fit(fit, source, hardware=hardware)
+    for count in ranks:  # a base config, or a global batch, may suit some and not others
+        base = resolve_base_config(source, request.base_config, request.precision, world_size=count)
+        resolve_global_batch(request.global_batch, base, count)
+        each = settings.ranks_per_node
+        if count > each and count % each:
+            raise InputError(
+                f"--gpus {count}: {settings.nodes} nodes have {each} ranks each, and these fill no whole nodes",
+                hint=f"give {each} or fewer, or a multiple of {each}",
+            )
+    if machine is not None:
+        settings = replace(settings, nvme_path=nvme_place(request.nvme_path, machine))
+
+    profile = settings.profile
+    steps = profile.walk if capacity else profile.timed
+    if request.steps is not None:
+        steps = replace(steps, timed=request.steps, most_timed=request.steps)
+    if capacity:  # the largest micro batch may take minutes for a phase, so none counts as stalled
+        limits = replace(profile.limits, stall_s=profile.limits.init_s)
+        settings = replace(settings, profile=replace(profile, limits=limits))
+    resolved = ProbeSettings(
+        settings=settings,
+        axes=axes,
+        repeats=request.repeats or (1 if capacity else _REPEATS),
+        steps=steps,
+        capacity=capacity,
+        parallel=request.parallel_trials,
+        forecast_only=request.forecast_only,
+        as_written=request.as_written,
+        machine=machine,
+        assumed=assumed,
+    )
+    name = f"{source.name}-probe-{resolved.fingerprint()[:6]}"
+    folder = (Path(request.out) if request.out is not None else Path("autods-out") / name).absolute()
+    return replace(resolved, settings=replace(settings, out=folder))
 
 
-def _rungs_of(ladder: tuple[str, ...], rungs: Mapping[str, Rung], config: str, *, capacity: bool) -> tuple[str, ...]:
-    """Return the rungs where no axis names any: a ladder's, or none for timed cells without a ladder."""
-    if not ladder and not capacity:
-        return ()
-    return tuple(rung.name for rung in select_rungs(ladder or read_profile(config).ladder, rungs))
-
-
-def _with_rung(axes: tuple[Axis, ...], names: tuple[str, ...]) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
-    """Return the axes with one of rungs, and a sentence where a rung had to be assumed."""
-    if any(axis.name == "rung" for axis in axes):
-        return axes, ()
-    assumed = () if names else (f"rung {PLAINEST} (--vary rung=…)",)
-    return (Axis(name="rung", values=names or (PLAINEST,)), *axes), assumed
-
-
-def _steps(settings: Settings, timed: int | None, *, capacity: bool) -> Steps:
-    """Return the steps of a trial: those of the profile, or as many timed ones as were requested."""
-    steps = settings.profile.walk if capacity else settings.profile.timed
-    if timed is None:
-        return steps
-    count = _at_least_one(timed, "--steps", 1)
-    return replace(steps, timed=count, most_timed=count)
-
-
-def _parallel(trials: int, *, capacity: bool) -> int:
-    """Return the number of trials at a time; timed trials run alone."""
-    if trials > 1 and not capacity:
-        raise InputError(
-            f"--parallel-trials {trials}: trials of a probe are timed, and would slow each other down",
-            hint="drop it, or ask for --capacity, whose trials only show what fits",
-        )
-    return _at_least_one(trials, "--parallel-trials", 1)
-
-
-def _patient(settings: Settings) -> Settings:
-    """Return settings without the limit on a stalled phase: the largest micro batch may take minutes for one."""
-    limits = settings.profile.limits
-    return replace(settings, profile=replace(settings.profile, limits=replace(limits, stall_s=limits.init_s)))
-
-
-def _at_least_one(count: int | None, option: str, default: int) -> int:
-    if count is not None and count < 1:
-        raise InputError(f"{option} {count}: at least one is needed")
-    return default if count is None else count
-
-
-def resolve_probe(
-    workload: str | Path | Workload,
-    source: WorkloadSource,
-    *,
-    hardware: Hardware,
-    vary: Sequence[str] | Mapping[str, Iterable[Any]] = (),
-    experiment: str | Path | None = None,
-    gpus: int | str | Sequence[int] | None = None,
-    forecast_only: bool = False,
-    on: str | None = None,
-    host_memory: str | int | None = None,
-    **options: Any,
-) -> ProbeSettings:
-    """Check and resolve a request, given by the arguments of `api.probe`. Raises InputError."""
-    workload = Path(workload) if isinstance(workload, str) else workload
-    vary = add_experiment(experiment, vary)
-    counts = _counts(gpus)
-    machine = None
-    if forecast_only and (options.get("nodes") is not None or options.get("address") is not None):
-        raise InputError(
-            "--forecast-only runs nothing on a cluster", hint="`autods plan --nodes` forecasts several nodes"
-        )
-    if forecast_only:
-        machine = choose_machine(
-            hardware,
-            device=options.get("device", "cuda"),
-            gpu_memory=options.get("gpu_memory"),
-            host_memory=host_memory,
-            on=on,
-        )
-        if options.get("device", "cuda") == "cuda":
-            options = {**options, "gpu_memory": None}  # the machine's card is of that size
-            hardware = describe_hardware(machine, max(_ranks(counts, vary)), hardware)
-        if not options.get("forecast", True):
-            raise InputError("--forecast-only and --no-forecast contradict each other", hint="drop one of the two")
-    elif on is not None or host_memory is not None:
-        option = "--on" if on is not None else "--host-memory"
-        raise InputError(f"{option} describes another machine, and trials run on this one", hint="add --forecast-only")
-    return build_probe_settings(
-        source, lambda function: argument_names(workload, source, function), hardware=hardware, vary=vary, gpus=counts,
-        machine=machine, **options,
-    )  # fmt: skip
-
-
-def count_most_ranks(
-    gpus: int | str | Sequence[int] | None, vary: Sequence[str] | Mapping[str, Iterable[Any]]
-) -> int | None:
+def count_most_ranks(request: ProbeRequest) -> int | None:
     """Return the most ranks of any cell; None where none are given. Raises InputError."""
-    return max(_given_ranks(_counts(gpus), vary), default=None)
+    folders = (experiment_rungs(), *map(Path, request.strategies))
+    return max(_read_axes(request, read_rungs(folders))[1], default=None)
 
 
-def _counts(gpus: int | str | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the numbers in text such as '1,2,4'."""
-    if gpus is None or isinstance(gpus, int):
-        return () if gpus is None else (gpus,)
+def _read_axes(request: ProbeRequest, rungs: Mapping[str, Rung]) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
+    """Return the axes, and the numbers of ranks; several of these are an axis, too."""
+    experiment = None if request.experiment is None else os.fspath(request.experiment)
+    axes = read_axes(request.vary, rungs, experiment)
+    gpus, counts = request.gpus, tuple[int, ...]()
     try:
         if isinstance(gpus, str):
-            return tuple(int(part) for part in gpus.split(","))
-        return tuple(check_count("gpus", part) for part in gpus)
+            counts = tuple(int(part) for part in gpus.split(","))
+        elif gpus is not None:
+            counts = tuple(check_count("gpus", part) for part in ((gpus,) if isinstance(gpus, int) else gpus))
     except (ValueError, TypeError):
         raise InputError(
             f"--gpus {gpus}: this is not a list of numbers", hint="give --gpus 8, or --gpus 1,2,4,8"
         ) from None
+    varied = next((axis.values for axis in axes if axis.name == "gpus"), ())
+    if varied and counts:
+        raise InputError("--vary gpus=… and --gpus both give the ranks", hint="drop one of the two")
+    for count in counts:
+        check_ranks(count)
+    if len(set(counts)) > 1:
+        axes = (Axis(name="gpus", values=tuple(dict.fromkeys(counts))), *axes)
+    return axes, counts or tuple(count for count in varied if isinstance(count, int))
 
 
-def _ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
-    """Return the ranks of all cells. Raises InputError where none are given."""
-    if not (ranks := _given_ranks(counts, vary)):
+def _choose_machine(request: ProbeRequest, hardware: Hardware, ranks: tuple[int, ...]) -> Machine | None:
+    """Return the machine to forecast for; None for trials on this one."""
+    if not request.forecast_only:
+        for option, value in {"--on": request.on, "--host-memory": request.host_memory}.items():
+            if value is not None:
+                problem = f"{option} describes another machine, and trials run on this one"
+                raise InputError(problem, hint="add --forecast-only")
+        return None
+    if request.nodes is not None or request.address is not None:
+        raise InputError(
+            "--forecast-only runs nothing on a cluster", hint="`autods plan --nodes` forecasts several nodes"
+        )
+    if not request.forecast:
+        raise InputError("--forecast-only and --no-forecast contradict each other", hint="drop one of the two")
+    device = parse_device(request.device)
+    machines = choose_machines(request, device, hardware)
+    if len(machines) > 1:
+        raise InputError("--on names several machines", hint="a probe forecasts for one; `autods plan` compares them")
+    if not ranks and device == "cuda":
         raise InputError("say how many ranks to forecast for", hint="give --gpus 8, or --gpus 1,2,4,8")
-    return ranks
+    return machines[0]
 
 
-def _given_ranks(counts: Sequence[int], vary: Sequence[str] | Mapping[str, Iterable[Any]]) -> list[int]:
-    lines = vary.items() if isinstance(vary, Mapping) else (line.partition("=")[::2] for line in vary)
-    named = [values for name, values in lines if name.strip() == "gpus"]
-    parts = [part for values in named for part in (values.split(",") if isinstance(values, str) else values)]
-    return [*counts, *(int(part) for part in parts if str(part).strip().isdigit())]
+def _describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
+    """Return hardware with as many cards of the machine as there are ranks."""
+    size, host = machine.device_bytes, machine.host_bytes or 2**62
+    cards = tuple(Card(index=i, name=machine.title, total_bytes=size, free_bytes=size) for i in range(ranks))
+    return replace(here, cards=cards, unusable=None, host_bytes=max(host, ranks * size), host_free_bytes=host)
+
+
+def _with_rung(
+    request: ProbeRequest, axes: tuple[Axis, ...], *, capacity: bool
+) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
+    """Return the axes with one of rungs, and a sentence where a rung had to be assumed."""
+    if any(axis.name == "rung" for axis in axes):
+        if request.ladder:
+            raise InputError("--ladder and an axis both name the rungs", hint="give them once: --vary rung=…")
+        return axes, ()
+    if not request.ladder and not capacity:
+        return (Axis(name="rung", values=(_PLAINEST,)), *axes), (f"rung {_PLAINEST} (--vary rung=…)",)
+    ladder = select_ladder(request, read_profile(os.fspath(request.config)).ladder)
+    return (Axis(name="rung", values=tuple(rung.name for rung in ladder)), *axes), ()
+
+
+def _check_contradictions(
+    request: ProbeRequest, named: Mapping[str, tuple[Value, ...]], source: WorkloadSource, *, capacity: bool
+) -> None:
+    """Raise InputError where options, or an option and an axis, contradict each other."""
+    for axis, option, is_set in (
+        ("precision", "--precision", request.precision != "auto"),
+        ("seq_len", "--seq-len", source.seq_len is not None),
+        ("target_len", "--target-len", source.target_len is not None),
+        ("accumulation", "--global-batch", request.global_batch is not None),
+    ):
+        if is_set and axis in named:
+            raise InputError(f"--vary {axis}=… and {option} contradict each other", hint="drop one of the two")
+    if capacity and "micro_batch" in named:
+        raise InputError(
+            "--capacity looks for the largest micro batch itself", hint="drop --vary micro_batch=…, or --capacity"
+        )
+    if "," in request.precision:
+        raise InputError(
+            "--precision names one; several are an axis", hint=f"give --vary precision={request.precision}"
+        )
+    trials = request.parallel_trials
+    if trials > 1 and (not capacity or request.forecast_only):
+        raise InputError(
+            f"--parallel-trials {trials}: trials of a probe are timed, and would slow each other down",
+            hint="drop it, or ask for --capacity, whose trials only show what fits",
+        )
+    for option, count in {"--repeats": request.repeats, "--steps": request.steps, "--parallel-trials": trials}.items():
+        if count is not None and count < 1:
+            raise InputError(f"{option} {count}: at least one is needed")
+    if (cells := prod(map(len, named.values()))) > MOST_CELLS:
+        raise InputError(
+            f"--vary asks for {cells:,} cells", hint=f"give fewer values; {MOST_CELLS:,} cells are the most"
+        )
+
+
+def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) -> None:
+    """Raise InputError, with the arguments that there are, when the workload has no such argument."""
+    first, _, argument = name.partition(".")
+    problem, hint = None, None
+    if source.kind == "script":
+        if name in LENGTHS or first in FUNCTIONS or name == "checkpointing":
+            problem = "a training script decides that itself"
+            hint = "vary an argument of it: --vary args.length=128,256 -- --max_length {length}"
+        elif name.startswith(ARGS) and not has_placeholder(source.argv, argument):
+            problem = f"its arguments hold no {{{argument}}}"
+            hint = f"write it where the value belongs: -- --option {{{argument}}}"
+    elif name.startswith(ARGS):
+        problem = "it is for a training script's arguments"
+    elif name in LENGTHS and source.kind == "hf_config":
+        if source.task == "image-classification":
+            problem = "images have no length in tokens"
+        elif name == "target_len" and source.task != "seq2seq":
+            problem = f"it is for seq2seq, this is {source.task}"
+    elif name == "target_len":
+        problem, hint = "it is for a Hugging Face config", "give --vary build_batch.target_len=…"
+    elif name == "seq_len" or first in FUNCTIONS:
+        function, argument = ("build_batch", name) if name == "seq_len" else (first, argument)
+        workload = Path(request.workload) if isinstance(request.workload, str) else request.workload
+        known = argument_names(workload, source, function)
+        if known is None or argument in known:
+            return
+        if source.kind == "hf_config":
+            has_none = f"the config has no {argument!r}"
+            problem = has_none if function == "build_model" else "a config makes its own batches"
+            hint = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
+        else:
+            problem = f"its {function} has no argument {argument!r}"
+            first_ones = "…, " if function == "build_batch" else ""
+            hint = f"it has {', '.join(known)}" if known else f"write def {function}({first_ones}{argument}=…)"
+    if problem is not None:
+        place = source.path if source.kind != "pickle" else source.name
+        raise InputError(f"--vary {name}: {problem}", place=place, hint=hint)
 
 
 def list_notes(question: ProbeSettings) -> tuple[str, ...]:

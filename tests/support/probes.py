@@ -16,6 +16,7 @@ from autods.events import Listener
 from autods.prober.request import ProbeSettings, resolve_probe
 from autods.prober.run import probe
 from autods.report.results import ProbeReport
+from autods.requests import ProbeRequest
 from autods.runner.testing import Answer, ScriptedRunner
 from autods.system.gpus import Card
 from autods.system.host import Hardware
@@ -40,7 +41,7 @@ def ask(folder: Path, *vary: str, text: str = MODEL, hardware: Hardware = HERE, 
     path.write_text(text)
     source = WorkloadSource(kind="file", path=str(path), name="model", digest="1")
     said = {"gpus": 2, "device": "cpu", "gpu_memory": "416MiB", "out": folder / "out", **asked}
-    return resolve_probe(path, source, hardware=hardware, vary=vary, **said)
+    return resolve_probe(ProbeRequest(path, vary=vary, **said), source, hardware=hardware)
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ import pytest
 from autods.config.strategies import read_rungs
 from autods.errors import InputError
 from autods.prober.axes import list_keys, parse_value, read_axes, read_known_keys
-from autods.prober.request import MOST_CELLS, experiment_rungs
+from autods.prober.request import MOST_CELLS, ProbeSettings, experiment_rungs, resolve_probe
+from autods.requests import ProbeRequest
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
-from autods.workload.conditions import apply_conditions
+from autods.workload.conditions import apply_conditions, apply_to_source
 from tests.support.probes import CARD, HERE, ask
 
 RUNGS = read_rungs((experiment_rungs(),))
@@ -144,7 +145,7 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
         ((), {"gpus": "2,x"}, "not a list of numbers"),
         ((), {"gpus": "0,2"}, "at least one rank"),
         ((), {"on": "a100-80gb"}, "add --forecast-only"),
-        ((), {"forecast_only": True, "gpu_memory": None, "device": "cuda"}, "say which device"),
+        ((), {"forecast_only": True, "gpu_memory": None, "device": "cuda"}, "say which to forecast for"),
         ((), {"forecast_only": True, "gpus": None, "device": "cuda"}, "how many ranks"),
         (("gpus=2,3",), {"gpus": None, "global_batch": 8}, "cannot be split over 3 ranks"),
         (("gpus=3,4",), {"gpus": None, "nodes": 2, "address": "auto"}, "these fill no whole nodes"),
@@ -168,37 +169,32 @@ def test_a_function_that_takes_anything_takes_any_argument(tmp_path: Path) -> No
     assert [axis.name for axis in question.axes] == ["rung", "build_model.depth", "build_batch.size"]
 
 
-def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path) -> None:
-    from autods.prober.request import resolve_probe
+def resolved(workload: Path, source: WorkloadSource, *vary: str) -> ProbeSettings:
+    request = ProbeRequest(workload, vary=vary, gpus=2, device="cpu", gpu_memory="416MiB")
+    return resolve_probe(request, source, hardware=HERE)
 
+
+def test_keys_of_a_hugging_face_config_are_arguments_of_its_model(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "gpt2", "n_layer": 2}')
     source = WorkloadSource(kind="hf_config", path=str(config), name="gpt2", digest="1", task="causal-lm")
-    said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
-    assert resolve_probe(config, source, vary=["build_model.n_layer=1,2", "seq_len=8,16"], **said).axes[1].values == (
-        1,
-        2,
-    )
+    assert resolved(config, source, "build_model.n_layer=1,2", "seq_len=8,16").axes[1].values == (1, 2)
     for wrong in ("build_model.layers=1", "build_batch.width=1", "target_len=4"):
         with pytest.raises(InputError):
-            resolve_probe(config, source, vary=[wrong], **said)
+            resolved(config, source, wrong)
 
 
 def test_script_arguments_stand_where_the_command_names_them(tmp_path: Path) -> None:
-    from autods.prober.request import resolve_probe
-    from autods.workload.conditions import apply_to_source
-
     argv = ("--lr", "{lr}", "--config", "{ds_config}")
     source = WorkloadSource(kind="script", path=str(tmp_path / "train.py"), name="train", digest="1", argv=argv)
-    said = {"hardware": HERE, "gpus": 2, "device": "cpu", "gpu_memory": "416MiB"}
-    question = resolve_probe(tmp_path / "train.py", source, vary=["args.lr=1e-3,2e-3"], **said)
+    question = resolved(tmp_path / "train.py", source, "args.lr=1e-3,2e-3")
     assert [apply_to_source(source, {"args.lr": value}).argv[1] for value in question.axes[1].values] == [
         "0.001",
         "0.002",
     ]
     for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
         with pytest.raises(InputError, match=r"train\.py"):
-            resolve_probe(tmp_path / "train.py", source, vary=[wrong], **said)
+            resolved(tmp_path / "train.py", source, wrong)
     with pytest.raises(InputError, match="a training script's arguments"):
         ask(tmp_path, "args.lr=1")
 
