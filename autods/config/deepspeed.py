@@ -143,24 +143,12 @@ def _with_path(value: Any, nvme_path: Path | None) -> Any:
 # Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in
 # integrations/deepspeed.py). warmup_min_lr and total_num_steps have no argument: it computes them.
 FILLED_IN = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer.params.lr",
-    "optimizer.params.betas",
-    "optimizer.params.eps",
-    "optimizer.params.weight_decay",
-    "scheduler.params.warmup_min_lr",
-    "scheduler.params.warmup_max_lr",
-    "scheduler.params.warmup_num_steps",
-    "scheduler.params.total_num_steps",
-    "fp16.enabled",
-    "bf16.enabled",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
+    *BATCH_KEYS, "gradient_clipping", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
+    "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps", "fp16.enabled", "bf16.enabled",
+    "zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
-)
+)  # fmt: skip
 _ALSO_OURS = "zero_optimization."  # filled in where it says "auto", and never compared with an argument
 
 

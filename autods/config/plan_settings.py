@@ -40,7 +40,7 @@ class Site:
     world_size: int
     ranks_per_node: int
     base: Mapping[str, Any]
-    micro_batch: int
+    micro_batch: int = 1
     global_batch: int | None = None
     nvme_path: Path | None = None
     problem: str | None = None
@@ -82,11 +82,18 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
 
     Raises InputError for a request that contradicts itself, or that leaves open what this machine cannot answer.
     """
-    checkpointing = _parse_checkpointing(request.checkpointing)
+    checkpointing = request.checkpointing
+    if checkpointing not in (None, True, False, "on", "off"):
+        raise InputError(f"--checkpointing {checkpointing!r}: it is on or off", hint="give --checkpointing on")
     rungs = select_ladder(request, read_profile("default").ladder)
     kind = parse_device(request.device)
-    if source.kind == "script":
-        _check_script(source, request)
+    for option, given in {"--checkpointing": checkpointing is not None, "--zero-init": request.zero_init}.items():
+        if given and source.kind == "script":
+            raise InputError(
+                f"{option} has no effect on a training script, which builds its model itself",
+                place=source.path,
+                hint="drop the option, or give the script's own arguments after --",
+            )
     if request.micro_batch is not None and request.micro_batch < 1:
         raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
     nvme_bytes = parse_size(request.nvme, "--nvme")
@@ -94,21 +101,21 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     for named in choose_machines(request, kind, hardware):
         machine = replace(named, nvme_bytes=nvme_bytes or named.nvme_bytes)
         ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, kind)
-        otherwise = "bf16" if machine.bf16 else "fp16"
         base = resolve_base_config(
-            source, request.base_config, request.precision, world_size=ranks, otherwise=otherwise
+            source,
+            request.base_config,
+            request.precision,
+            world_size=ranks,
+            otherwise="bf16" if machine.bf16 else "fp16",
         )
-        global_batch = resolve_global_batch(request.global_batch, base, ranks)
         site = Site(
             machine=machine,
             world_size=ranks,
             ranks_per_node=per_node,
             base=base,
-            micro_batch=_resolve_micro_batch(request.micro_batch, global_batch, base, ranks),
-            global_batch=global_batch,
             nvme_path=nvme_place(request.nvme_path, machine),
         )
-        sites.append(replace(site, problem=_find_problem(site)))
+        sites.append(_with_base(site, base, request.micro_batch, request.global_batch))
     if source.kind != "script":
         _check_only_site(sites)
     return PlanSettings(
@@ -116,7 +123,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         sites=tuple(sites),
         ladder=rungs,
         device=kind,
-        checkpointing=checkpointing,
+        checkpointing=checkpointing == "on" if isinstance(checkpointing, str) else checkpointing,
         largest=request.largest,
         zero_init=request.zero_init,
         as_written=request.as_written,
@@ -131,29 +138,30 @@ def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> Pl
     sites = []
     for site in settings.sites:
         base = merge_script_config(settings.source, facts.config, site.base, world_size=site.world_size)
-        global_batch = resolve_global_batch(site.global_batch, base, site.world_size)
-        changed = replace(
-            site,
-            base=base,
-            global_batch=global_batch,
-            micro_batch=_resolve_micro_batch(site.micro_batch, global_batch, base, site.world_size),
-        )
-        sites.append(replace(changed, problem=_find_problem(changed)))
+        sites.append(_with_base(site, base, site.micro_batch, site.global_batch))
     _check_only_site(sites)
     plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
     sentences = ("its DeepSpeed config names no precision, so it trains in fp32 (--precision)",) if plain else ()
     return replace(settings, sites=tuple(sites), assumed=(*settings.assumed, *sentences))
 
 
-def _check_script(source: WorkloadSource, request: PlanRequest) -> None:
-    options = {"--checkpointing": request.checkpointing is not None, "--zero-init": request.zero_init}
-    for option, given in options.items():
-        if given:
-            raise InputError(
-                f"{option} has no effect on a training script, which builds its model itself",
-                place=source.path,
-                hint="drop the option, or give the script's own arguments after --",
-            )
+def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, global_batch: int | None) -> Site:
+    """Return the site with this config, and with the batch that follows from it where none is given."""
+    total, users = resolve_global_batch(global_batch, base, site.world_size), base.get("train_micro_batch_size_per_gpu")
+    micro = micro_batch or (users if isinstance(users, int) else 1)
+    if total is not None and total % (micro * site.world_size):
+        raise InputError(
+            f"micro batch {micro} × {site.world_size} ranks does not divide the global batch {total}",
+            hint=f"give a --micro-batch that divides {total // site.world_size}",
+        )
+    lacks_bf16 = precision_name(base) == "bf16" and not site.machine.bf16
+    problem = f"{site.machine.title} has no bf16" if lacks_bf16 else None
+    return replace(site, base=base, micro_batch=micro, global_batch=total, problem=problem)
+
+
+def _check_only_site(sites: Sequence[Site]) -> None:
+    if len(sites) == 1 and (problem := sites[0].problem) is not None:
+        raise InputError(problem, hint='give --precision fp16, or "fp16": {"enabled": true} in the base config')
 
 
 def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
@@ -174,37 +182,11 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
     return gpus, gpus // nodes
 
 
-def _resolve_micro_batch(given: int | None, total: int | None, base: Mapping[str, Any], ranks: int) -> int:
-    users = base.get("train_micro_batch_size_per_gpu")
-    micro = given or (users if isinstance(users, int) else 1)
-    if total is not None and total % (micro * ranks):
-        raise InputError(
-            f"micro batch {micro} × {ranks} ranks does not divide the global batch {total}",
-            hint=f"give a --micro-batch that divides {total // ranks}",
-        )
-    return micro
-
-
 def nvme_place(path: str | os.PathLike[str] | None, machine: Machine) -> Path | None:
     """Return the NVMe folder of a forecast, which writes nothing, so that the folder need not exist here."""
     if path is not None:
         return Path(path).absolute()
     return NVME_PLACE if machine.nvme_bytes is not None else None
-
-
-def _find_problem(site: Site) -> str | None:
-    return f"{site.machine.title} has no bf16" if site.precision == "bf16" and not site.machine.bf16 else None
-
-
-def _check_only_site(sites: Sequence[Site]) -> None:
-    if len(sites) == 1 and (problem := sites[0].problem) is not None:
-        raise InputError(problem, hint='give --precision fp16, or "fp16": {"enabled": true} in the base config')
-
-
-def _parse_checkpointing(value: str | bool | None) -> bool | None:
-    if value not in (None, True, False, "on", "off"):
-        raise InputError(f"--checkpointing {value!r}: it is on or off", hint="give --checkpointing on")
-    return value == "on" if isinstance(value, str) else value
 
 
 def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanRequest) -> list[str]:

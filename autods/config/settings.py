@@ -57,22 +57,19 @@ def check_nodes(nodes: int | None, address: str | None) -> int:
 
 def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
     """Return the ranks of all nodes together: on CUDA all visible cards, unless `gpus` is given."""
+    cards = len(hardware.cards)
     if gpus is None:
         if device == "cpu":
             raise InputError("--device cpu needs the number of ranks", hint="give --gpus 2, say")
-        return len(hardware.cards) * nodes
+        return cards * nodes
     if check_ranks(gpus) % nodes:
         raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
-    if gpus // nodes > len(hardware.cards) and device == "cuda":
-        reason = f"this machine shows {len(hardware.cards)} GPUs"
+    if gpus // nodes > cards and device == "cuda":
+        reason = f"this machine shows {cards} GPUs"
         if nodes > 1:
-            reason = (
-                f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {len(hardware.cards)} GPUs"
-            )
-        raise InputError(
-            f"--gpus {gpus}: {reason}",
-            hint=f"give --gpus {len(hardware.cards) * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)",
-        )
+            reason = f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {cards} GPUs"
+        hint = f"give --gpus {cards * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)"
+        raise InputError(f"--gpus {gpus}: {reason}", hint=hint)
     return gpus
 
 
@@ -80,14 +77,13 @@ def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware
     """Return the memory of a rank's device, in bytes: `given`, else the card's, or a share of free memory."""
     if device == "cuda":
         card = min(hardware.cards[:ranks], key=lambda card: card.usable_bytes)
-        smallest = card.usable_bytes
-        if given is not None and given > smallest:
+        if given is not None and given > card.usable_bytes:
             shared = f", of which other processes hold {format_bytes(card.others_bytes)}" if card.others_bytes else ""
             raise InputError(
                 f"--gpu-memory {format_bytes(given)}: the card has {format_bytes(card.total_bytes)}{shared}",
                 hint=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
-        return given or smallest
+        return given or card.usable_bytes
     fair = int(hardware.host_free_bytes * 0.8 / ranks)
     if given is not None and given * ranks > hardware.host_bytes:
         raise InputError(
@@ -95,30 +91,15 @@ def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware
             f"this machine has {format_bytes(hardware.host_bytes)}",
             hint=f"give --gpu-memory {fair // 2**20}MiB or less",
         )
-    _check_process(given or fair, hardware.process_bytes)
-    return given or fair
-
-
-def _check_process(budget_bytes: int, process_bytes: int | None) -> None:
-    """Raises InputError where the limit of a process is below the budget of a CPU rank."""
-    if process_bytes is None or budget_bytes + _PROCESS_BYTES <= process_bytes:
-        return
-    less = process_bytes - _PROCESS_BYTES
-    raise InputError(
-        f"a CPU rank with {format_bytes(budget_bytes)} holds up to {format_bytes(_PROCESS_BYTES)} more of torch and"
-        f" DeepSpeed, and `ulimit -Hd` lets a process hold {format_bytes(process_bytes)}",
-        hint=f"give --gpu-memory {less // 2**20}MiB or less" if less > 0 else "raise the limit as root",
-    )
-
-
-def check_nvme_folder(path: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder. Raises InputError where it cannot be written."""
-    if path is None:
-        return None
-    folder = Path(path).absolute()
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError("is not a folder that can be written", place=f"--nvme-path {path}", hint="create it first")
-    return folder
+    budget, most = given or fair, hardware.process_bytes
+    if most is not None and budget + _PROCESS_BYTES > most:
+        left = (most - _PROCESS_BYTES) // 2**20
+        raise InputError(
+            f"a CPU rank with {format_bytes(budget)} holds up to {format_bytes(_PROCESS_BYTES)} more of torch and"
+            f" DeepSpeed, and `ulimit -Hd` lets a process hold {format_bytes(most)}",
+            hint=f"give --gpu-memory {left}MiB or less" if left > 0 else "raise the limit as root",
+        )
+    return budget
 
 
 _SEEDS = 2**32  # numpy takes no larger ones
@@ -197,7 +178,12 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         raise InputError(f"--seed {request.seed}: seeds are 0 to {_SEEDS - 1}")
     if request.out is not None and not str(request.out):
         raise InputError("--out is empty", hint="give a folder: --out autods-out/mine, or . for this one")
-    profile = _apply_stop(read_profile(os.fspath(request.config)), request.stop)
+    profile = read_profile(os.fspath(request.config))
+    if request.stop is not None:
+        if request.stop not in get_args(Stop):
+            problem = f"--stop {request.stop!r} is neither first-fit nor fastest"
+            raise InputError(problem, hint="give --stop first-fit or fastest")
+        profile = replace(profile, race=replace(profile.race, stop=cast(Stop, request.stop)))
     rungs = select_ladder(request, profile.ladder)
     kind = resolve_device(request.device, hardware)
     nodes = check_nodes(request.nodes, request.address)
@@ -206,6 +192,13 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     precision, *others = parse_precisions(request.precision)
     base = resolve_base_config(source, request.base_config, precision, world_size=ranks)
     global_batch = resolve_global_batch(request.global_batch, base, ranks)
+    nvme_path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
+    if nvme_path is not None and not (nvme_path.is_dir() and os.access(nvme_path, os.W_OK)):
+        place = f"--nvme-path {os.fspath(request.nvme_path or '')}"
+        raise InputError("is not a folder that can be written", place=place, hint="create it first")
+    if request.objective not in get_args(Objective):
+        hint = f"give --objective {', '.join(get_args(Objective))}"
+        raise InputError(f"there is no objective {request.objective!r}", hint=hint)
     settings = Settings(
         source=source,
         gpus=ranks,
@@ -217,11 +210,11 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         ladder=rungs,
         base=base,
         global_batch=global_batch,
-        nvme_path=check_nvme_folder(request.nvme_path),
+        nvme_path=nvme_path,
         seed=request.seed,
         threads=requested_threads(),
         forecast=request.forecast,
-        objective=_check_objective(request.objective),
+        objective=cast(Objective, request.objective),
         precisions=tuple(others),
         budget=_resolve_budget(profile.budget, request.max_trials, request.max_time),
         nodes=nodes,
@@ -231,6 +224,17 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     out = Path(request.out) if request.out is not None else Path("autods-out") / name
     return replace(settings, out=out.absolute())
+
+
+def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
+    """Return the profile's budget, with the limits that the request gives."""
+    if trials is not None and trials < 1:
+        raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
+    try:
+        seconds = budget.seconds if time is None else parse_seconds(str(time))
+    except ValueError as error:
+        raise InputError(f"--max-time {error}", hint="give a time such as 90s, 20m or 2h") from None
+    return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
 
 
 def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...]) -> tuple[Rung, ...]:
@@ -268,30 +272,3 @@ def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
     if facts.stood_in:
         sentences.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
     return tuple(sentences)
-
-
-def _check_objective(objective: str) -> Objective:
-    if objective not in get_args(Objective):
-        raise InputError(
-            f"there is no objective {objective!r}", hint=f"give --objective {', '.join(get_args(Objective))}"
-        )
-    return cast(Objective, objective)
-
-
-def _apply_stop(profile: Profile, stop: str | None) -> Profile:
-    if stop is None:
-        return profile
-    if stop not in get_args(Stop):
-        raise InputError(f"--stop {stop!r} is neither first-fit nor fastest", hint="give --stop first-fit or fastest")
-    return replace(profile, race=replace(profile.race, stop=cast(Stop, stop)))
-
-
-def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
-    """Return the profile's budget, with the limits that the request gives."""
-    if trials is not None and trials < 1:
-        raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
-    try:
-        seconds = budget.seconds if time is None else parse_seconds(str(time))
-    except ValueError as error:
-        raise InputError(f"--max-time {error}", hint="give a time such as 90s, 20m or 2h") from None
-    return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)

@@ -97,25 +97,16 @@ def _check(rung: Rung) -> None:
         if (sizing.device_share is None) == (sizing.largest_parameter is None):
             raise ValueError(f"start.{key} needs either device_share or largest_parameter")
     for key, dimension in rung.tune.items():
-        if not dimension.choices and key not in rung.start:
+        choices, usual = dimension.choices, dimension.usual
+        if not choices and key not in rung.start:
             raise ValueError(f"tune.{key} is a range, so it needs a start value in [start]")
-        if not dimension.choices and not 0 < dimension.low < dimension.high:
+        if not choices and not 0 < dimension.low < dimension.high:
             raise ValueError(f"tune.{key} needs choices, or 0 < low < high")
-        _check_usual(key, dimension)
-
-
-def _check_usual(key: str, dimension: Dimension) -> None:
-    usual = dimension.usual
-    if usual is None:
-        return
-    if dimension.choices:
-        valid = any(type(usual) is type(choice) and usual == choice for choice in dimension.choices)
-        wanted = "one of the choices"
-    else:
-        valid = isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2
-        wanted = "a number of elements, at least 2"
-    if not valid:
-        raise ValueError(f"tune.{key}.usual is {usual!r}, not {wanted}")
+        if usual is not None and choices and (type(usual), usual) not in [(type(each), each) for each in choices]:
+            raise ValueError(f"tune.{key}.usual is {usual!r}, not one of the choices")
+        is_count = isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2
+        if usual is not None and not choices and not is_count:
+            raise ValueError(f"tune.{key}.usual is {usual!r}, not a number of elements, at least 2")
 
 
 def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
