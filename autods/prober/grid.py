@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
 from typing import Any
 
 from ..config.base_config import precision_name
@@ -18,7 +17,7 @@ from ..schema import read_as
 from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
-from ..workload.conditions import ENV, apply_conditions, apply_to_source, is_condition
+from ..workload.conditions import apply_conditions, apply_to_source, is_condition
 from .axes import AXES, PINS, Value, why_ineffective
 from .request import ProbeSettings
 
@@ -72,11 +71,6 @@ def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
 def select_conditions(values: Mapping[str, Value]) -> dict[str, Scalar]:
     """Return the values of conditions: axes that are neither rung nor knob. Variables that stay unset are left out."""
     return {name: value for name, value in values.items() if value is not None and is_condition(name)}
-
-
-def count_environments(question: ProbeSettings) -> int:
-    """Return how many different environments the cells need."""
-    return prod(len(axis.values) for axis in question.axes if axis.name.startswith(ENV))
 
 
 def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], survey: Survey) -> Cell:

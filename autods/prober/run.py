@@ -21,7 +21,7 @@ from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
 from .capacity import CapacitySearch
 from .forecasts import Simulators, source_under_conditions
-from .grid import Cell, Surveyed, SurveyStore, count_environments, list_cells
+from .grid import Cell, Surveyed, SurveyStore, list_cells
 from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
 from .request import ProbeSettings, list_notes
 
@@ -69,7 +69,7 @@ def build_report(
     )
 
 
-Start = Callable[[Settings, Listener, int], AbstractContextManager[Bench]]
+Start = Callable[[Settings, Listener], AbstractContextManager[Bench]]
 
 
 def probe(
@@ -91,10 +91,9 @@ def probe(
         past = journal.open(fingerprint=question.fingerprint())
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        environments = count_environments(question)
         machines: AbstractContextManager[Bench | None] = nullcontext(None)
         if not question.forecast_only:
-            machines = (start or _on_ray)(question.settings, listen, environments)
+            machines = (start or _on_ray)(question.settings, listen)
         try:
             with machines as bench:
                 run = _ProbeRun(question, journal, past, listen, bench, simulate)
@@ -193,7 +192,7 @@ def _as_user_error(failed: SimulationFailed, question: ProbeSettings) -> AutodsE
     return InputError(failed.problem, place=failed.place or question.settings.source.path, hint=failed.hint)
 
 
-def _on_ray(settings: Settings, listen: Listener, environments: int) -> AbstractContextManager[Bench]:
+def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Bench]:
     from ..runner.pool import RunnerPool
 
-    return RunnerPool(settings, listen, host_bytes=read_hardware().host_bytes, environments=environments)
+    return RunnerPool(settings, listen, host_bytes=read_hardware().host_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +15,8 @@ from ..types import Fit, Outcome, OutOfMemory, Record, Scalar, Trial
 from ..units import format_bytes
 from ..workload.conditions import apply_conditions, environment_variables
 from .placement import NoRoom
-from .ray_connect import is_connected, session
+from .ray_connect import session
 from .runner import RayRunner, Survey
-
-_MOST_ALIVE = 4  # an idle zygote holds some 300 MiB of the host
 
 
 @dataclass(slots=True, eq=False)
@@ -108,12 +105,8 @@ def neighbours_may_be_why(outcome: Outcome) -> bool:
 
 
 class RunnerPool:
-    """A context manager with a runner for each environment that trials need. Ray starts with the first trial.
+    """A context manager with a runner for the environment of the last trial. Ray starts with the first trial.
 
-    Zygotes of CPU ranks stay alive for later trials, and the one that rested longest is ended first. Only one zygote at
-    a time has GPUs.
-
-    `environments` is the number of different environments that will be needed.
     `make` makes a runner.
     `number` and `turns` are explained in `another`.
     """
@@ -124,20 +117,17 @@ class RunnerPool:
         listen: Callable[[Event], None],
         *,
         host_bytes: int | None = None,
-        environments: int = 1,
         make: Callable[..., RayRunner] = RayRunner,
         number: int = 0,
         turns: Turns | None = None,
     ) -> None:
-        self.settings, self.listen, self.host_bytes = settings, listen, host_bytes
-        self.environments, self.make = environments, make
+        self.settings, self.listen, self.host_bytes, self.make = settings, listen, host_bytes, make
         self.number, self.turns = number, turns or Turns()
         self.others: list[RunnerPool] = []
         self.hosts: frozenset[str] = frozenset()  # machines that it holds
         self.has_room = not number
-        self.most_alive = _MOST_ALIVE if settings.device == "cpu" and not number else 1
-        self.alive: dict[str, RayRunner] = {}  # the one that was used last comes last
-        self._ray_is_shared = bool(number)
+        self.runner: RayRunner | None = None
+        self.variables: Mapping[str, str] | None = None  # of the runner's environment
         self._counting = threading.Lock()
         self._exits = contextlib.ExitStack()
 
@@ -147,8 +137,7 @@ class RunnerPool:
     def __exit__(self, *exception: object) -> None:
         self.hosts = frozenset()
         with self._exits:
-            for key in reversed(tuple(self.alive)):
-                self.alive.pop(key).__exit__(*exception)
+            self._end_runner()
 
     def survey(self, conditions: Mapping[str, Scalar]) -> Survey:
         """Return the facts of the workload under these conditions; see `RayRunner.survey`."""
@@ -173,14 +162,9 @@ class RunnerPool:
         nothing is free, or when the memory budgets of CPU ranks do not fit together.
         """
         self._choose_runner(conditions)  # starts the Ray that both use
+        number = len(self.others) + 1
         other = RunnerPool(
-            self.settings,
-            self.listen,
-            host_bytes=self.host_bytes,
-            environments=self.environments,
-            make=self.make,
-            number=len(self.others) + 1,
-            turns=self.turns,
+            self.settings, self.listen, host_bytes=self.host_bytes, make=self.make, number=number, turns=self.turns
         )
         self.others.append(other)
         return self._enter_other(other, conditions)
@@ -199,44 +183,39 @@ class RunnerPool:
         """End all trials of this pool and of those made by `another`, from any thread."""
         self.turns.stop()
         for pool in (self, *self.others):
-            for runner in tuple(pool.alive.values()):
+            if (runner := pool.runner) is not None:
                 runner.workers.stop()
 
     def order(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Order the trials so that they need the fewest new zygotes. They stay as they are where all stay alive."""
-        if self.environments <= self.most_alive:
-            return list(trials)
-        last = next(reversed(self.alive), None)
-        keys = list(dict.fromkeys(_environment_key(trial.conditions) for trial in trials))
-        keys.sort(key=lambda key: key != last)  # the one that is alive comes first
-        return sorted(trials, key=lambda trial: keys.index(_environment_key(trial.conditions)))
+        """Group the trials by environment, because each change takes a new zygote. The current one comes first."""
+
+        def environment(trial: Trial) -> Mapping[str, str]:
+            return environment_variables(trial.conditions)
+
+        environments = [self.variables, *map(environment, trials)]
+        return sorted(trials, key=lambda trial: environments.index(environment(trial)))
 
     def _choose_runner(self, conditions: Mapping[str, Scalar]) -> RayRunner:
-        """Return the runner with the environment of these conditions; start it where none is alive."""
-        key, variables = _environment_key(conditions), environment_variables(conditions)
-        runner = self.alive.pop(key, None)
-        if runner is None:
-            if self.environments > 1 and not self._ray_is_shared:
-                self._share_ray()
-            while len(self.alive) >= self.most_alive:
-                self.alive.pop(next(iter(self.alive))).__exit__(None, None, None)
+        """Return the runner with the environment of these conditions; start it where another one is alive, or none."""
+        variables = environment_variables(conditions)
+        if self.runner is None or variables != self.variables:
+            self._end_runner()
+            # Ray has to outlive each runner.
+            self._exits.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=self.settings.address))
             if variables:
                 text = " ".join(f"{name}={value}" for name, value in variables.items())
                 self.listen(Note(text=f"ranks with {text}"))
-            runner = self.make(
+            self.runner = self.make(
                 self.settings, self.listen, host_bytes=self.host_bytes, environment=variables, number=self.number
             ).__enter__()
-        self.alive[key], self.hosts = runner, runner.workers.hosts
-        return runner
+            self.variables = variables
+        self.hosts = self.runner.workers.hosts
+        return self.runner
 
-    def _share_ray(self) -> None:
-        """Start Ray here, because it has to outlive each of several runners, and to have a CPU for all of them."""
-        self._ray_is_shared = True
-        if self.settings.address is not None or is_connected():
-            self.most_alive = 1  # somebody else decides how many CPUs we may hold
-        if not is_connected():
-            cpus = max(2, os.cpu_count() or 2, self.most_alive)
-            self._exits.enter_context(session(cpus=cpus, address=self.settings.address))
+    def _end_runner(self) -> None:
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            runner.__exit__(None, None, None)
 
 
 def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes: int) -> None:
@@ -252,7 +231,3 @@ def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes
             f"{most} trials on one machine may take {format_bytes(need_bytes)} of its memory, and "
             f"{format_bytes(free_bytes)} are free"
         )
-
-
-def _environment_key(conditions: Mapping[str, Scalar]) -> str:
-    return json.dumps(environment_variables(conditions), sort_keys=True)

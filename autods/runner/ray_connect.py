@@ -60,12 +60,6 @@ def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
             yield ray
 
 
-def is_connected() -> bool:
-    """Whether this process is connected to a cluster. Does not import Ray to find out."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
-
-
 def format_ray_error(error: BaseException) -> str:
     """The first line of an error's text, without the stacks that follow; its type where the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

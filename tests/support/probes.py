@@ -84,7 +84,7 @@ def probed(question: ProbeSettings, bench: Bench, listen: Listener = lambda even
     """The probe on that bench."""
 
     @contextmanager
-    def start(settings: Settings, listen: Listener, environments: int) -> Iterator[Bench]:
+    def start(settings: Settings, listen: Listener) -> Iterator[Bench]:
         yield bench
 
     return probe(question, listen=listen, start=start, **said)
