@@ -161,9 +161,8 @@ class HostMonitor:
 
     groups: tuple[MemoryGroup, ...]
     limit_bytes: int
-    group_kills: int
-    machine_kills: int
     least_free_bytes: int
+    kills: tuple[int, int]  # before, see `_count_kills`
     peak_rss_bytes: dict[str, int] = field(default_factory=dict)  # by rank
     _sampled_s: float = 0.0
 
@@ -172,13 +171,7 @@ class HostMonitor:
         """Read the counters, and the smallest limit on this process: the machine's memory or a cgroup's."""
         groups = find_memory_groups()
         memory = read_host_memory(groups)
-        return cls(
-            groups=groups,
-            limit_bytes=memory.total_bytes,
-            group_kills=_count_kills(groups),
-            machine_kills=machine_oom_kills() or 0,
-            least_free_bytes=memory.free_bytes,
-        )
+        return cls(groups, memory.total_bytes, memory.free_bytes, _count_kills(groups))
 
     def sample(self, ranks: Iterable[RunningRank]) -> None:
         """Note the resident size of each rank and the free memory, ten times a second at most."""
@@ -194,18 +187,19 @@ class HostMonitor:
 
     def summarize(self) -> HostMemory:
         """The host's memory since `begin`."""
+        group_kills, machine_kills = _count_kills(self.groups)
         return HostMemory(
-            group_kills=_count_kills(self.groups) - self.group_kills,
-            machine_kills=(machine_oom_kills() or 0) - self.machine_kills,
+            group_kills=group_kills - self.kills[0],
+            machine_kills=machine_kills - self.kills[1],
             limit_bytes=self.limit_bytes,
             least_free_bytes=min(self.least_free_bytes, read_host_memory(self.groups).free_bytes),
             peak_rss_bytes=self.peak_rss_bytes,
         )
 
 
-def _count_kills(groups: tuple[MemoryGroup, ...]) -> int:
-    """OOM kills of the innermost group: cgroup version 2 counts those of the groups below it as well."""
-    return (groups[0].oom_kills() or 0) if groups else 0
+def _count_kills(groups: tuple[MemoryGroup, ...]) -> tuple[int, int]:
+    """OOM kills of the innermost group and of the machine. Version 2 counts those of the groups below it as well."""
+    return (groups[0].oom_kills() or 0) if groups else 0, machine_oom_kills() or 0
 
 
 ReadUsed = Callable[[], "tuple[int, ...] | None"]

@@ -26,15 +26,7 @@ from ..types import (
     Timing,
     Trained,
 )
-from .protocol import (
-    LoadFailed,
-    NodeLost,
-    NodeReport,
-    NodeResult,
-    RankExit,
-    StoreFailed,
-    ZygoteDied,
-)
+from .protocol import LoadFailed, NodeLost, NodeReport, NodeResult, RankExit, StoreFailed, ZygoteDied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +46,7 @@ class TrainResult:
 
 
 def judge_trial(
-    results: Sequence[NodeResult],
-    job: RankJob,
-    *,
-    wall_s: float,
-    tokens_per_sample: int | None,
-    host_bytes: int | None,
+    results: Sequence[NodeResult], job: RankJob, *, wall_s: float, tokens_per_sample: int | None, host_bytes: int | None
 ) -> Outcome:
     """Return the outcome of a training job. `host_bytes` is the limit of the fullest node's host memory."""
     failure = find_failure(results, job)

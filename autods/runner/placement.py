@@ -231,9 +231,26 @@ def describe_gpu_differences(nodes: Sequence[NodeDescription]) -> str | None:
 def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Hardware:
     """Return the smallest GPUs and the least host memory among the `nodes` best nodes of the cluster.
 
-    A rank's limit has to hold on every node that the rank may come to. Raises InputError when no cluster answers.
+    A rank's limit has to hold on every node that the rank may come to. Nothing of the nodes needs to be free.
+    Raises InputError when no cluster answers.
     """
-    hardware = read_cluster_hardware(address, "GPU" if device == "cuda" else "CPU")
+    resource = "GPU" if device == "cuda" else "CPU"
+    with session(cpus=1, address=address) as ray:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        task = ray.remote(num_cpus=0, max_retries=0)(read_hardware)
+        alive = RayCluster(ray).nodes()
+        references = [
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote()
+            for node in [node for node in alive if node.total.get(resource)] or alive[:1]
+        ]
+        try:
+            hardware = ray.get(references, timeout=_ANSWERS_S)
+        except ray.exceptions.RayError as error:
+            raise EnvironmentBroken(
+                f"a node of the Ray cluster does not answer: {format_ray_error(error)}\n"
+                "  `ray status` lists the nodes that are alive"
+            ) from None
     return weakest(hardware, nodes=nodes, gpus_per_node=(gpus or 0) // nodes if device == "cuda" else 0)
 
 
@@ -252,23 +269,3 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
         cards=tuple(cards[:1] * len(fewest.cards)),
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )
-
-
-def read_cluster_hardware(address: str, resource: str) -> list[Hardware]:
-    """Return the hardware of every living node that has the resource ("GPU" or "CPU"). Needs none of it to be free."""
-    with session(cpus=1, address=address) as ray:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        task = ray.remote(num_cpus=0, max_retries=0)(read_hardware)
-        alive = RayCluster(ray).nodes()
-        references = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote()
-            for node in [node for node in alive if node.total.get(resource)] or alive[:1]
-        ]
-        try:
-            return list(ray.get(references, timeout=_ANSWERS_S))
-        except ray.exceptions.RayError as error:
-            raise EnvironmentBroken(
-                f"a node of the Ray cluster does not answer: {format_ray_error(error)}\n"
-                "  `ray status` lists the nodes that are alive"
-            ) from None

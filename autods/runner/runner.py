@@ -19,7 +19,7 @@ from ..config.settings import Settings, apply_script_config, describe_script
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
-from ..events import Event, Listener, Note, TrialMoved
+from ..events import Event, Note, TrialMoved
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
@@ -59,7 +59,7 @@ class RayRunner:
             settings,
             listen,
             environment={**os.environ, **environment},
-            check_ready=self._check_ready,
+            check_ready=self.check_ready,
             room_within_s=_ROOM_WITHIN_S if number else None,
         )
         self.results: Sequence[NodeResult] = ()  # of the last job
@@ -118,6 +118,24 @@ class RayRunner:
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
         return self._compose(trial, self.settings.nvme_path)
+
+    def check_ready(self, ready: Ready | LoadFailed | ZygoteDied) -> None:
+        """Check the report of a zygote that has loaded.
+
+        Raises InputError when the workload is at fault, EnvironmentBroken when the machine is.
+        """
+        log = self.settings.out / "logs" / "zygote.log"
+        match ready:
+            case LoadFailed():
+                job = self.survey_job()
+                failure = find_failure([ready], job)
+                assert failure is not None
+                raise make_error(failure, job, log)
+            case ZygoteDied():
+                raise EnvironmentBroken(f"torch and DeepSpeed could not be loaded ({ready.how})\n  see {log}")
+            case Ready():
+                if ready.spawn_because is not None:  # each trial pays for its imports, so the user has to know
+                    self._note(f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}")
 
     def survey_job(self, *, ranks: int = 1, micro_batch: int = 1) -> RankJob:
         """Make the job that reads the workload's facts and finds ops that cannot be built."""
@@ -218,9 +236,6 @@ class RayRunner:
     def _note(self, text: str) -> None:
         self.listen(Note(text=text))
 
-    def _check_ready(self, ready: Ready | LoadFailed | ZygoteDied) -> None:
-        check_ready(ready, self.survey_job(), self.settings.out / "logs" / "zygote.log", self.listen)
-
     @property
     def _log_suffix(self) -> str:
         """Distinguishes the logs of runners that share a folder."""
@@ -256,24 +271,6 @@ class RayRunner:
         return compose(
             rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
         )
-
-
-def check_ready(ready: Ready | LoadFailed | ZygoteDied, job: RankJob, log: Path, listen: Listener) -> None:
-    """Check the report of a zygote that has loaded. `job` is any job of the workload.
-
-    Raises InputError when the workload is at fault, EnvironmentBroken when the machine is.
-    """
-    match ready:
-        case LoadFailed():
-            failure = find_failure([ready], job)
-            assert failure is not None
-            raise make_error(failure, job, log)
-        case ZygoteDied():
-            raise EnvironmentBroken(f"torch and DeepSpeed could not be loaded ({ready.how})\n  see {log}")
-        case Ready():
-            if ready.spawn_because is not None:  # each trial pays for its imports, so the user has to know
-                text = f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}"
-                listen(Note(text=text))
 
 
 def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:

@@ -22,14 +22,7 @@ from ..system import processes
 from ..system.host import read_hardware
 from ..trial.job import RankJob
 from .agent import NodeAgent, digest_file
-from .placement import (
-    Need,
-    NodeDescription,
-    RayCluster,
-    check_same_software,
-    describe_gpu_differences,
-    reserve_nodes,
-)
+from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
 from .protocol import Heartbeat, LoadFailed, NodeLost, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
 from .ray_connect import format_ray_error, session
 

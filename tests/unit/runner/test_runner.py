@@ -13,7 +13,7 @@ from autods.config.settings import Settings
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
 from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
-from autods.runner.runner import RayRunner, check_ready, make_error, may_need_all_ranks
+from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.schema import read_as
 from autods.trial.job import describe_error
 from autods.trial.ops import BUILDERS
@@ -22,7 +22,6 @@ from tests.support.ends import JOB, rank_exit, report_of
 from tests.support.walks import FACTS, SETTINGS
 
 SWAP = "zero_optimization.offload_optimizer.nvme_path"
-LOG = Path("/logs/zygote.log")
 
 
 def a_runner(settings: Settings = SETTINGS, **options: Any) -> RayRunner:
@@ -106,7 +105,7 @@ def caught(error: Exception) -> dict[str, Any]:
 
 def checked(ready: Ready | LoadFailed | ZygoteDied) -> list[Event]:
     events: list[Event] = []
-    check_ready(ready, JOB, LOG, events.append)
+    RayRunner(replace(SETTINGS, source=JOB.source), events.append).check_ready(ready)
     return events
 
 
@@ -123,7 +122,7 @@ def test_a_module_that_cannot_be_imported_ends_the_fit(error: Exception, ends: t
 
 
 def test_a_zygote_that_died_while_loading_names_its_log() -> None:
-    with pytest.raises(EnvironmentBroken, match=r"SIGKILL[^$]*see /logs/zygote\.log"):
+    with pytest.raises(EnvironmentBroken, match=r"SIGKILL[^$]*see out/logs/zygote\.log"):
         checked(ZygoteDied(how="killed by SIGKILL"))
 
 
