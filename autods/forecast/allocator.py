@@ -83,12 +83,8 @@ class Heap:
     reserved: int = 0
     allocated: int = 0
     peak_reserved: int = 0
-    peak_allocated: int = 0  # since `begin_phase`
+    peak_allocated: int = 0  # since it was last set back, as at the begin of a phase
     retries: int = 0  # how often cached segments were given back to make room
-
-    def begin_phase(self) -> None:
-        """Restart the peak of allocated memory."""
-        self.peak_allocated = self.allocated
 
     def run(self, events: Iterable[int]) -> int | None:
         """Replay events of a `Trace`. Returns the index of the one that ran out of memory, or None."""
@@ -241,7 +237,7 @@ class ExpandableHeap(Heap):
 
     def extend(self, pool: list[int], size: int, segment: int) -> int:
         """Map pages until a free block of at least `size` lies in, or before, the lowest hole with room for it."""
-        page = self._page(pool)
+        page = SMALL_SEGMENT if pool is self.small else LARGE_SEGMENT
         if not self.may_reserve(segment):  # torch checks its limit before it knows how many pages it has to map
             return -1
         address = at = self._find_space(pool, size)
@@ -260,9 +256,6 @@ class ExpandableHeap(Heap):
         for pool in (self.large, self.small):
             for block in tuple(pool):
                 self._unmap(pool, block & MASK, block >> SHIFT)
-
-    def _page(self, pool: list[int]) -> int:
-        return SMALL_SEGMENT if pool is self.small else LARGE_SEGMENT
 
     def _find_space(self, pool: list[int], size: int) -> int:
         """Return the lowest address from which adjoining free and unmapped ranges hold `size`."""
@@ -296,7 +289,7 @@ class ExpandableHeap(Heap):
 
     def _unmap(self, pool: list[int], address: int, size: int) -> None:
         """Give back the whole pages of a free block; the rest at its ends stays free."""
-        page = self._page(pool)
+        page = SMALL_SEGMENT if pool is self.small else LARGE_SEGMENT
         first, last = -(-address // page) * page, (address + size) // page * page
         if first >= last:
             return
@@ -357,7 +350,7 @@ def replay(
         if stepped and phase != "step" and retries_at_first is None:
             retries_at_first = heap.retries
         stepped = stepped or phase == "step"
-        heap.begin_phase()
+        heap.peak_allocated = heap.allocated
         failed = _run(heap, trace, first, stop)
         allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
         if failed is not None:

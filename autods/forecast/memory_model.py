@@ -15,7 +15,7 @@ from ..types import Device, Tier
 from ..units import parse_bytes
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
-from .values import EngineSpec, ForecastPhase, Interval, Simulation
+from .values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
@@ -140,39 +140,47 @@ def compute_rank_memory(
     spec: EngineSpec, simulation: Simulation, overheads: Overheads, *, expandable: bool
 ) -> RankMemory:
     """Replay the traces of a simulation on the allocators' models and add the overheads."""
-    live = _peak_live_bytes(simulation, "device")
-    tensors, by_phase = _replay_device(spec, simulation, expandable=expandable)
+    live = {
+        tier: {phase: peaks.get(tier, 0) for phase, peaks in simulation.live_bytes.items()}
+        for tier in ("device", "host", "pinned")
+    }
+    live_bytes, live_pinned = (max(live[tier].values(), default=0) for tier in ("device", "pinned"))
+    tensors, by_phase = _replay_device(spec, simulation.traces["device"], live["device"], expandable=expandable)
     bucket = int(get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or _DEFAULT_BUCKET)
     amounts = {
-        "tensors": live,
+        "tensors": live_bytes,
         "activations": simulation.breakdown.get("activations", 0),
         "reduce_bucket": bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
         "expert_groups": simulation.expert_groups,
     }
     inside = overheads.sum(spec, "device", "inside", amounts)
-    live_pinned = _peak_live_bytes(simulation, "pinned")
+
     trace = simulation.traces.get("pinned")
     peak_pinned = live_pinned if trace is None else max(peak_pinned_bytes(trace), live_pinned)
-    pinned = Interval(low_bytes=live_pinned, peak_bytes=peak_pinned, high_bytes=peak_pinned)
+    # The peaks of pageable and pinned bytes coincide after init, where states only stay. In init a state is copied from
+    # one to the other: at least the larger of the two counts, and at most both. Rounding is kept from the first
+    # allocation on.
+    both = {phase: size + live["pinned"][phase] for phase, size in live["host"].items()}
+    peak_host = max(both.values(), default=0) + peak_pinned - live_pinned
+    larger = max(live["host"].get("init", 0), live["pinned"].get("init", 0))
+    later = max((size for phase, size in both.items() if phase != "init"), default=0)
+    host = Interval(low_bytes=min(max(larger, later), peak_host), peak_bytes=peak_host, high_bytes=peak_host)
+
     nvme_bytes = simulation.nvme_bytes * min(spec.ranks_per_node, spec.world_size)
     return RankMemory(
         device=tensors + inside,
         outside_allocator=overheads.sum(spec, "device", "outside", amounts),
-        host=_host(simulation, pinned) + overheads.sum(spec, "host", "outside", {}),
-        pinned=pinned,
+        host=host + overheads.sum(spec, "host", "outside", {}),
+        pinned=Interval(low_bytes=live_pinned, peak_bytes=peak_pinned, high_bytes=peak_pinned),
         nvme=Interval(low_bytes=nvme_bytes, peak_bytes=nvme_bytes, high_bytes=nvme_bytes),
-        live_bytes=live,
+        live_bytes=live_bytes,
         tensors_bytes=tensors.peak_bytes,
         by_phase={phase: size + inside.peak_bytes for phase, size in by_phase.items()},
     )
 
 
-def _peak_live_bytes(simulation: Simulation, tier: Tier) -> int:
-    return max((peaks.get(tier, 0) for peaks in simulation.live_bytes.values()), default=0)
-
-
 def _replay_device(
-    spec: EngineSpec, simulation: Simulation, *, expandable: bool
+    spec: EngineSpec, trace: Trace, live: Mapping[ForecastPhase, int], *, expandable: bool
 ) -> tuple[Interval, dict[ForecastPhase, int]]:
     """Return the bytes that the device's allocator holds, and its peak in each phase.
 
@@ -180,8 +188,6 @@ def _replay_device(
     end is the allocated bytes. A trace may lack a phase, because init runs once for several micro batches, so a phase
     counts at least its live bytes.
     """
-    live = {phase: peaks.get("device", 0) for phase, peaks in simulation.live_bytes.items()}
-    trace = simulation.traces["device"]
     if spec.device == "cpu":
         best = replay_process(trace)
         least = unlimited = best.peak_reserved_bytes
@@ -197,18 +203,3 @@ def _replay_device(
     low = min(peak, max([best.peak_allocated_bytes, *live.values()]))
     high = peak + int(max(0, unlimited - peak) * _KEPT_SHARE_OF_CACHE)
     return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high), by_phase
-
-
-def _host(simulation: Simulation, pinned: Interval) -> Interval:
-    """Return pageable and pinned bytes together.
-
-    Their peaks coincide after init, where states only stay. In init a state is copied from one to the other: at least
-    the larger of the two counts, and at most both.
-    """
-    rounding = pinned.peak_bytes - pinned.low_bytes  # kept from the first allocation on
-    both = {phase: peaks.get("host", 0) + peaks.get("pinned", 0) for phase, peaks in simulation.live_bytes.items()}
-    init = simulation.live_bytes.get("init", {})
-    larger = max(init.get("host", 0), init.get("pinned", 0))
-    later = max((size for phase, size in both.items() if phase != "init"), default=0)
-    top = max(both.values(), default=0) + rounding
-    return Interval(low_bytes=min(max(larger, later), top), peak_bytes=top, high_bytes=top)

@@ -22,25 +22,18 @@ _BUILD = training.build.__code__
 _LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long
 _BY_PHASE = {"init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER}
 # By file of DeepSpeed and part of the function's name; the first row that matches the nearest frame decides.
-_BY_CALLER = (
-    ("partition_parameters.py", "", _PARAMETERS),
-    ("partitioned_param_coordinator.py", "", _PARAMETERS),
-    ("partitioned_param_swapper.py", "", _PARAMETERS),
-    ("parameter_offload.py", "", _PARAMETERS),
-    ("stage3.py", "bucket", _BUCKETS),
-    ("stage3.py", "ipg", _BUCKETS),
-    ("stage3.py", "reduce", _BUCKETS),
-    ("stage3.py", "avg_scatter", _BUCKETS),
-    ("stage3.py", "grad", _GRADIENTS),
-    ("stage_1_and_2.py", "bucket", _BUCKETS),
-    ("stage_1_and_2.py", "ipg", _BUCKETS),
-    ("stage_1_and_2.py", "reduce", _BUCKETS),
-    ("stage_1_and_2.py", "average", _BUCKETS),
-    ("stage_1_and_2.py", "grad", _GRADIENTS),
-    ("coalesced_collectives.py", "", _BUCKETS),
-    ("engine.py", "allreduce", _BUCKETS),
-    ("engine.py", "reduce", _BUCKETS),
-    ("engine.py", "_configure_distributed_model", _PARAMETERS),
+_ZERO = ("stage3.py", "stage_1_and_2.py")
+_HOLDERS = (
+    "partition_parameters.py", "partitioned_param_coordinator.py", "partitioned_param_swapper.py",
+    "parameter_offload.py",
+)  # fmt: skip
+_BY_CALLER: tuple[tuple[tuple[str, ...], tuple[str, ...], int], ...] = (
+    (_HOLDERS, ("",), _PARAMETERS),
+    (_ZERO, ("bucket", "ipg", "reduce", "avg_scatter", "average"), _BUCKETS),
+    (_ZERO, ("grad",), _GRADIENTS),
+    (("coalesced_collectives.py",), ("",), _BUCKETS),
+    (("engine.py",), ("reduce",), _BUCKETS),
+    (("engine.py",), ("_configure_distributed_model",), _PARAMETERS),
 )
 # Attributes of DeepSpeed's optimizers that hold tensors from step to step.
 _PERSISTENT = {
@@ -62,7 +55,10 @@ def kind_by_caller(phase: ForecastPhase, size: int) -> int:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if "/deepspeed/" in path:
             file = path.rpartition("/")[2]
-            return next((kind for source, part, kind in _BY_CALLER if file == source and part in name), by_phase)
+            for files, parts, kind in _BY_CALLER:
+                if file in files and any(part in name for part in parts):
+                    return kind
+            return by_phase
         if path == _BUILD.co_filename:
             return _PARAMETERS if frame.f_code is _BUILD else by_phase
         frame = frame.f_back

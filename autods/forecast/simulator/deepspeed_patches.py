@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import os
 import sys
@@ -54,41 +55,30 @@ _RANGE = declare(
 )
 
 
-def install(device_ledger: Ledger) -> None:
+def install(ledger: Ledger) -> None:
     """Patch DeepSpeed in this process: compiled ops do nothing, ranks agree, and costs that are no memory go."""
-
-    class SwapFiles(_SwapFiles):
-        ledger = device_ledger
-
-    def load(self: Any, verbose: bool = True) -> Any:
-        return _Ops(self.name, SwapFiles)
-
-    _OP_BUILDER["load"].install(load)
+    _OP_BUILDER["load"].install(lambda self, verbose=True: _Ops(self.name, ledger))
     _OP_BUILDER["is_compatible"].install(lambda self, verbose=False: True)
     _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
-    _find_duplicates_by_a_set()
+    complain = _DUPLICATES.original()
 
-
-def _find_duplicates_by_a_set() -> None:
-    real = _DUPLICATES.original()
-
-    def check(self: Any, optimizer: Any) -> None:
+    def check_for_duplicates(engine: Any, optimizer: Any) -> None:
         listed = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if len(set(listed)) != len(listed):
-            real(self, optimizer)  # for its message
+            complain(engine, optimizer)
 
-    _DUPLICATES.install(check)
+    _DUPLICATES.install(check_for_duplicates)
 
 
 class _Ops(types.ModuleType):
     """A compiled op whose functions do nothing; a function with unknown memory use raises."""
 
-    def __init__(self, name: str, handle: type) -> None:
+    def __init__(self, name: str, ledger: Ledger) -> None:
         super().__init__(name)
-        self.aio_handle = self.gds_handle = self.pin_handle = handle
+        self.aio_handle = self.gds_handle = self.pin_handle = functools.partial(_SwapFiles, ledger)
         self.lamb = _lamb
 
     def __getattr__(self, name: str) -> Any:
@@ -114,41 +104,34 @@ def _lamb(parameter: Any, *args: Any) -> Any:
 class _SwapFiles:
     """The handle of async_io: reads and writes do nothing, and the ledger keeps the files' sizes."""
 
-    ledger: Ledger
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, ledger: Ledger, *args: Any, **kwargs: Any) -> None:
+        self._ledger = ledger
         self._pending = 0
 
     def new_cpu_locked_tensor(self, count: int, like: Any) -> Any:
         """A pinned buffer that DeepSpeed locks itself."""
-        tensor = torch.empty(count, dtype=like.dtype, pin_memory=not self.ledger.one_memory)
-        self.ledger.lock(tensor)
+        tensor = torch.empty(count, dtype=like.dtype, pin_memory=not self._ledger.one_memory)
+        self._ledger.lock(tensor)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: Any) -> bool:
-        """Do nothing: the ledger notices the end of the tensor."""
-        return True
+        return True  # the ledger notices the end of the tensor
 
     def is_pinned(self, tensor: Any) -> bool:
-        """Whether the ledger has the tensor as pinned."""
-        return tensor.device.type == "cpu" and (self.ledger.one_memory or self.ledger.is_pinned(tensor))
-
-    def async_pwrite(self, tensor: Any, path: str, offset: int = 0, *args: Any) -> int:
-        """Enter the file's size."""
-        size = offset + tensor.numel() * tensor.element_size()
-        self.ledger.nvme[path] = max(size, self.ledger.nvme.get(path, 0))
-        self._pending += 1
-        return 0
-
-    def async_pread(self, *args: Any, **kwargs: Any) -> int:
-        """Count as pending until `wait`."""
-        self._pending += 1
-        return 0
+        return tensor.device.type == "cpu" and (self._ledger.one_memory or self._ledger.is_pinned(tensor))
 
     def sync_pwrite(self, tensor: Any, path: str, offset: int = 0, *args: Any) -> int:
-        """Enter the file's size; nothing stays pending."""
-        self.async_pwrite(tensor, path, offset)
-        self._pending -= 1
+        """Enter the file's size."""
+        size = offset + tensor.numel() * tensor.element_size()
+        self._ledger.nvme[path] = max(size, self._ledger.nvme.get(path, 0))
+        return 0
+
+    def async_pwrite(self, *args: Any, **kwargs: Any) -> int:
+        self._pending += 1
+        return self.sync_pwrite(*args, **kwargs)
+
+    def async_pread(self, *args: Any, **kwargs: Any) -> int:
+        self._pending += 1
         return 0
 
     def wait(self) -> int:
@@ -165,8 +148,7 @@ def install_large_worlds(world_size: int) -> None:
     if world_size < _LARGE_WORLD or os.environ.get("AUTODS_EVERY_RANK"):
         return
     _REDUCE_SCATTER.install(_reduce_scatter_coalesced)
-    wait = _GATHER_WAIT.original()
-    _GATHER_WAIT.install(lambda self, *args, **kwargs: _wait(self, wait, *args, **kwargs))
+    _GATHER_WAIT.install(functools.partialmethod(_wait, _GATHER_WAIT.original()))
     _RANGE.install(_range)
 
 

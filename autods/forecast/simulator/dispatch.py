@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .ledger import PINNED, Ledger
 from .padding import Masks
@@ -29,15 +30,6 @@ def join_world(world_size: int, ranks_per_node: int) -> None:
     deepspeed.init_distributed(dist_backend="nccl", verbose=False)
 
 
-def _finished_collective(func: Any, args: Any) -> Any:
-    """The result of a `c10d` operator: its tensors, and work that is done."""
-    work = torch._C._distributed_c10d.FakeWork().boxed()
-    out = [work if "Work" in str(result.type) else args[0] for result in func._schema.returns]
-    if not out:  # a barrier
-        return None
-    return out[0] if len(out) == 1 else tuple(out)
-
-
 # By operator, the argument that gloo copies whole for any number of ranks (measured: torch 2.13, 1 to 3 ranks).
 _COPIED_ARGUMENT = {
     "_allgather_base_": 0,
@@ -53,23 +45,19 @@ _TWO_SEGMENTS = 2 << 20
 def _bytes_copied_by_gloo(func: Any, args: Any) -> int:
     """Bytes that gloo allocates for a collective of CPU ranks, until it ends."""
     name = func._schema.name.partition("::")[2]
-    if name in _COPIED_ARGUMENT:
-        return _bytes(args[_COPIED_ARGUMENT[name]])
-    if name in _IN_SEGMENTS and torch.distributed.get_world_size() > 1:
-        return min(_TWO_SEGMENTS, _bytes(args[0]))
-    return 0
-
-
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(_bytes(tensor) for tensor in tensors)
+    in_segments = name in _IN_SEGMENTS and torch.distributed.get_world_size() > 1
+    if name not in _COPIED_ARGUMENT and not in_segments:
+        return 0
+    tensors = tree_leaves(args[_COPIED_ARGUMENT.get(name, 0)])
+    size = int(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return min(_TWO_SEGMENTS, size) if in_segments else size
 
 
 _aten = torch.ops.aten
 _BUILT_IN = {"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims"}
 _device_of = torch.ops.prim.device.default
 _META = torch.device("meta")
+_LARGEST = "the size of a tensor depends on values ({}): the largest possible was taken"
 _CPU = torch.device("cpu")
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -90,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
         self.masks = Masks()  # of the current batch; set by the owner of the batch
-        self._cache = ShapeCache(mode, ledger)
+        self._cache = ShapeCache(mode, ledger, self._run)
         self._handlers: dict[Any, Handler] = {
             _aten._local_scalar_dense.default: self._scalar,
             _aten.equal.default: self._equal,
@@ -114,29 +102,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._factory
         if not ShapeCache.allows(func):
             return self._run
-        return self._run_view if func.is_view or func is _aten._unsafe_view.default else self._run_cached
-
-    def _run_cached(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._cache.call(func, args, kwargs, self._run)
-
-    def _run_view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._cache.view(func, args, kwargs, self._run)
+        return self._cache.view if func.is_view or func is _aten._unsafe_view.default else self._cache.call
 
     def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the tensors of a `c10d` operator, and work that is done."""
         if self.ledger.one_memory:
             self.ledger.copy(_bytes_copied_by_gloo(func, args))
-        return _finished_collective(func, args)
+        work = torch._C._distributed_c10d.FakeWork().boxed()
+        out = tuple(work if "Work" in str(result.type) else args[0] for result in func._schema.returns)
+        return out if len(out) > 1 else next(iter(out), None)  # a barrier returns nothing
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        self._enter(out, None)
+        self._enter(out)
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (device := kwargs.get("device")) is not None and device.type == "cpu" and device.index is not None:
             kwargs = {**kwargs, "device": _CPU}  # accelerate asks for cpu:0, and a real tensor's device is cpu
         if not kwargs.get("pin_memory"):
-            return self._run_cached(func, args, kwargs)
+            return self._cache.call(func, args, kwargs)
         out = func(*args, **{**kwargs, "pin_memory": False})
         self._enter(out, PINNED)
         return out
@@ -146,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._enter(out, PINNED)
         return out
 
-    def _enter(self, out: Any, tier: int | None) -> None:
+    def _enter(self, out: Any, tier: int | None = None) -> None:
         if isinstance(out, FakeTensor):
             self.ledger.enter(out, tier)
         elif isinstance(out, (tuple, list)):
@@ -166,8 +151,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _all(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`all` of a mask asks for padding: its value is true unless the batch's mask of that shape holds padding."""
         out = self._run(func, args, kwargs)  # uncached: a tensor of its own, which takes the mark
-        if self.masks.is_all(tuple(args[0].shape), self.ledger.assume):
+        shape = tuple(args[0].shape)
+        if shape not in self.masks.padded:
             out.autods_is_all = True
+            for mask_shape, sentence in self.masks.assumptions:
+                if mask_shape == shape:
+                    self.ledger.assume(sentence)
         return out
 
     def _skip_in_place(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -179,16 +168,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
-        self._assume("the size of a tensor depends on values (nonzero): the largest possible was taken")
+        self._assume(_LARGEST.format("nonzero"))
         return self._make(tensor, (tensor.numel(), tensor.dim()), torch.long)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._assume("the size of a tensor depends on values (masked_select): the largest possible was taken")
+        self._assume(_LARGEST.format("masked_select"))
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         return self._make(args[0], (shape.numel(),), args[0].dtype)
 
     def _unique(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._assume("the size of a tensor depends on values (unique): the largest possible was taken")
+        self._assume(_LARGEST.format("unique"))
         tensor, flags = args[0], (*args[2:], *kwargs.values())
         inverse, counts = (bool(flags[place : place + 1] and flags[place]) for place in (0, 1))
         return (
@@ -200,8 +189,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, indices = args[0], args[1]
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
-            return self._run_cached(func, args, kwargs)
-        self._assume("the size of a tensor depends on values (a mask as index): the largest possible was taken")
+            return self._cache.call(func, args, kwargs)
+        self._assume(_LARGEST.format("a mask as index"))
         whole: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -212,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _make(self, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         out = torch.ops.aten.empty.memory_format(list(shape), dtype=dtype, device=like.device)
-        self._enter(out, None)
+        self._enter(out)
         return out
 
     def _run_custom(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -232,7 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the custom operator {func} has no fake implementation: its result was taken to be like its first"
                 " input, and its temporaries are not counted"
             )
-        self._enter(out, None)
+        self._enter(out)
         return out
 
     def _assume(self, assumption: str) -> None:

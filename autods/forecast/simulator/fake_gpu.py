@@ -62,11 +62,9 @@ class Event:
     wait = synchronize = record
 
     def query(self) -> bool:
-        """True: the event has happened."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """A millisecond."""
         return 1.0
 
 
@@ -80,21 +78,16 @@ class Stream:
     def synchronize(self, *args: Any) -> None:
         """Return at once."""
 
-    wait_stream = wait_event = synchronize
+    wait_stream = wait_event = __exit__ = synchronize
 
     def query(self) -> bool:
-        """True: the stream is idle."""
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
         return event or Event()
 
     def __enter__(self) -> Stream:
         return self
-
-    def __exit__(self, *args: Any) -> None:
-        pass
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream)
@@ -110,50 +103,21 @@ def no_gpu_visible() -> Iterator[None]:
     With a GPU it looks for nvcc. With NVML it later asks for the free memory of a real card and fails, because
     CUDA_VISIBLE_DEVICES is empty (CUDA_Accelerator.available_memory).
     """
-    absent = object()
-    nvml = sys.modules.get("pynvml", absent)
+    nvml = sys.modules.get("pynvml")
     sys.modules["pynvml"] = None  # type: ignore[assignment]  # importing it raises ImportError
     try:
         with _CONSTANT_PATCHES["is_available"].installed(lambda: False):
             yield
     finally:
-        if nvml is absent:
-            del sys.modules["pynvml"]
-        else:
-            sys.modules["pynvml"] = nvml  # type: ignore[assignment]
+        del sys.modules["pynvml"]
+        if nvml is not None:
+            sys.modules["pynvml"] = nvml
 
 
 def install(ledger: Ledger) -> None:
     """Replace the functions of torch.cuda: the ledger answers for memory, and a single idle card for the rest."""
-    for name, value in _CONSTANTS.items():
-        _CONSTANT_PATCHES[name].install(_always(value))
-    for patch in _NO_OP_PATCHES.values():
-        patch.install(_always(None))  # a function each: torch's compiler looks them up by identity
-    for name, value in _streams().items():
-        _STREAM_PATCHES[name].install(value)
-    for name, value in _memory(ledger).items():
-        _MEMORY_PATCHES[name].install(value)
-    _NCCL_VERSION.install(_always((2, 27, 0)))
-    _CUDA_VERSION.install(torch.version.cuda or "12.8")
-    _CUDNN_ACCEPTS.install(lambda tensor: False)
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        for name in _WHOLE_ON_CUDA:
-            _register(name)
-
-
-def _register(name: str) -> None:
-    """Register a kernel that never runs; without one autograd decomposes the operator into temporaries."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"aten::{name} on the simulated GPU, outside FakeTensorMode")
-
-    with contextlib.suppress(RuntimeError):  # another version of torch may lack the operator
-        _KERNELS.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
-
-
-def _streams() -> dict[str, Any]:
     stream = Stream()
-    return {
+    streams: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
         "stream": lambda stream: contextlib.nullcontext(),
@@ -163,8 +127,6 @@ def _streams() -> dict[str, Any]:
         "nvtx": types.SimpleNamespace(range_push=_always(None), range_pop=_always(None)),
     }
 
-
-def _memory(ledger: Ledger) -> dict[str, Any]:
     def allocated(*args: Any) -> int:
         return ledger.current[DEVICE]
 
@@ -179,7 +141,7 @@ def _memory(ledger: Ledger) -> dict[str, Any]:
             total_memory=ledger.device_bytes, major=9, minor=0, name=_NAME, multi_processor_count=132, warp_size=32
         )
 
-    return {
+    memory: dict[str, Any] = {
         **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), allocated),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most_allocated),
         "memory_stats": lambda *args: collections.defaultdict(int),
@@ -187,6 +149,29 @@ def _memory(ledger: Ledger) -> dict[str, Any]:
         "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,
     }
+    for name, value in _CONSTANTS.items():
+        _CONSTANT_PATCHES[name].install(_always(value))
+    for patch in _NO_OP_PATCHES.values():
+        # A function each, because torch's compiler looks them up by identity; also in the module that defines it.
+        patch.install(_always(None), everywhere=True)
+    for name, patch in (_STREAM_PATCHES | _MEMORY_PATCHES).items():
+        patch.install((streams | memory)[name], everywhere=True)
+    _NCCL_VERSION.install(_always((2, 27, 0)))
+    _CUDA_VERSION.install(torch.version.cuda or "12.8")
+    _CUDNN_ACCEPTS.install(lambda tensor: False)
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        for name in _WHOLE_ON_CUDA:
+            _register_kernel(name)
+
+
+def _register_kernel(name: str) -> None:
+    """Register a kernel that never runs; without one autograd decomposes the operator into temporaries."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"aten::{name} on the simulated GPU, outside FakeTensorMode")
+
+    with contextlib.suppress(RuntimeError):  # another version of torch may lack the operator
+        _KERNELS.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
 
 
 def _always(value: Any) -> Any:

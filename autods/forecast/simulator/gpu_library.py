@@ -19,12 +19,8 @@ from .protocol import Refused
 _SOURCE = Path(__file__).with_name("simcuda.cpp")
 
 
-class NoLibrary(Refused):
-    """The library cannot be built here; `kind` is no_compiler or build_failed."""
-
-
 def load() -> ctypes.CDLL:
-    """The library, built if it is not cached. Call it before torch is imported. Raises NoLibrary."""
+    """The library, built if it is not cached. Call it before torch is imported. Raises Refused."""
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device must be loaded before torch")
     path = library_path()
@@ -48,47 +44,44 @@ def compiler() -> str | None:
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise NoLibrary("build_failed", "torch is not installed", "pip install torch")
+        raise Refused("build_failed", "torch is not installed", "pip install torch")
     return Path(spec.submodule_search_locations[0])
 
 
 def build(path: Path) -> None:
-    """Compile the library to this path, once if several processes ask for it. Raises NoLibrary."""
+    """Compile the library to this path, once if several processes ask for it.
+
+    Raises Refused, whose kind is no_compiler or build_failed.
+    """
     cxx = compiler()
     if cxx is None:
         name = os.environ.get("CXX") or "g++"
-        raise NoLibrary(
-            "no_compiler",
-            f"the simulated GPU needs a C++ compiler, and {name} is not installed",
-            "apt-get install g++",
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; the kernel frees the lock of one that is killed
-        if not path.exists():
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            try:
-                _compile(cxx, temporary)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-
-def _compile(cxx: str, output: Path) -> None:
-    torch = _torch_folder()
+        problem = f"the simulated GPU needs a C++ compiler, and {name} is not installed"
+        raise Refused("no_compiler", problem, "apt-get install g++")
+    torch, temporary = _torch_folder(), path.with_suffix(f".{os.getpid()}.tmp")
     command = [
-        cxx, "-O1", "-std=c++20", "-fPIC", "-shared", str(_SOURCE), "-o", str(output),
+        cxx, "-O1", "-std=c++20", "-fPIC", "-shared", str(_SOURCE), "-o", str(temporary),
         f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
         f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib",
     ]  # fmt: skip
-    try:
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NoLibrary("no_compiler", f"{cxx} cannot be run: {error.strerror}", "apt-get install g++") from None
-    if built.returncode != 0:
-        lines = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines() or [""]
-        raise NoLibrary(
-            "build_failed",
-            f"the simulated GPU could not be built for torch {metadata.version('torch')}: {lines[0][:300]}",
-            "update the compiler (g++ 11 or later), or set CXX to another one",
-        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; the kernel frees the lock of one that is killed
+        if path.exists():
+            return
+        try:
+            built = subprocess.run(command, capture_output=True, text=True, check=False)
+            if built.returncode == 0:
+                os.replace(temporary, path)
+                return
+        except OSError as error:
+            problem = f"{cxx} cannot be run: {error.strerror}"
+            raise Refused("no_compiler", problem, "apt-get install g++") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+    lines = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines() or [""]
+    raise Refused(
+        "build_failed",
+        f"the simulated GPU could not be built for torch {metadata.version('torch')}: {lines[0][:300]}",
+        "update the compiler (g++ 11 or later), or set CXX to another one",
+    )

@@ -40,30 +40,31 @@ def install() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """The batch's masks by shape. `padded` ones hold padding; the others count as all ones, with a sentence for the
-    user if the model asks for their values."""
+    """The shapes of the batch's masks. `padded` ones hold padding.
+
+    The others count as all ones, with a sentence for the user if the model asks for their values.
+    """
 
     padded: frozenset[tuple[int, ...]] = frozenset()
     assumptions: tuple[tuple[tuple[int, ...], str], ...] = ()
-
-    def is_all(self, shape: tuple[int, ...], assume: Callable[[str], None]) -> bool:
-        """Whether a tensor of that shape counts as all ones; `assume` takes the sentence for the user."""
-        if shape in self.padded:
-            return False
-        for mask_shape, sentence in self.assumptions:
-            if mask_shape == shape:
-                assume(sentence)
-        return True
 
 
 def inspect_masks(build_batch: Callable[[int], Any], batch: Any) -> Masks:
     """The masks of the simulated engine's batch; if it has any, their values come from a batch of real tensors."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    masks = {name: tensor for name, tensor in named_tensors(batch).items() if _is_mask(name, tensor)}
+    tensors = named_tensors(batch)
+    # Masks of whole tokens; masks of scores (3 and 4 dimensions) are taken as they are.
+    masks = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.dim() == 2
+        and not tensor.is_floating_point()
+        and ("mask" in name or str(tensor.dtype) == "torch.bool")
+    }
     if not masks:
         return Masks()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(batch).values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     rows = next(iter(masks.values())).shape[0]
     rows = max(1, min(rows, rows * _MOST_BYTES // max(1, size)))
     try:
@@ -81,11 +82,4 @@ def inspect_masks(build_batch: Callable[[int], Any], batch: Any) -> Masks:
             for name, shape in shapes.items()
             if shape not in padded
         ),
-    )
-
-
-def _is_mask(name: str, tensor: Any) -> bool:
-    """Whether it masks whole tokens, by name or type. Masks of scores (3 and 4 dimensions) are taken as they are."""
-    return (
-        tensor.dim() == 2 and not tensor.is_floating_point() and ("mask" in name or str(tensor.dtype) == "torch.bool")
     )

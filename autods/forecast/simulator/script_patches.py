@@ -36,34 +36,19 @@ _SAMPLERS = (
     declare("torch.utils.data.SubsetRandomSampler.__iter__", "a list of zeros for all samples takes long"),
     declare("torch.utils.data.distributed.DistributedSampler.__iter__", "a list of zeros for all samples takes long"),
 )
-_RANDOM_STATES = (
-    declare("torch.set_rng_state", "a generator takes no state without values"),
-    declare("torch.random.set_rng_state", "a generator takes no state without values"),
-)
+_RANDOM_STATE = declare("torch.random.set_rng_state", "a generator takes no state without values")
 _SYNCHRONIZED_STATES = declare_all(
     _ACCELERATE_RANDOM, ("synchronize_rng_state", "synchronize_rng_states"), "a generator takes no state without values"
 )
-_WORLD = (
-    "init_process_group", "destroy_process_group", "new_group", "all_gather_object", "gather_object",
-    "broadcast_object_list", "scatter_object_list",
-)  # fmt: skip
-_WORLD_PATCHES = [
-    declare_all(owner, _WORLD, "the simulated world is joined before the script starts")
-    for owner in ("torch.distributed", "torch.distributed.distributed_c10d")
-]
-# `fake_gpu` has patched these in torch.cuda; scripts also call them in the module that defines them.
-_MEMORY_PATCHES = declare_all(
-    "torch.cuda.memory",
+_WORLD = declare_all(
+    "torch.distributed.distributed_c10d",
     (
-        "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
-        "mem_get_info", "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction",
+        "init_process_group", "destroy_process_group", "new_group", "all_gather_object", "gather_object",
+        "broadcast_object_list", "scatter_object_list",
     ),
-    "the ledger knows the memory of the simulated GPU",
+    "the simulated world is joined before the script starts",
 )  # fmt: skip
-_MEMORY_SUMMARIES = (
-    declare("torch.cuda.memory_summary", "it needs the statistics of a real allocator"),
-    declare("torch.cuda.memory.memory_summary", "it needs the statistics of a real allocator"),
-)
+_MEMORY_SUMMARY = declare("torch.cuda.memory.memory_summary", "it needs the statistics of a real allocator")
 
 
 def install(ledger: Ledger) -> None:
@@ -73,13 +58,17 @@ def install(ledger: Ledger) -> None:
     _load_data_in_this_process(ledger)
     for patch in _SAMPLERS:
         patch.install(_draw_real_indices(patch.original()))
-    _keep_random_states()
+    _RANDOM_STATE.install(_nothing, everywhere=True)
+    if _ACCELERATE_RANDOM in sys.modules:
+        for patch in _SYNCHRONIZED_STATES.values():
+            patch.install(_nothing, everywhere=True)
     _stay_in_the_joined_world()
     if not ledger.one_memory:
-        for name, patch in _MEMORY_PATCHES.items():
-            patch.install(getattr(torch.cuda, name))
-        for patch in _MEMORY_SUMMARIES:
-            patch.install(lambda *args, **kwargs: "")
+        _MEMORY_SUMMARY.install(lambda *args, **kwargs: "", everywhere=True)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def _open_weights_without_values() -> None:
@@ -94,11 +83,18 @@ def _open_weights_without_values() -> None:
     _SAFE_OPEN.install(safe_open, everywhere=True)
 
 
-class _WeightsFile:
-    """A file of `safetensors.safe_open` that gives tensors without values."""
+class _Forwarding:
+    """Forwards to an object of safetensors, whose tensors will lie on `device`."""
 
     def __init__(self, real: Any, device: torch.device) -> None:
         self._real, self._device = real, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _WeightsFile(_Forwarding):
+    """A file of `safetensors.safe_open` that gives tensors without values."""
 
     def __enter__(self) -> _WeightsFile:
         self._real.__enter__()
@@ -106,9 +102,6 @@ class _WeightsFile:
 
     def __exit__(self, *raised: Any) -> None:
         self._real.__exit__(*raised)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
     def get_slice(self, name: str) -> _WeightsSlice:
         """A tensor that is made when it is sliced."""
@@ -123,14 +116,8 @@ class _WeightsFile:
         return {name: self.get_tensor(name) for name in self._real.keys()}  # noqa: SIM118
 
 
-class _WeightsSlice:
+class _WeightsSlice(_Forwarding):
     """The result of `get_slice`."""
-
-    def __init__(self, real: Any, device: torch.device) -> None:
-        self._real, self._device = real, device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
     def __getitem__(self, index: Any) -> Any:
         dtype = _SAFETENSORS_DTYPES.get(self._real.get_dtype())
@@ -194,22 +181,12 @@ def _draw_real_indices(real: Callable[[Any], Iterator[int]]) -> Callable[[Any], 
     return draw
 
 
-def _keep_random_states() -> None:
-    for patch in _RANDOM_STATES:
-        patch.install(lambda state: None)
-    if _ACCELERATE_RANDOM in sys.modules:
-        for patch in _SYNCHRONIZED_STATES.values():
-            patch.install(lambda *args, **kwargs: None, everywhere=True)
-
-
 def _stay_in_the_joined_world() -> None:
     """Let a script join the world that this process is in already; other ranks send the same objects as this one."""
     real_group = torch.distributed.new_group
 
+    # CPU ranks look `backend` up among the parameters of these two.
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def destroy_process_group(group: Any = None) -> None:
         return None
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -222,16 +199,17 @@ def _stay_in_the_joined_world() -> None:
         if object_gather_list is not None:
             all_gather_object(object_gather_list, obj)
 
-    def broadcast_object_list(object_list: Any, *args: Any, **kwargs: Any) -> None:
-        return None
-
     def scatter_object_list(output: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
         output[0] = objects[0] if objects else None
 
-    replacements = (
-        init_process_group, destroy_process_group, new_group, all_gather_object, gather_object, broadcast_object_list,
-        scatter_object_list,
-    )  # fmt: skip
-    for patches in _WORLD_PATCHES:
-        for replacement in replacements:
-            patches[replacement.__name__].install(replacement)
+    replacements: Mapping[str, Any] = {
+        "init_process_group": init_process_group,
+        "destroy_process_group": _nothing,
+        "broadcast_object_list": _nothing,
+        "new_group": new_group,
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "scatter_object_list": scatter_object_list,
+    }
+    for name, patch in _WORLD.items():
+        patch.install(replacements[name], everywhere=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +20,9 @@ _NEVER = {
     _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default, _aten.set_.source_Storage,
     _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor, _aten.set_.default, _aten.resize_.default,
 }  # fmt: skip
-_ARGUMENT, _NEW, _CONSTANT = range(3)
-# An output: (_ARGUMENT, position), (_NEW, shape, stride, dtype, device, bytes) or (_CONSTANT, value).
-_Output = tuple[Any, ...]
-_Result = tuple[type | None, tuple[_Output, ...]]  # the container of the outputs, None for a single one
 _Run = Callable[[Any, Any, Any], Any]
+_Make = Callable[[Any, Any], Any]  # makes one output of a call from its arguments
+_Result = tuple[type | None, list[_Make]]  # the container of the outputs, None for a single one
 
 
 class _NotCacheable(Exception):
@@ -33,8 +32,8 @@ class _NotCacheable(Exception):
 class ShapeCache:
     """Runs operators for one FakeTensorMode: a known call makes its outputs without the mode, others go to `run`."""
 
-    def __init__(self, mode: Any, ledger: Ledger) -> None:
-        self._mode, self._ledger = mode, ledger
+    def __init__(self, mode: Any, ledger: Ledger, run: _Run) -> None:
+        self._mode, self._ledger, self._run = mode, ledger, run
         self._results: dict[Any, _Result | None] = {}  # None: such a call is not cacheable
 
     @staticmethod
@@ -47,28 +46,32 @@ class ShapeCache:
             or torch.Tag.inplace_view in tags
         )
 
-    def call(self, func: Any, args: Any, kwargs: Any, run: _Run) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's outputs; new storages are entered in the ledger, here or by `run`."""
         try:
             key = _key(func, args, kwargs)
             known = self._results.get(key, _NotCacheable)
         except (_NotCacheable, TypeError):  # TypeError: an argument that cannot be hashed
-            return run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         if known is None:
-            return run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         if isinstance(known, tuple):
             container, outputs = known
             if container is None:
-                return self._make(outputs[0], args, kwargs)
-            return container([self._make(output, args, kwargs) for output in outputs])
-        result = run(func, args, kwargs)
-        self._results[key] = _describe_result(result, func, args, kwargs, key)
+                return outputs[0](args, kwargs)
+            return container([make(args, kwargs) for make in outputs])
+        result = self._run(func, args, kwargs)
+        try:
+            changed = _key(func, args, kwargs) != key  # an argument has another shape now
+            self._results[key] = None if changed else self._describe(result, args, kwargs)
+        except _NotCacheable:
+            self._results[key] = None
         return result
 
-    def view(self, func: Any, args: Any, kwargs: Any, run: _Run) -> Any:
+    def view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A view, by torch's kernel for meta tensors. Slices come at many offsets and are not worth caching."""
         if not args or type(args[0]) is not FakeTensor or args[0].constant is not None:
-            return run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         mode = self._mode
         device = _device_of(args[0])
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
@@ -90,18 +93,40 @@ class ShapeCache:
         setattr(tensor, FAKE_DEVICE, device)
         return tensor
 
-    def _make(self, output: _Output, args: Any, kwargs: Any) -> Any:
-        kind = output[0]
-        if kind == _NEW:
-            _, shape, stride, dtype, device, size = output
-            with torch._C._DisableTorchDispatch():
-                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            tensor = self._wrap(meta, device)
-            self._ledger.enter_new(tensor, size, device)
-            return tensor
-        if kind == _ARGUMENT:
-            return _pick(output[1], args, kwargs)
-        return output[1]
+    def _describe(self, result: Any, args: Any, kwargs: Any) -> _Result:
+        """How to make this result again. Raises _NotCacheable if the key does not determine it."""
+        container = type(result) if isinstance(result, (tuple, list)) else None
+        if container not in (None, tuple, list):
+            raise _NotCacheable
+        outputs = (result,) if container is None else result
+        return container, [self._describe_output(output, args, kwargs) for output in outputs]
+
+    def _describe_output(self, output: Any, args: Any, kwargs: Any) -> _Make:
+        if output is None or isinstance(output, (bool, int, float)):
+            return lambda args, kwargs: output
+        if type(output) is not FakeTensor or output.constant is not None or output.layout is not torch.strided:
+            raise _NotCacheable
+        if output.is_conj() or output.is_neg() or output.is_quantized:
+            raise _NotCacheable
+        storage = output.untyped_storage()
+        tensors = list(_tensors(args, kwargs))
+        if (pick := next((pick for pick, tensor in tensors if tensor is output), None)) is not None:
+            return pick
+        if any(tensor.untyped_storage()._cdata == storage._cdata for _, tensor in tensors):
+            raise _NotCacheable  # a view of an argument, at an offset that the key does not hold
+        size, spanned = storage.nbytes(), 0
+        if output.numel():
+            spanned = 1 + sum((length - 1) * step for length, step in zip(output.shape, output.stride(), strict=True))
+        if output.storage_offset() or size != spanned * output.element_size():
+            raise _NotCacheable
+        return functools.partial(self._make, output.shape, output.stride(), output.dtype, output.device, size)
+
+    def _make(self, shape: Any, stride: Any, dtype: Any, device: Any, size: int, args: Any, kwargs: Any) -> Any:
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        tensor = self._wrap(meta, device)
+        self._ledger.enter_new(tensor, size, device)
+        return tensor
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -130,55 +155,17 @@ def _append_key(values: Any, parts: list[Any]) -> None:
             parts += (kind, value)
 
 
-def _describe_result(result: Any, func: Any, args: Any, kwargs: Any, key: Any) -> _Result | None:
-    """How to make this result again; None if the key does not determine it."""
-    container = type(result) if isinstance(result, (tuple, list)) else None
-    if container not in (None, tuple, list):
-        return None
-    try:
-        if _key(func, args, kwargs) != key:  # an argument changed its shape
-            return None
-        outputs = result if container is not None else (result,)
-        return container, tuple(_describe_output(output, args, kwargs) for output in outputs)
-    except _NotCacheable:
-        return None
-
-
-def _describe_output(output: Any, args: Any, kwargs: Any) -> _Output:
-    if output is None or isinstance(output, (bool, int, float)):
-        return _CONSTANT, output
-    if type(output) is not FakeTensor or output.constant is not None or output.layout is not torch.strided:
-        raise _NotCacheable
-    if output.is_conj() or output.is_neg() or output.is_quantized:
-        raise _NotCacheable
-    tensors = _tensors(args, kwargs)
-    for position, tensor in tensors:
-        if tensor is output:
-            return _ARGUMENT, position
-    storage = output.untyped_storage()
-    if any(tensor.untyped_storage()._cdata == storage._cdata for _, tensor in tensors):
-        raise _NotCacheable  # a view of an argument, at an offset that the key does not hold
-    size = storage.nbytes()
-    spanned = 0
-    if output.numel():
-        spanned = 1 + sum((length - 1) * step for length, step in zip(output.shape, output.stride(), strict=True))
-    if output.storage_offset() or size != spanned * output.element_size():
-        raise _NotCacheable
-    return _NEW, output.shape, output.stride(), output.dtype, output.device, size
-
-
-def _tensors(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """Every tensor among the arguments with its position: (index or name), and the index in a list."""
-    tensors: list[tuple[Any, Any]] = []
-    for index, value in [*enumerate(args), *kwargs.items()]:
+def _tensors(args: Any, kwargs: Any) -> Iterator[tuple[_Make, Any]]:
+    """Every tensor among the arguments, with a function that picks the tensor at its place."""
+    for place, value in [*enumerate(args), *kwargs.items()]:
         if type(value) is FakeTensor:
-            tensors.append(((index,), value))
+            yield functools.partial(_pick, place, None), value
         elif isinstance(value, (list, tuple)):
-            tensors += [((index, inner), tensor) for inner, tensor in enumerate(value) if type(tensor) is FakeTensor]
-    return tensors
+            for index, tensor in enumerate(value):
+                if type(tensor) is FakeTensor:
+                    yield functools.partial(_pick, place, index), tensor
 
 
-def _pick(position: Any, args: Any, kwargs: Any) -> Any:
-    first = position[0]
-    value = kwargs[first] if type(first) is str else args[first]
-    return value if len(position) == 1 else value[position[1]]
+def _pick(place: int | str, index: int | None, args: Any, kwargs: Any) -> Any:
+    value = kwargs[place] if isinstance(place, str) else args[place]
+    return value if index is None else value[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -70,8 +71,18 @@ def install(ledger: Ledger, mode: Any) -> None:
     for patch in _FOREACH_TYPES:
         if FakeTensor not in (types := patch.original()):
             types.append(FakeTensor)
-    _run_compiled_code_as_written(ledger)
-    _cache_dispatch_rules()
+    torch.compiler.set_stance("force_eager")
+    compile_code = _COMPILE.original()
+
+    def compile_and_note(*args: Any, **kwargs: Any) -> Any:
+        ledger.assume(
+            "code under torch.compile was simulated as it is written: compiled, it keeps other activations and"
+            " temporaries, mostly fewer"
+        )
+        return compile_code(*args, **kwargs)
+
+    _COMPILE.install(compile_and_note)
+    _DISPATCH_RULE.install(functools.cache(_DISPATCH_RULE.original()))
     _route_attention(cpu=ledger.one_memory)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
 
@@ -114,34 +125,6 @@ def _apply_in_place(module: Any, function: Any, recurse: bool = True) -> Any:
         if buffer is not None:
             module._buffers[name] = function(buffer)
     return module
-
-
-def _run_compiled_code_as_written(ledger: Ledger) -> None:
-    torch.compiler.set_stance("force_eager")
-    real = _COMPILE.original()
-
-    def compile_and_note(*args: Any, **kwargs: Any) -> Any:
-        ledger.assume(
-            "code under torch.compile was simulated as it is written: compiled, it keeps other activations and"
-            " temporaries, mostly fewer"
-        )
-        return real(*args, **kwargs)
-
-    _COMPILE.install(compile_and_note)
-
-
-def _cache_dispatch_rules() -> None:
-    find = _DISPATCH_RULE.original()
-    rules: dict[Any, Any] = {}
-
-    def find_once(operator: Any, kind: type) -> Any:
-        try:
-            return rules[operator, kind]
-        except KeyError:
-            rule = rules[operator, kind] = find(operator, kind)
-            return rule
-
-    _DISPATCH_RULE.install(find_once)
 
 
 def _route_attention(*, cpu: bool) -> None:
@@ -208,19 +191,16 @@ def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale
 
 def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None) -> Any:
     if mask is not None:
-        mask = _align_rows(_as_bias(mask, query.dtype)).expand(*query.shape[:-1], key.shape[-2])
+        mask = _as_bias(mask, query.dtype)
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            # The kernel needs rows that begin at multiples of 8 elements: torch pads a copy.
+            length = mask.shape[-1]
+            mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
     for_backward = any(tensor.requires_grad for tensor in (query, key, value))
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, for_backward, dropout, causal, scale=scale
     )[0]
-
-
-def _align_rows(mask: Any) -> Any:
-    """The mask with rows that begin at multiples of 8 elements, as the kernel needs: torch pads a copy."""
-    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
-        return mask
-    length = mask.shape[-1]
-    return torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
 
 
 def _as_bias(mask: Any, dtype: Any) -> Any:

@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 
 from autods.forecast.simulator import gpu_library
+from autods.forecast.simulator.protocol import Refused
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(gpu_library.NoLibrary) as failed:
+    with pytest.raises(Refused) as failed:
         gpu_library.build(tmp_path / "library.so")
     assert failed.value.kind == "no_compiler"
     assert "no-such-compiler is not installed" in failed.value.problem
-    assert "apt-get install g++" in failed.value.hint
+    assert failed.value.hint == "apt-get install g++"
 
 
 def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(gpu_library.NoLibrary) as failed:
+    with pytest.raises(Refused) as failed:
         gpu_library.build(tmp_path / "library.so")
     assert failed.value.kind == "build_failed"
     assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
