@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..types import TIERS, Collective, Communication, Failed, Fit, OutOfMemory, Record, Tier, TierUse, first_line
+from ..types import TIERS, Failed, Fit, Outcome, OutOfMemory, Record, Scalar, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
 from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
 from .results import ClosestRung, Report
@@ -45,35 +45,47 @@ def print_fit(report: Report, console: Console) -> None:
     console.print(ladder_table(report, wide=wide))
     for reason, rungs in untried_rungs(report).items():
         console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
-    if not wide:
-        console.print(pairs_grid((rung, Text(reason)) for rung, reason in _reasons(report)))
-        console.print()
-    if variants := list(_variant_reasons(report)):
-        console.print(pairs_grid((name, Text(reason)) for name, reason in variants))
-        console.print()
-    if communication := list(communication_lines(report)):
-        console.print(Text("communication of a rank in an optimizer step", style="bold"))
-        console.print(pairs_grid(communication))
-        console.print()
+    # Variants of rungs raced too, such as 'zero2 without checkpointing'.
+    names = [name for name in report.reasons if name not in report.ladder and name.partition(" ")[0] in report.ladder]
+    for title, pairs in (
+        ("", [] if wide else [(rung, Text(reason)) for rung, reason in _reasons(report).items()]),
+        ("", [(name, Text(report.reasons[name])) for name in names]),
+        ("communication of a rank in an optimizer step", list(communication_lines(report))),
+    ):
+        if pairs:
+            if title:
+                console.print(Text(title, style="bold"))
+            console.print(pairs_grid(pairs))
+            console.print()
+    effort = (f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})", "dim")
     if report.status == "nothing_fits":
-        console.print(_nothing_fits(report))
+        console.print(Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), effort))
+        console.print(pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
         return
-    console.print(_winner(report))
-    for line in _next_steps(report):
-        console.print(line, soft_wrap=True)
+    raced = report.question.get("stop") == "fastest"
+    claim = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
+    console.print(Text.assemble((f"{report.rung}", "bold green"), (claim, "bold"), effort))
+    console.print(pairs_grid(_winner_facts(report)))
+    if report.certificate:
+        console.print(certificate_headline(report.certificate))
+        console.print(pairs_grid(certificate_lines(report.certificate)))
+    console.print(Text("\nNext", style="bold"))
+    files = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}"
+    for name, command in (*launch_lines(report), ("files", files)):  # on whole lines, so that they can be copied
+        console.print(Text.assemble((f"  {name:<10}  ", "cyan"), command), soft_wrap=True)
 
 
 def _question(report: Report) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
     question = report.question
-    size = f", {format_count(question['parameters'])} parameters," if question.get("parameters") else ""
+    facts = [f"{format_count(question['parameters'])} parameters"] if question.get("parameters") else []
     if question.get("pipeline_stages"):
-        size = f"{size} a pipeline of {question['pipeline_stages']} stages,"
+        facts.append(f"a pipeline of {question['pipeline_stages']} stages")
     if question.get("experts"):
-        size = f"{size} {question['experts']} experts,"
+        facts.append(f"{question['experts']} experts")
+    workload = ", ".join((question.get("workload", "workload"), *facts)) + ("," if facts else "")
     memory = f" × {format_bytes(question['device_bytes'])}" if question.get("device_bytes") else ""
-    ranks = format_ranks(report.gpus, question.get("device", ""))
-    return f"{question.get('workload', 'workload')}{size} on {ranks}{memory}"
+    return f"{workload} on {format_ranks(report.gpus, question.get('device', ''))}{memory}"
 
 
 # The ladder.
@@ -88,17 +100,26 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
     table.add_column("samples/s", justify="right", no_wrap=True)
     if wide:
         table.add_column("why", ratio=1)
-    reasons, forecasts = dict(_reasons(report)), _refused_by_forecast(report)
+    tried = {record.trial.rung for record in report.trials}
+    refused = {row["rung"]: row for row in report.forecast if row["verdict"] == "cannot_fit" and row.get("device")}
+    reasons = _reasons(report)
     for rung, row in ladder_rows(report).items():
         winner = report.status == "fit" and rung == report.rung
-        cells: list[RenderableType] = [Text(rung, style="bold" if winner else "")]
-        if rung in forecasts:
-            cells += [MARKS["cannot_fit"].text(), _memory_line("device", forecasts[rung], sign="~"), Text()]
+        memory, rate = Text(), Text()
+        if rung in refused and rung not in tried:
+            mark, device = MARKS["cannot_fit"], refused[rung]["device"]
+            use = TierUse(peak_bytes=device["peak_bytes"], limit_bytes=device["limit_bytes"])
+            memory = _memory_line("device", use, sign="~")
         elif isinstance(row, str):
-            cells += [MARKS["skipped"].text(), Text(), Text()]
+            mark = MARKS["skipped"]
         else:
-            cells += [MARKS[row.outcome.kind].text(), _memory(report, row, winner), _rate(report, row, winner)]
-        table.add_row(*cells, *([Text(reasons.get(rung, ""))] if wide else []))
+            mark, memory = MARKS[row.outcome.kind], _memory(report, row.outcome, winner)
+            if winner and report.throughput:
+                rate = Text(format_rate(report.throughput.samples_per_second), style="bold")
+            elif isinstance(row.outcome, Fit):
+                rate = Text(format_rate(row.outcome.samples_per_second))
+        cells = (Text(rung, style="bold" if winner else ""), mark.text(), memory, rate, Text(reasons.get(rung, "")))
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
@@ -140,21 +161,11 @@ def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
     return dict(sorted(rows.items(), key=lambda row: places.get(row[0], len(places))))
 
 
-def _refused_by_forecast(report: Report) -> dict[str, TierUse]:
-    """Return the forecast of device memory of each rung that was not tried because it cannot fit."""
-    tried_rungs = {record.trial.rung for record in report.trials}
-    return {
-        row["rung"]: TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=row["device"]["limit_bytes"])
-        for row in report.forecast
-        if row["verdict"] == "cannot_fit" and row.get("device") and row["rung"] not in tried_rungs
-    }
-
-
-def _memory(report: Report, record: Record, winner: bool) -> Text:
+def _memory(report: Report, outcome: Outcome, winner: bool) -> Text:
     """One line a tier. A rung that ran out shows the least that it would have needed."""
-    match record.outcome:
+    match outcome:
         case Fit():
-            memory = report.memory if winner and report.memory else record.outcome.memory
+            memory = report.memory if winner and report.memory else outcome.memory
             return Text("\n").join(_memory_line(tier, memory[tier]) for tier in TIERS if tier in memory)
         case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
             return _memory_line(tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), sign="≥")
@@ -169,81 +180,43 @@ def _memory_line(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
     return Text.assemble((f"{tier:<7}", "dim"), sign, format_use(use))
 
 
-def _rate(report: Report, record: Record, winner: bool) -> Text:
-    if winner and report.throughput:
-        return Text(format_rate(report.throughput.samples_per_second), style="bold")
-    return Text(format_rate(record.outcome.samples_per_second)) if isinstance(record.outcome, Fit) else Text()
-
-
-def _reasons(report: Report) -> Iterator[tuple[str, str]]:
+def _reasons(report: Report) -> dict[str, str]:
     """Each rung with the search's reason for it, else with the outcome of its trial."""
-    for rung, row in ladder_rows(report).items():
-        yield rung, report.reasons.get(rung, row if isinstance(row, str) else format_outcome(row.outcome))
-
-
-def _variant_reasons(report: Report) -> Iterator[tuple[str, str]]:
-    """Variants of rungs that raced too, such as 'zero2 without checkpointing', and what came of them."""
-    for name, reason in report.reasons.items():
-        if name not in report.ladder and name.partition(" ")[0] in report.ladder:
-            yield name, reason
+    return {
+        rung: report.reasons.get(rung) or (row if isinstance(row, str) else format_outcome(row.outcome))
+        for rung, row in ladder_rows(report).items()
+    }
 
 
 # Communication.
 
 
 def communication_lines(report: Report) -> Iterator[tuple[str, Text]]:
-    """A line for each rung: the bytes that a rank sends in an optimizer step, and their share of its time."""
-    fits: dict[str, Fit] = {}
-    for record in sorted(report.trials, key=_communication_order):
-        if isinstance(record.outcome, Fit) and _sends(record.outcome):
-            fits[record.trial.rung] = record.outcome
-    for rung, fit in _in_ladder_order(report, fits).items():
-        assert fit.communication is not None
-        samples = round(fit.samples_per_second * statistics.median(fit.step_s))
-        line = _communication(fit.communication)
-        yield rung, Text.assemble(line, (f"; a step of {format_number_of(samples, 'sample')}", "dim"))
+    """A line for each rung: the bytes that a rank sends in an optimizer step, and their share of its time.
 
-
-def _communication_order(record: Record) -> tuple[bool, float]:
-    """Sorts the most telling trial of a rung last: one with timed collectives, then the fastest."""
-    fit = record.outcome
-    if not isinstance(fit, Fit) or fit.communication is None:
-        return False, 0.0
-    return fit.communication.share is not None, fit.samples_per_second
-
-
-def _sends(fit: Fit) -> bool:
-    return fit.communication is not None and fit.communication.sent_bytes > 0
-
-
-def _communication(communication: Communication) -> str:
-    share = communication.share
-    of_step = f", {share:.0%} of a step where nothing overlaps" if share is not None else ""
-    least = _LEAST_SHARE * communication.sent_bytes
-    large = [(name, op) for name, op in communication.ops.items() if op.sent_bytes >= least]
-    parts = ", ".join(_collective(name, op) for name, op in sorted(large, key=lambda item: -item[1].sent_bytes))
-    return f"sends {format_bytes(communication.sent_bytes)}{of_step}: {parts}"
-
-
-def _collective(name: str, op: Collective) -> str:
-    return f"{name} {format_bytes(op.sent_bytes)} in {format_number_of(op.calls, 'call')}"
+    The trial of a rung is the fastest one with timed collectives, or else the fastest.
+    """
+    sending = [
+        (record.trial.rung, fit, fit.communication)
+        for record in report.trials
+        if isinstance(fit := record.outcome, Fit) and fit.communication and fit.communication.sent_bytes
+    ]
+    sending.sort(key=lambda row: (row[2].share is not None, row[1].samples_per_second))
+    fits = {rung: (fit, communication) for rung, fit, communication in sending}
+    for rung, (fit, communication) in _in_ladder_order(report, fits).items():
+        share, sent = communication.share, communication.sent_bytes
+        of_step = f", {share:.0%} of a step where nothing overlaps" if share is not None else ""
+        ops = sorted(communication.ops.items(), key=lambda item: -item[1].sent_bytes)
+        parts = ", ".join(
+            f"{name} {format_bytes(op.sent_bytes)} in {format_number_of(op.calls, 'call')}"
+            for name, op in ops
+            if op.sent_bytes >= _LEAST_SHARE * sent
+        )
+        samples = format_number_of(round(fit.samples_per_second * statistics.median(fit.step_s)), "sample")
+        yield rung, Text.assemble(f"sends {format_bytes(sent)}{of_step}: {parts}", (f"; a step of {samples}", "dim"))
 
 
 # The winner.
-
-
-def _winner(report: Report) -> RenderableType:
-    raced = report.question.get("stop") == "fastest"
-    claim = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
-    head = Text.assemble((f"{report.rung}", "bold green"), (claim, "bold"), _effort(report))
-    certificate: list[RenderableType] = []
-    if report.certificate:
-        certificate = [certificate_headline(report.certificate), pairs_grid(certificate_lines(report.certificate))]
-    return Group(head, pairs_grid(_winner_facts(report)), *certificate, Text("\nNext", style="bold"))
-
-
-def _effort(report: Report) -> Text:
-    return Text(f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})", style="dim")
 
 
 def _winner_facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
@@ -267,20 +240,10 @@ def _winner_facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
         yield "mattered", Text(f"{line} of the variation in tuning", style="dim")
 
 
-def _setting(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _next_steps(report: Report) -> Iterator[Text]:
-    """Commands on whole lines, so that they can be copied."""
-    for name, command in launch_lines(report):
-        yield _command_line(name, command)
-    files = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}"
-    yield _command_line("files", files)
-
-
-def _command_line(name: str, command: str) -> Text:
-    return Text.assemble((f"  {name:<10}  ", "cyan"), command)
+def _setting(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 # The certificate.
@@ -300,15 +263,21 @@ def certificate_headline(certificate: Mapping[str, Any]) -> Text:
 def certificate_lines(certificate: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
     """The checks by name, each with its result; a check that was never reached is left out."""
     if shape := certificate.get("batch_shape"):
-        yield "longest batch", Text(_longest_batch(shape, certificate.get("draws") or 0))
+        draws = certificate.get("draws")
+        origin = f"the longest of {draws:,} draws" if draws else "by the workload's own build_longest_batch"
+        yield "longest batch", Text(f"{' × '.join(f'{size:,}' for size in shape)}, {origin}")
     if steps := certificate.get("optimizer_steps"):
-        yield "steps", Text(_steps(steps, certificate.get("alloc_retries")))
+        retries = certificate.get("alloc_retries")
+        full = f", the allocator ran full {retries} times" if retries else " without an allocation retry"
+        yield "steps", Text(format_number_of(steps, "optimizer step") + ("" if retries is None else full))
     if certificate.get("evaluated"):
         yield "evaluation", Text("fits")
     if checkpoint := certificate.get("checkpoint"):
         yield "checkpoint", Text(", ".join(_checkpoint(checkpoint)))
     if headroom := certificate.get("headroom_bytes"):
-        yield "headroom", Text(_headroom(headroom, certificate.get("headroom_kept")))
+        free = ", ".join(f"{tier} {format_bytes(headroom[tier])}" for tier in TIERS if tier in headroom)
+        small = " (less than the share of the device that the search leaves free)"
+        yield "headroom", Text(free + (small if certificate.get("headroom_kept") is False else ""))
     if parity := certificate.get("parity"):
         yield "parity", Text(_parity(parity), style="" if parity["within"] else "red")
     for name, key, style in (
@@ -320,19 +289,6 @@ def certificate_lines(certificate: Mapping[str, Any]) -> Iterator[tuple[str, Tex
             yield "" if number else name, Text(sentence, style=style)
 
 
-def _longest_batch(shape: tuple[int, ...], draws: int) -> str:
-    sizes = " × ".join(f"{size:,}" for size in shape)
-    origin = f"the longest of {draws:,} draws" if draws else "by the workload's own build_longest_batch"
-    return f"{sizes}, {origin}"
-
-
-def _steps(steps: int, retries: int | None) -> str:
-    count = format_number_of(steps, "optimizer step")
-    if retries is None:
-        return count
-    return f"{count}, the allocator ran full {retries} times" if retries else f"{count} without an allocation retry"
-
-
 def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     size, save_s, load_s = checkpoint.get("bytes"), checkpoint.get("save_s"), checkpoint.get("load_s")
     saved = "saved" if size is None else f"{format_bytes(size)} saved"
@@ -340,14 +296,9 @@ def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
     if load_s is not None:
         yield f"loaded in {format_seconds(load_s)}"
     if (restored := checkpoint.get("restored")) is not None:
-        yield "evaluates to the same loss" if restored else "evaluates to another loss"
+        yield f"evaluates to {'the same' if restored else 'another'} loss"
     if (gathered := checkpoint.get("gathered")) is not None:
-        yield "whole weights gathered" if gathered else "whole weights not gathered"
-
-
-def _headroom(headroom: Mapping[str, int], kept: bool | None) -> str:
-    free = ", ".join(f"{tier} {format_bytes(headroom[tier])}" for tier in TIERS if tier in headroom)
-    return f"{free} (less than the share of the device that the search leaves free)" if kept is False else free
+        yield f"whole weights {'' if gathered else 'not '}gathered"
 
 
 def _parity(parity: Mapping[str, Any]) -> str:
@@ -365,11 +316,6 @@ def _parity(parity: Mapping[str, Any]) -> str:
 
 
 # Nothing fits.
-
-
-def _nothing_fits(report: Report) -> RenderableType:
-    head = Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), _effort(report))
-    return Group(head, pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
 
 
 def describe_shortage(report: Report) -> str:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -47,9 +46,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -96,21 +93,27 @@ class Progress(LiveView):
             case Note():
                 self._doing, self._since = event, self._clock()
                 self._print(Text(event.text, style="dim"), event.text)
-            case Skipped():
-                text = f"skipped: {event.reason}"
-                row = _event_row(MARKS["skipped"], rung=event.rung, text=text, wide=self._wide)
-                self._print(row, f"skipped {event.rung}: {event.reason}")
+            case Skipped(rung=rung, reason=reason):
+                row = self._row(MARKS["skipped"], rung=rung, text=f"skipped: {reason}")
+                self._print(row, f"skipped {rung}: {reason}")
             case TrialStarted():
                 self._running[event.id] = _Running(event.trial, self._clock())
             case TrialMoved():
                 if (now := self._running.get(event.id)) is not None:
                     now.phase, now.step = event.phase, event.step
-            case TrialFinished():
-                self._running.pop(event.record.id, None)
+            case TrialFinished(record=record, replayed=replayed):
+                self._running.pop(record.id, None)
                 self._doing = Note(text="")
-                label = self._label(event.record.trial)
-                plain = format_record(event.record, replayed=event.replayed, label=label)
-                self._print(_finished_row(event, label, wide=self._wide), plain)
+                label = self._label(record.trial)
+                row = self._row(
+                    MARKS[record.outcome.kind],
+                    rung=record.trial.rung,
+                    trial=_describe(record.trial),
+                    text=": ".join(filter(None, (label, format_outcome(record.outcome)))),
+                    end="journal" if replayed else format_seconds(record.seconds),
+                    style="dim" if replayed else "",
+                )
+                self._print(row, format_record(record, replayed=replayed, label=label))
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
         if self._live is not None:
@@ -118,9 +121,19 @@ class Progress(LiveView):
         else:
             self._print_plain(plain)
 
-    @property
-    def _wide(self) -> bool:
-        return self._console.width >= WIDE_PROGRESS
+    def _row(
+        self, mark: Mark, *, rung: str, text: str, trial: str = "", end: str = "", style: str = "dim"
+    ) -> RenderableType:
+        """One line whose columns have fixed places, so that lines printed one by one align."""
+        wide = self._console.width >= WIDE_PROGRESS
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(width=1, style=mark.style)
+        table.add_column(width=19 if wide else 13, overflow="fold", style="bold")
+        table.add_column(width=12 if wide else 9)
+        table.add_column(ratio=1)
+        table.add_column(width=7, justify="right", style="dim")
+        table.add_row(mark.sign, Text(rung), Text(trial), Text(text), end, style=style)
+        return table
 
     def _current(self) -> RenderableType:
         """A line for each running trial, or the last note while nothing runs."""
@@ -134,47 +147,14 @@ class Progress(LiveView):
 
     def _line(self, now: _Running) -> Text:
         place, elapsed = format_phase(now.phase, now.step), format_seconds(self._clock() - now.since)
-        return Text.assemble(
-            (now.trial.rung, "bold"),
-            f"  {_describe(now.trial)}  ",
-            self._label(now.trial),
-            "  ",
-            (place, "cyan"),
-            (f"  {elapsed}", "dim"),
-        )
-
-
-def _finished_row(event: TrialFinished, label: str, *, wide: bool) -> Table:
-    record = event.record
-    return _event_row(
-        MARKS[record.outcome.kind],
-        rung=record.trial.rung,
-        trial=_describe(record.trial),
-        text=": ".join(filter(None, (label, format_outcome(record.outcome)))),
-        end="journal" if event.replayed else format_seconds(record.seconds),
-        style="dim" if event.replayed else "",
-        wide=wide,
-    )
+        description = f"  {_describe(now.trial)}  {self._label(now.trial)}  "
+        return Text.assemble((now.trial.rung, "bold"), description, (place, "cyan"), (f"  {elapsed}", "dim"))
 
 
 def _describe(trial: Trial) -> str:
     """'tune 4×2': the trial's purpose, micro batch and accumulation."""
     limit = "" if trial.limited else ", no limit"
     return f"{trial.purpose} {trial.knobs.micro_batch}×{trial.knobs.accumulation}{limit}"
-
-
-def _event_row(
-    mark: Mark, *, rung: str, text: str, wide: bool, trial: str = "", end: str = "", style: str = "dim"
-) -> Table:
-    """One line whose columns have fixed places, so that lines printed one by one align."""
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(width=1, style=mark.style)
-    table.add_column(width=19 if wide else 13, overflow="fold", style="bold")
-    table.add_column(width=12 if wide else 9)
-    table.add_column(ratio=1)
-    table.add_column(width=7, justify="right", style="dim")
-    table.add_row(mark.sign, Text(rung), Text(trial), Text(text), end, style=style)
-    return table
 
 
 class PlanProgress(LiveView):
@@ -197,22 +177,22 @@ class PlanProgress(LiveView):
                         self._print_plain(event.text)
                 case SimulationStarted():
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
-                case RungFinished():
-                    self._finished(event)
+                case RungFinished(forecast=forecast):
+                    is_new = (event.machine, forecast.rung) not in self._rows
+                    self._rows[event.machine, forecast.rung] = forecast
+                    self._share = f"{event.done} of at most {event.total}"
+                    self._doing.pop(forecast.rung, None)
+                    if self._live is None:
+                        self._print_rung(event, is_new)
 
-    def _finished(self, event: RungFinished) -> None:
-        forecast, key = event.forecast, (event.machine, event.forecast.rung)
-        is_new = key not in self._rows
-        self._rows[key] = forecast
-        self._share = f"{event.done} of at most {event.total}"
-        self._doing.pop(forecast.rung, None)
-        if self._live is not None:
-            return
+    def _print_rung(self, event: RungFinished, is_new: bool) -> None:
+        forecast, mark = event.forecast, MARKS[event.forecast.verdict]
+        # A machine of the catalogue is named, but not this machine or one described by options.
+        machine = "" if event.machine in (ASKED, HERE) else f"{event.machine}: "
         if is_new:
-            self._print_plain(f"{_machine_prefix(event.machine)}{_format_rung(forecast)}")
+            self._print_plain(f"{machine}{mark.sign} {forecast.rung}: {mark.word}: {forecast.reason}")
         elif forecast.largest_micro_batch is not None:
-            largest = f"{forecast.rung}: up to micro batch {forecast.largest_micro_batch}"
-            self._print_plain(f"{_machine_prefix(event.machine)}{largest}")
+            self._print_plain(f"{machine}{forecast.rung}: up to micro batch {forecast.largest_micro_batch}")
 
     def _current(self) -> RenderableType:
         """The rows of the machine that is being simulated, and a line with the current simulation."""
@@ -221,20 +201,7 @@ class PlanProgress(LiveView):
             share, rows = self._share, dict(self._rows)
         elapsed = format_seconds(self._clock() - self._since)
         self._spinner.update(text=Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim")))
-        machines = {machine for machine, _ in rows}
-        if len(machines) != 1:
+        if len({machine for machine, _ in rows}) != 1:
             return self._spinner
-        return Group(
-            rung_table(rows.values(), best=None, width=min(self._console.width, WIDEST_LIVE_TABLE)), self._spinner
-        )
-
-
-def _machine_prefix(machine: str) -> str:
-    """'a100-80gb: ' for a machine of the catalogue; empty for this machine or one described by options."""
-    return "" if machine in (ASKED, HERE) else f"{machine}: "
-
-
-def _format_rung(forecast: RungForecast) -> str:
-    """A rung as one plain line."""
-    mark = MARKS[forecast.verdict]
-    return f"{mark.sign} {forecast.rung}: {mark.word}: {forecast.reason}"
+        table = rung_table(rows.values(), best=None, width=min(self._console.width, WIDEST_LIVE_TABLE))
+        return Group(table, self._spinner)

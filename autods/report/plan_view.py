@@ -51,35 +51,8 @@ def print_plan(forecast: Forecast, console: Console) -> None:
         console.print(bullets(assumed, style="dim"))
 
 
-# One machine.
-
-
-def _print_site(forecast: Forecast, site: SiteForecast, console: Console) -> None:
-    console.print(Text.assemble("\n", (_question(forecast, site), "bold")))
-    console.print(rung_table(site.rungs, best=site.best_rung, width=console.width))
-    console.print(_legend())
-    console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
-    if console.width < PLAN_WITH_REASONS:
-        scale = 0 if console.width >= PLAN_WITH_BARS else _bar_scale(site.rungs)
-        console.print(pairs_grid((rung.rung, _below_table(rung, scale)) for rung in site.rungs))
-        console.print()
-    spent = f"  ({format_seconds(forecast.seconds)})"
-    console.print(Text.assemble((_headline(site), f"bold {_STATUS_STYLES[site.status]}"), (spent, "dim")))
-    console.print(bullets(suggestions(forecast, site)))
-
-
-def _question(forecast: Forecast, site_forecast: SiteForecast) -> str:
-    """'llama, 6.74B parameters, sequence 2048, micro batch 1, bf16, checkpointing on: 8 ranks × 80.0 GiB'."""
-    site = site_forecast.site
-    nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
-    card = f" ({site.machine.name})" if site.machine.links else ""
-    return (
-        f"{_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: "
-        f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
-    )
-
-
-def _workload(forecast: Forecast) -> str:
+def _describe_workload(forecast: Forecast) -> str:
+    """'llama, 6.74B parameters, sequence 2048, checkpointing on'."""
     facts, source = forecast.facts, forecast.source
     target = f" to {source.target_len}" if source.target_len else ""
     sequence = f", sequence {facts.tokens_per_sample}{target}" if facts.tokens_per_sample else ""
@@ -87,6 +60,31 @@ def _workload(forecast: Forecast) -> str:
     split = ", zero.Init" if forecast.zero_init else ""
     parameters = format_count(facts.parameters)
     return f"{source.name}, {parameters} parameters{sequence}, checkpointing {checkpointing}{split}"
+
+
+# One machine.
+
+
+def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Console) -> None:
+    site, rungs, width = site_forecast.site, site_forecast.rungs, console.width
+    nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
+    card = f" ({site.machine.name})" if site.machine.links else ""
+    ranks = f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
+    head = f"\n{_describe_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: {ranks}"
+    console.print(Text(head, style="bold"))
+    console.print(rung_table(rungs, best=site_forecast.best_rung, width=width))
+    kinds = (Text.assemble((sign, style), f" {kind}") for kind, (sign, style) in _TENSOR_KINDS.items())
+    console.print(Text("  ").join(kinds))
+    console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
+    if width < PLAN_WITH_REASONS:  # the columns that the table lacks
+        bars = [memory_bar(rung, 0 if width >= PLAN_WITH_BARS else _bar_scale(rungs)) for rung in rungs]
+        texts = [Text.assemble(bar, "  " if bar else "", rung.reason) for bar, rung in zip(bars, rungs, strict=True)]
+        console.print(pairs_grid(zip((rung.rung for rung in rungs), texts, strict=True)))
+        console.print()
+    spent = f"  ({format_seconds(forecast.seconds)})"
+    style = f"bold {_STATUS_STYLES[site_forecast.status]}"
+    console.print(Text.assemble((_headline(site_forecast), style), (spent, "dim")))
+    console.print(bullets(suggestions(forecast, site_forecast)))
 
 
 def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -> Table:
@@ -109,10 +107,12 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
         mark = MARKS[rung.verdict]
         if narrow and rung.verdict == "not_applicable":
             mark = mark._replace(word="n/a")
+        memory = [(tier, rung.memory[tier]) for tier in TIERS if tier in rung.memory]
+        lines = (Text.assemble((f"{tier:<7}", "dim"), format_predicted(predicted)) for tier, predicted in memory)
         cells = [
             Text(rung.rung, style="bold" if rung.rung == best else ""),
             mark.text(),
-            Text("\n").join(_tier_lines(rung)),
+            Text("\n").join(lines),
             Text(str(rung.largest_micro_batch or "")),
             memory_bar(rung, scale),
             Text(rung.decides or ""),
@@ -120,13 +120,6 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
         ]
         table.add_row(*cells[: len(table.columns)])
     return table
-
-
-def _tier_lines(rung: RungForecast) -> Iterator[Text]:
-    """One line a tier; host and NVMe are a node's."""
-    for tier in TIERS:
-        if tier in rung.memory:
-            yield Text.assemble((f"{tier:<7}", "dim"), format_predicted(rung.memory[tier]))
 
 
 def format_predicted(predicted: TierForecast) -> str:
@@ -148,17 +141,14 @@ def memory_bar(rung: RungForecast, scale: int) -> Text:
     if device is None or not scale:
         return Text()
     text = Text()
-    drawn, end = 0, 0.0
+    end = 0.0
     for kind, size in bytes_by_kind(rung).items():
         sign, style = _TENSOR_KINDS[kind]
         end += size * BAR_CELLS / scale
-        count = min(round(end), BAR_CELLS) - drawn
-        text.append(sign * count, style=style)
-        drawn += count
-    text.append(" " * (BAR_CELLS - drawn))
-    if device.peak_bytes > scale:
-        return text.append(_BEYOND_LIMIT, style="red")
-    return text.append(_AT_LIMIT, style="dim")
+        text.append(sign * (min(round(end), BAR_CELLS) - len(text)), style=style)
+    text.append(" " * (BAR_CELLS - len(text)))
+    beyond = device.peak_bytes > scale
+    return text.append(_BEYOND_LIMIT if beyond else _AT_LIMIT, style="red" if beyond else "dim")
 
 
 def bytes_by_kind(rung: RungForecast) -> Mapping[str, int]:
@@ -173,27 +163,15 @@ def _bar_scale(rungs: Iterable[RungForecast]) -> int:
     return max((device.limit_bytes or device.peak_bytes for device in devices), default=0)
 
 
-def _legend() -> Text:
-    """'█ parameters  ▓ gradients …'."""
-    parts = [Text.assemble((sign, style), f" {kind}") for kind, (sign, style) in _TENSOR_KINDS.items()]
-    return Text("  ").join(parts)
-
-
-def _below_table(rung: RungForecast, scale: int) -> Text:
-    """The columns that a narrow table lacks: the bar and the reason."""
-    bar = memory_bar(rung, scale)
-    return Text.assemble(bar, "  " if bar else "", rung.reason)
-
-
 def _headline(site: SiteForecast) -> str:
     """'zero2 is the fastest rung that fits, up to micro batch 6'."""
     best = site.best
     if best is None:
         return "nothing is forecast" if site.to_try else "nothing fits"
-    claim = "the fastest rung that fits" if best.verdict == "fits" else "the fastest rung that may fit"
-    if best.largest_micro_batch is None:
-        return f"{best.rung} is {claim}, at micro batch {best.micro_batch}"
-    return f"{best.rung} is {claim}, up to micro batch {best.largest_micro_batch}"
+    size = f"at micro batch {best.micro_batch}"
+    if best.largest_micro_batch is not None:
+        size = f"up to micro batch {best.largest_micro_batch}"
+    return f"{best.rung} is the fastest rung that {'fits' if best.verdict == 'fits' else 'may fit'}, {size}"
 
 
 # What to do.
@@ -202,11 +180,11 @@ def _headline(site: SiteForecast) -> str:
 def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
     """The needs of the neighbouring rungs and what to do next, the most useful first."""
     best = site.best
-    if best is None and site.to_try:
-        yield f"{' and '.join(site.to_try)} may fit: autods fit tries them"
-        return
     if best is None:
-        yield from _when_nothing_fits(forecast, site)
+        if site.to_try:
+            yield f"{' and '.join(site.to_try)} may fit: autods fit tries them"
+        else:
+            yield from _remedies(forecast, site)
         return
     if best.verdict == "tight":
         yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
@@ -216,7 +194,9 @@ def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
         yield f"faster, but tight: {', '.join(tight)}; only a real trial can tell (autods fit)"
     if faster:
         yield f"the next faster one, {faster[-1].rung}, {_need(faster[-1])}"
-    leaner = next((rung for rung in site.rungs if _is_leaner(rung, best)), None)
+    clearly_less = _CLEARLY_LEANER * best.memory["device"].peak_bytes
+    fitting = [rung for rung in site.rungs if rung.verdict == "fits" and "device" in rung.memory]
+    leaner = next((rung for rung in fitting if rung.memory["device"].peak_bytes < clearly_less), None)
     if leaner is not None:
         more = f", up to micro batch {leaner.largest_micro_batch}" if leaner.largest_micro_batch else ""
         yield f"{leaner.rung} leaves more memory free: {_need(leaner)}{more}"
@@ -224,7 +204,8 @@ def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
         yield "prove it on the machine itself: autods fit"
 
 
-def _when_nothing_fits(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
+def _remedies(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
+    """Ways to make something fit, the surest first."""
     forecasts = [rung for rung in site.rungs if rung.memory]
     if not forecasts:
         yield "no rung applies: see the reasons above"
@@ -259,18 +240,12 @@ def _fullest_tier(rung: RungForecast) -> Tier | None:
     return max(over, key=lambda tier: rung.memory[tier].fill, default=None)
 
 
-def _is_leaner(rung: RungForecast, best: RungForecast) -> bool:
-    if rung.verdict != "fits" or "device" not in rung.memory or rung.rung == best.rung:
-        return False
-    return rung.memory["device"].peak_bytes < _CLEARLY_LEANER * best.memory["device"].peak_bytes
-
-
 # Several machines.
 
 
 def _print_machines(forecast: Forecast, console: Console) -> None:
     wide = console.width >= PLAN_WITH_REASONS
-    console.print(Text.assemble("\n", (_workload(forecast), "bold")))
+    console.print(Text.assemble("\n", (_describe_workload(forecast), "bold")))
     table = plain_table(expand=wide)
     for name in ("machine", "ranks", "fastest rung", "verdict", "device"):
         table.add_column(name, no_wrap=True)
@@ -287,17 +262,17 @@ def _print_machines(forecast: Forecast, console: Console) -> None:
         return
     assert enough.best is not None
     machine = enough.site.machine.name
-    head = f"{machine} is the smallest that is enough: {enough.best.rung} on {_ranks(enough)}"
+    head = f"{machine} is the smallest that is enough: {enough.best.rung} on {_format_site(enough)}"
     console.print(Text(head, style="bold green"), spent)
     command = f"autods plan {shlex.quote(forecast.source.path)} --gpus {enough.site.world_size} --on {machine}"
     console.print(bullets([f"all of its rungs: {command}"]))
 
 
 def _machine_row(site: SiteForecast) -> list[RenderableType]:
-    name, ranks = Text(site.site.machine.name), Text(_ranks(site))
+    name, ranks = Text(site.site.machine.name), Text(_format_site(site))
     rung = site.best or (site.rungs[-1] if site.rungs else None)
     if rung is None:
-        return [name, ranks, Text(), Text(), Text(), Text(), Text()]
+        return [name, ranks]
     verdict = rung.verdict if site.best is not None or rung.verdict == "not_applicable" else "cannot_fit"
     device = rung.memory.get("device")
     memory = format_predicted(device) if device is not None else format_bytes(site.site.machine.device_bytes)
@@ -306,7 +281,7 @@ def _machine_row(site: SiteForecast) -> list[RenderableType]:
     return [name, ranks, best, MARKS[verdict].text(), Text(memory), largest, Text(rung.reason)]
 
 
-def _ranks(site_forecast: SiteForecast) -> str:
+def _format_site(site_forecast: SiteForecast) -> str:
     """'2 × 8 bf16'."""
     site = site_forecast.site
     ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..types import TIERS, Tier
+from ..types import TIERS, Scalar, Tier
 from ..units import format_bytes
-from .results import PROBE_CSV, CellResult, ProbeReport, Ratio
+from .results import PROBE_CSV, CellResult, ProbeReport
 from .text import MARKS, format_ranks, format_rate, format_seconds, format_value, pairs_grid, plain_table
 
 # Columns that a narrow terminal leaves out, in order.
@@ -38,23 +39,23 @@ def print_probe(report: ProbeReport, console: Console) -> None:
 
 def _question(report: ProbeReport) -> str:
     """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
-    question: Mapping[str, object] = report.question
-    ranks = "ranks"
-    if len(report.axes.get("gpus", ())) < 2:
-        ranks = format_ranks(int(str(question["gpus"])), str(question["device"]))
-    if int(str(question.get("nodes") or 1)) > 1:
-        ranks += f" of {question.get('nodes')} nodes"
-    fixed = [
-        f"{name} {format_value(values[0])}" if name != "rung" else str(values[0])
-        for name, values in report.axes.items()
-        if len(values) == 1
-    ]
-    precision = [] if "precision" in report.axes else [str(question.get("precision"))]
-    times = "once" if question.get("repeats") == 1 else f"{question.get('repeats')} times"
-    repeats = f"each cell {times}" if not question.get("capacity") else ""
-    details = ", ".join(part for part in (*fixed, *precision, repeats) if part)
-    memory = format_bytes(float(str(question.get("device_bytes") or 0)))
-    return f"{question.get('workload')} on {ranks} × {memory}, {details}"
+    question = report.question
+    varies_ranks = len(report.axes.get("gpus", ())) > 1
+    ranks = "ranks" if varies_ranks else format_ranks(question["gpus"], question["device"])
+    nodes = f" of {question['nodes']} nodes" if (question.get("nodes") or 1) > 1 else ""
+    details = [_describe_value(name, values[0]) for name, values in report.axes.items() if len(values) == 1]
+    if "precision" not in report.axes:
+        details.append(str(question.get("precision")))
+    if not question.get("capacity"):
+        repeats = question.get("repeats")
+        details.append(f"each cell {'once' if repeats == 1 else f'{repeats} times'}")
+    memory = format_bytes(question.get("device_bytes") or 0)
+    return f"{question.get('workload')} on {ranks}{nodes} × {memory}, {', '.join(details)}"
+
+
+def _describe_value(name: str, value: Scalar | None) -> str:
+    """'zero1', 'micro_batch 4'."""
+    return str(value) if name == "rung" else f"{name} {format_value(value)}"
 
 
 def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
@@ -92,16 +93,24 @@ class Column:
 
 def _columns(report: ProbeReport) -> list[Column]:
     """The columns in which some cell has a value, the cell's number first."""
-    columns = [Column("", lambda cell: str(cell.number)), *_axes(report), *_measures(report)]
+    # The axes that vary; the others stand in the headline. Where none varies, the rung has a column.
+    varied = [name for name, values in report.axes.items() if len(values) > 1]
+    axes = varied or [name for name in report.axes if name == "rung"]
+    columns = [Column("", lambda cell: str(cell.number))]
+    columns += [Column(_heading(name), partial(_axis_value, name), right=False) for name in axes]
+    columns.append(Column("", _outcome, right=False))
+    if report.question.get("capacity"):
+        columns.append(Column("forecast", lambda cell: _number(cell.capacity.forecast if cell.capacity else None)))
+        columns.append(Column("largest\nmicro batch", _largest))
+    reference = report.compared[0] if report.compared is not None else None
+    columns += [
+        Column("samples/s", lambda cell: _rate(cell.samples_per_second, cell.spread)),
+        Column("tokens/s", lambda cell: _rate(cell.tokens_per_second, None)),
+        Column(f"× cell {reference or 1}", partial(_ratio, reference)),
+        *(Column(tier, partial(_memory, tier)) for tier in TIERS),
+        Column("sent\na step", lambda cell: format_bytes(cell.sent_bytes) if cell.sent_bytes else ""),
+    ]
     return [column for column in columns if any(str(column.cell(cell)) for cell in report.cells)]
-
-
-def _axes(report: ProbeReport) -> Iterator[Column]:
-    """The axes that vary; the others stand in the headline. Where none varies, the rung has a column."""
-    alone = all(len(values) == 1 for values in report.axes.values())
-    for name, values in report.axes.items():
-        if len(values) > 1 or (alone and name == "rung"):
-            yield Column(_heading(name), lambda cell, name=name: _value(cell, name), right=False)  # type: ignore[misc]
 
 
 def _heading(name: str) -> str:
@@ -111,40 +120,27 @@ def _heading(name: str) -> str:
     return f"{short[: middle + 1]}\n{short[middle + 1 :]}" if len(short) > 12 and middle > 0 else short
 
 
-def _value(cell: CellResult, name: str) -> Text:
+def _axis_value(name: str, cell: CellResult) -> str:
     text = format_value(cell.values.get(name))
-    return Text(f"({text})" if name in cell.unheeded else text)
-
-
-def _measures(report: ProbeReport) -> Iterator[Column]:
-    yield Column("", _outcome, right=False)
-    if report.question.get("capacity"):
-        yield Column("forecast", lambda cell: _number(cell.capacity.forecast if cell.capacity else None))
-        yield Column("largest\nmicro batch", _largest)
-    yield Column("samples/s", lambda cell: _rate(cell.samples_per_second, cell.spread))
-    yield Column("tokens/s", lambda cell: _rate(cell.tokens_per_second, None))
-    yield Column("× cell 1" if _reference(report) in (None, 1) else f"× cell {_reference(report)}", _times(report))
-    for tier in TIERS:
-        yield Column(tier, _memory(tier))
-    yield Column("sent\na step", lambda cell: format_bytes(cell.sent_bytes) if cell.sent_bytes else "")
+    return f"({text})" if name in cell.unheeded else text
 
 
 def _outcome(cell: CellResult) -> Text:
     mark, _, style = MARKS[cell.status]
     if cell.same_as is not None:
         return Text(f"= {cell.same_as}", style="dim")
-    if cell.status == "out_of_memory" and cell.tier is not None:
-        missing = f" ≥ {format_bytes(cell.missing_bytes)}" if cell.missing_bytes is not None else ""
-        return Text(f"{mark} {cell.tier} lacks{missing}" if missing else f"{mark} {cell.tier} full", style=style)
-    return Text(mark, style=style)
+    if cell.status != "out_of_memory" or cell.tier is None:
+        return Text(mark, style=style)
+    missing = "full" if cell.missing_bytes is None else f"lacks ≥ {format_bytes(cell.missing_bytes)}"
+    return Text(f"{mark} {cell.tier} {missing}", style=style)
 
 
 def _largest(cell: CellResult) -> str:
-    if cell.capacity is None or cell.capacity.verified is None:
+    capacity = cell.capacity
+    if capacity is None or capacity.verified is None:
         return ""
-    if cell.capacity.exact:
-        return f"{cell.capacity.verified:,}"
-    return f"{cell.capacity.verified:,} {'±' if cell.capacity.refused else 'or more'}"
+    bound = "" if capacity.exact else " ±" if capacity.refused else " or more"
+    return f"{capacity.verified:,}{bound}"
 
 
 def _number(value: int | None) -> str:
@@ -157,34 +153,20 @@ def _rate(rate: float | None, spread: float | None) -> str:
     return format_rate(rate) + (f" ±{spread:.{0 if spread > 0.1 else 1}%}" if spread is not None else "")
 
 
-def _times(report: ProbeReport) -> Callable[[CellResult], Text]:
-    reference = _reference(report)
-
-    def cell_text(cell: CellResult) -> Text:
-        if cell.number == reference:
-            return Text("1", style="dim")
-        return _ratio(cell.ratio) if cell.ratio is not None else Text()
-
-    return cell_text
+def _memory(tier: Tier, cell: CellResult) -> str:
+    use = cell.memory.get(tier)
+    return format_bytes(use.peak_bytes) if use is not None and use.peak_bytes else ""
 
 
-def _ratio(ratio: Ratio) -> Text:
+def _ratio(reference: int | None, cell: CellResult) -> Text:
     """'1.32', or '≈ 1.01' where that is within the noise."""
-    if ratio.differs:
-        return Text(f"{ratio.times:.2f}", style="green" if ratio.times > 1 else "yellow")
-    return Text(f"≈ {ratio.times:.2f}", style="dim")
-
-
-def _memory(tier: Tier) -> Callable[[CellResult], str]:
-    def cell_text(cell: CellResult) -> str:
-        use = cell.memory.get(tier)
-        return format_bytes(use.peak_bytes) if use is not None and use.peak_bytes else ""
-
-    return cell_text
-
-
-def _reference(report: ProbeReport) -> int | None:
-    return report.compared[0] if report.compared is not None else None
+    if cell.number == reference:
+        return Text("1", style="dim")
+    if cell.ratio is None:
+        return Text()
+    if cell.ratio.differs:
+        return Text(f"{cell.ratio.times:.2f}", style="green" if cell.ratio.times > 1 else "yellow")
+    return Text(f"≈ {cell.ratio.times:.2f}", style="dim")
 
 
 def _reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
@@ -242,9 +224,5 @@ def _speed(cell: CellResult, measure: str) -> float:
 
 def _distinction(report: ProbeReport, cell: CellResult) -> str:
     """'zero1, micro_batch 4': the values that distinguish the cell."""
-    varied = [name for name, values in report.axes.items() if len(values) > 1 or name == "rung"]
-    return ", ".join(
-        str(cell.values[name]) if name == "rung" else f"{name} {format_value(cell.values[name])}"
-        for name in varied
-        if name not in cell.unheeded
-    )
+    varied = (name for name, values in report.axes.items() if len(values) > 1 or name == "rung")
+    return ", ".join(_describe_value(name, cell.values[name]) for name in varied if name not in cell.unheeded)
