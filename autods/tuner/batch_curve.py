@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..types import Fit, Record
 from .trials import fits_within, median_step_s
@@ -41,8 +42,7 @@ class MemoryLine:
         return (usable_bytes - self.fixed_bytes) / self.bytes_each if self.bytes_each > 0 else math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputBound:
+class ThroughputBound(NamedTuple):
     """The most samples a second that a rank may reach, and the micro batch to measure for it; None: nothing is left."""
 
     rate: float
@@ -102,51 +102,39 @@ class BatchCurve:
             return None
         return MemoryLine.through(self.peak_bytes, left, self.fits).largest(self.usable_bytes)
 
-    def next_size(self, sizes: Sequence[int]) -> int | None:
-        """The micro batch of `sizes` (ascending) to try next; None when the largest that fits is known closely."""
-        between = self.open_sizes(sizes)
-        if not between or self.peak_bytes[self.fits] > self.usable_bytes:
-            return None
-        limit = self.line_limit()
-        if limit is not None and limit < self.fits + max(1.0, self.fits * _CLOSE):
-            return None
-        if self.too_large is None:
-            return self._size_above(between, limit)
-        if self.too_large - self.fits <= self.fits * _CLOSE:
-            return None
-        return self._size_within(between, self.too_large, limit)
-
     def open_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
         """Those of `sizes` between the largest that fits and the smallest that is too large."""
         stop = len(sizes) if self.too_large is None else bisect_left(sizes, self.too_large)
         return sizes[bisect_right(sizes, self.fits) : stop]
 
-    def _size_within(self, sizes: Sequence[int], too_large: int, limit: float | None) -> int | None:
-        """The next size between the largest that fits and the smallest that is too large."""
-        if too_large in self.peak_bytes:  # the chord lies above the peaks between, so its limit is a lower bound
-            chord = MemoryLine.through(self.peak_bytes, self.fits, too_large)
-            if (size := _largest_up_to(sizes, chord.largest(self.usable_bytes))) is not None:
-                return size
-        if limit is not None and limit < too_large:
-            return _largest_up_to(sizes, limit)
-        # The line through what fits is from before a bend: halve the ratio of the two.
-        return _largest_up_to(sizes, math.sqrt(self.fits * too_large)) or sizes[0]
-
-    def _size_above(self, sizes: Sequence[int], limit: float | None) -> int | None:
-        """The next size above all that fit, as far as the line allows, but not far beyond measured sizes."""
+    def next_size(self, sizes: Sequence[int]) -> int | None:
+        """The micro batch of `sizes` (ascending) to try next; None when the largest that fits is known closely."""
+        sizes, fits, too_large = self.open_sizes(sizes), self.fits, self.too_large
+        if not sizes or self.peak_bytes[fits] > self.usable_bytes:
+            return None
+        limit = self.line_limit()
+        if limit is not None and limit < fits + max(1.0, fits * _CLOSE):
+            return None
+        if too_large is not None:
+            if too_large - fits <= fits * _CLOSE:
+                return None
+            if too_large in self.peak_bytes:  # the chord lies above the peaks between, so its limit is a lower bound
+                chord = MemoryLine.through(self.peak_bytes, fits, too_large)
+                if (size := _largest_up_to(sizes, chord.largest(self.usable_bytes))) is not None:
+                    return size
+            if limit is not None and limit < too_large:
+                return _largest_up_to(sizes, limit)
+            # The line through what fits is from before a bend: halve the ratio of the two.
+            return _largest_up_to(sizes, math.sqrt(fits * too_large)) or sizes[0]
         # All of the peak cannot grow faster than in proportion to the micro batch, so this size must fit.
-        certain = self.fits * self.usable_bytes / max(1, self.peak_bytes[self.fits])
-        match limit:
-            case None:
-                target = max(certain, sizes[0])
-            case math.inf:  # a flat line has not bent yet and says nothing about larger sizes
-                target = max(certain, _LONGEST_FLAT_JUMP * self.fits, sizes[0])
-            case _:
-                target = limit
-        size = _largest_up_to(sizes, min(target, LONGEST_JUMP * self.fits))
-        if size is None and sizes[0] <= certain:
-            return sizes[0]  # the divisors of a global batch can lie further apart than the longest jump
-        return size
+        certain = fits * self.usable_bytes / max(1, self.peak_bytes[fits])
+        if limit is None:
+            limit = max(certain, sizes[0])
+        elif math.isinf(limit):  # a flat line has not bent yet and says nothing about larger sizes
+            limit = max(certain, _LONGEST_FLAT_JUMP * fits, sizes[0])
+        size = _largest_up_to(sizes, min(limit, LONGEST_JUMP * fits))
+        # The divisors of a global batch can lie further apart than the longest jump.
+        return sizes[0] if size is None and sizes[0] <= certain else size
 
     # Time
 
@@ -166,17 +154,17 @@ class BatchCurve:
             hopeful = times[largest] * max(1.0, micro_batch / largest / 2)
             if len(times) == 1:
                 return hopeful
-            each = max(0.0, self._slope(sorted(times)[-2], largest))
+            each = max(0.0, self.slope(sorted(times)[-2], largest))
             return max(hopeful, times[largest] + each * (micro_batch - largest))
         if below is None:
             return times[above] * micro_batch / above
-        return times[below] + self._slope(below, above) * (micro_batch - below)
+        return times[below] + self.slope(below, above) * (micro_batch - below)
 
     def sample_s(self) -> float:
         """Seconds of one more sample at the largest micro batch measured; 0 where no smaller one is far enough."""
         last = max(self.micro_step_s)
         before = well_below(self.micro_step_s, last)
-        return 0.0 if before is None else self._slope(before, last)
+        return 0.0 if before is None else self.slope(before, last)
 
     def throughput_bound(self, most: float, sample_s: float) -> ThroughputBound:
         """The most that the config may reach with a micro batch from the largest measured up to `most`.
@@ -198,15 +186,9 @@ class BatchCurve:
             rate, size = most / (times[last] + each * (most - last)), int(most)
         return ThroughputBound(rate=max(best, rate), size=size if rate > best * _WORTH_GROWING else None)
 
-    def _slope(self, small: int, large: int) -> float:
+    def slope(self, small: int, large: int) -> float:
+        """Seconds of one more sample between two measured micro batches."""
         return (self.micro_step_s[large] - self.micro_step_s[small]) / (large - small)
-
-    def overall_sample_s(self) -> float | None:
-        """Seconds of one more sample between the smallest and the largest measured; None where these lie close."""
-        times = self.micro_step_s
-        if not times or max(times) < _WIDE * min(times):
-            return None
-        return self._slope(min(times), max(times))
 
 
 def least_sample_s(curves: Iterable[BatchCurve]) -> float:
@@ -214,7 +196,8 @@ def least_sample_s(curves: Iterable[BatchCurve]) -> float:
 
     Rungs run the same model on the same device, so a sample costs them about the same arithmetic.
     """
-    costs = [cost for curve in curves if (cost := curve.overall_sample_s()) is not None]
+    ends = [(curve, min(curve.micro_step_s), max(curve.micro_step_s)) for curve in curves if curve.micro_step_s]
+    costs = [curve.slope(small, large) for curve, small, large in ends if large >= _WIDE * small]
     return max(0.0, min(costs, default=0.0))
 
 

@@ -12,39 +12,32 @@ from ..errors import InputError
 from ..types import Knobs, ModelFacts, Scalar
 from .trials import accumulation_for
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Refusal:
-    """DeepSpeed refuses a model for which `has` is true under these ZeRO stages."""
-
-    has: Callable[[ModelFacts], int]
-    stages: tuple[int, ...]
-    reason: str
-
-
-_REFUSALS = (
-    _Refusal(
-        has=lambda facts: facts.pipeline_stages,
-        stages=(2, 3),
-        reason="a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
+# (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
+_REFUSALS: tuple[tuple[Callable[[ModelFacts], int], tuple[int, ...], str], ...] = (
+    (
+        lambda facts: facts.pipeline_stages,
+        (2, 3),
+        "a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
         " after all micro batches, and ZeRO-{stage} splits them after each",
     ),
-    _Refusal(
-        has=lambda facts: facts.experts,
-        stages=(3,),
-        reason="experts with ZeRO-3: DeepSpeed refuses its own MoE layers there, because their parameters are split"
+    (
+        lambda facts: facts.experts,
+        (3,),
+        "experts with ZeRO-3: DeepSpeed refuses its own MoE layers there, because their parameters are split"
         " over the ranks already; ZeRO-1 and ZeRO-2 take them",
     ),
 )
 # ZeroOptimizer asserts both for MoE layers (stage_1_and_2.py, _configure_moe_settings).
 _FIXED_BY_EXPERTS = ("zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter")
+_PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
+_HALVES = ("bf16", "fp16")
 
 
 def refusal_reason(rung: Rung, facts: ModelFacts, world_size: int) -> str | None:
     """The reason that this rung cannot train this model on so many ranks; None when it can."""
-    for refusal in _REFUSALS:
-        if refusal.has(facts) and rung.stage in refusal.stages:
-            return refusal.reason.format(stage=rung.stage)
+    for has, stages, reason in _REFUSALS:
+        if has(facts) and rung.stage in stages:
+            return reason.format(stage=rung.stage)
     replicas = facts.replicas(world_size)
     if rung.needs.world_size > replicas:
         if facts.pipeline_stages:
@@ -90,9 +83,6 @@ def check_ranks(facts: ModelFacts, world_size: int) -> None:
         )
 
 
-_PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A rung with the knobs of its first trial.
@@ -111,48 +101,31 @@ class Candidate:
 
 def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
     """One candidate per rung of the ladder, fastest first. `op_problems`: op → why it cannot be built here."""
-    return tuple(_candidate(rung, settings, facts, op_problems) for rung in settings.ladder)
-
-
-def _candidate(rung: Rung, settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> Candidate:
+    replicas = facts.replicas(settings.gpus)
     # Accumulation above 2 needs no more memory: from the second micro batch on, each runs with kept gradients.
     # Growth sets the accumulation of the global batch.
-    replicas = facts.replicas(settings.gpus)
     accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))
-    knobs = Knobs(
-        micro_batch=1,
-        accumulation=accumulation,
-        checkpointing=facts.checkpointing,
-        settings=start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts),
-    )
-    config = compose(
-        rung,
-        knobs,
-        base=settings.base,
-        world_size=replicas,
-        own_optimizer=facts.has_optimizer,
-        nvme_path=settings.nvme_path,
-    )
-    ops = required_ops(config)
-    return Candidate(
-        rung=rung,
-        knobs=knobs,
-        skip=refusal_reason(rung, facts, settings.gpus) or _reason_to_skip(rung, settings, ops, op_problems),
-        ops=ops,
-        pinned=tuple(key for key in _PINS if get_key(config, key) is True),
-    )
-
-
-def _reason_to_skip(rung: Rung, settings: Settings, ops: tuple[str, ...], op_problems: Mapping[str, str]) -> str | None:
-    if rung.needs.nvme_path and settings.nvme_path is None:
-        return "no --nvme-path was given"
-    for op in ops:
-        if op in op_problems:
-            return f"its op {op} cannot be built: {op_problems[op]}"
-    return None
-
-
-_HALVES = ("bf16", "fp16")
+    candidates = []
+    for rung in settings.ladder:
+        start = start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts)
+        knobs = Knobs(accumulation=accumulation, checkpointing=facts.checkpointing, settings=start)
+        config = compose(
+            rung,
+            knobs,
+            base=settings.base,
+            world_size=replicas,
+            own_optimizer=facts.has_optimizer,
+            nvme_path=settings.nvme_path,
+        )
+        ops = required_ops(config)
+        skip = refusal_reason(rung, facts, settings.gpus)
+        if skip is None and rung.needs.nvme_path and settings.nvme_path is None:
+            skip = "no --nvme-path was given"
+        if skip is None and (op := next((op for op in ops if op in op_problems), None)) is not None:
+            skip = f"its op {op} cannot be built: {op_problems[op]}"
+        pinned = tuple(key for key in _PINS if get_key(config, key) is True)
+        candidates.append(Candidate(rung=rung, knobs=knobs, skip=skip, ops=ops, pinned=pinned))
+    return tuple(candidates)
 
 
 def without_checkpointing(candidate: Candidate) -> Candidate:
@@ -174,15 +147,9 @@ def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
 
 def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
     """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where `recomputes` is false."""
-    precision = _precision(knobs.settings)
-    words = [f"in {precision}"] if precision else []
+    words = []
+    if any(f"{half}.enabled" in knobs.settings for half in _HALVES):
+        words.append(f"in {next((half for half in _HALVES if knobs.settings.get(f'{half}.enabled')), 'fp32')}")
     if knobs.checkpointing is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
     return " ".join(words)
-
-
-def _precision(settings: Mapping[str, Scalar]) -> str | None:
-    """The precision that the settings name; None when they name none."""
-    if not any(f"{half}.enabled" in settings for half in _HALVES):
-        return None
-    return next((half for half in _HALVES if settings.get(f"{half}.enabled")), "fp32")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from ..types import Examined, Failed, Fit, Phase, Record, Steps, Tier, TierUse, first_line
+from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, Tier, first_line, is_machines_fault
+from ..units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Certificate:
     `backed_off`, `failures` and `not_checked` are sentences.
     """
 
-    passed: bool
+    passed: bool = False
     batch_shape: tuple[int, ...] = ()
     draws: int = 0
     optimizer_steps: int = 0
@@ -65,41 +65,60 @@ class Certificate:
     not_checked: tuple[str, ...] = ()
 
 
-def certificate_to_json(certificate: Certificate) -> dict[str, Any]:
-    """Plain values for "certificate" of report.json."""
-    return asdict(certificate)
-
-
 def certificate_of_exam(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certificate:
-    """The certificate of an exam that did not lack memory, without the comparison of losses."""
+    """The certificate of an exam that did not lack memory, without the comparison of losses and `passed`."""
     match exam.outcome:
         case Fit() as fit:
-            certificate = _certificate_of_fit(fit, limit_bytes, usable_bytes)
-        case Failed() as failure:
-            certificate = _certificate_of_failure(failure, exam.trial.steps)
-        case short:
-            certificate = Certificate(passed=False, failures=(f"the longest batch ran out of {short.tier} memory",))
-    return with_verdict(certificate)
+            return _certificate_of_fit(fit, limit_bytes, usable_bytes)
+        case OutOfMemory() as out:
+            return Certificate(failures=(f"the longest batch ran out of {out.tier} memory",))
+        case Failed() as failure:  # the parts before it were done
+            steps, is_after = exam.trial.steps, failure.phase in _AFTER_THE_STEPS
+            part, unreached = _AFTER_THE_STEPS.get(failure.phase, _ALL)
+            place = f"rank {failure.rank}, {failure.phase}" if failure.rank >= 0 else failure.phase
+            advice = f"; {first_line(failure.advice)}" if failure.advice else ""
+            return Certificate(
+                optimizer_steps=steps.warmup + steps.timed if is_after else 0,
+                evaluated=failure.phase in ("save", "load"),
+                failures=(f"{part} failed ({place}): {first_line(failure.evidence)}{advice}",),
+                not_checked=unreached,
+            )
 
 
-def with_verdict(certificate: Certificate) -> Certificate:
-    """The certificate with `passed` computed from its parts."""
-    return replace(certificate, passed=not (certificate.failures or certificate.not_checked))
+# Phase → the part that failed, and the parts that were not reached.
+_AFTER_THE_STEPS: Mapping[Phase, tuple[str, tuple[str, ...]]] = {
+    "evaluate": ("evaluation", ("no checkpoint was saved",)),
+    "save": ("saving the checkpoint", ("no checkpoint was loaded",)),
+    "load": ("loading the checkpoint", ()),
+}
+_ALL = ("the longest batch", ("evaluation was not run", "no checkpoint was saved"))
 
 
 def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:
-    limits = {tier: limit for tier, use in fit.memory.items() if (limit := _limit(tier, use, limit_bytes)) is not None}
+    limits = {tier: use.limit_bytes for tier, use in fit.memory.items()}
+    if "device" in limits:
+        limits["device"] = limits["device"] or limit_bytes
     certificate = Certificate(
-        passed=False,
         optimizer_steps=len(fit.losses),
         alloc_retries=fit.alloc_retries,
-        headroom_bytes={tier: limit - fit.memory[tier].peak_bytes for tier, limit in limits.items()},
+        headroom_bytes={
+            tier: limit - fit.memory[tier].peak_bytes for tier, limit in limits.items() if limit is not None
+        },
         headroom_kept=fit.device_peak_bytes <= usable_bytes,
     )
     examined = fit.examined
     if examined is None:
         reason = "the longest batch, evaluation and the checkpoint were not checked: the trial ran its steps only"
         return replace(certificate, not_checked=(reason,))
+    left_out = [] if examined.evaluated else ["evaluation was not run"]
+    if examined.save_s is None:
+        left_out.append("no checkpoint was saved")
+    elif examined.load_s is None:
+        left_out.append("the checkpoint was not loaded")
+    elif examined.restored is None:
+        left_out.append("the loss after loading the checkpoint was not compared")
+    if examined.gathered is False:
+        left_out.append("the whole weights were not gathered")
     saved = Checkpoint(
         bytes=examined.checkpoint_bytes,
         save_s=examined.save_s,
@@ -115,46 +134,39 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
         evaluated=examined.evaluated,
         checkpoint=None if examined.save_s is None else saved,
         failures=(mismatch,) if examined.restored is False else (),
-        not_checked=examined.left_out or tuple(_left_out(examined)),
+        not_checked=examined.left_out or tuple(left_out),
     )
 
 
-def _limit(tier: Tier, use: TierUse, device_bytes: int) -> int | None:
-    return device_bytes if tier == "device" and use.limit_bytes is None else use.limit_bytes
+# Phases whose device memory grows with the micro batch. That of building, saving and loading does not.
+_BATCH_PHASES: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")
 
 
-def _left_out(examined: Examined) -> Iterator[str]:
-    """A sentence for each part that was not done."""
-    if not examined.evaluated:
-        yield "evaluation was not run"
-    if examined.save_s is None:
-        yield "no checkpoint was saved"
-    elif examined.load_s is None:
-        yield "the checkpoint was not loaded"
-    elif examined.restored is None:
-        yield "the loss after loading the checkpoint was not compared"
-    if examined.gathered is False:
-        yield "the whole weights were not gathered"
+def lacks_device_memory(outcome: Outcome, limit_bytes: int) -> bool:
+    """Whether memory ran out, the peak exceeds the limit, or the allocator had to flush its cache in the steps."""
+    if isinstance(outcome, Fit):
+        return outcome.alloc_retries > 0 or outcome.device_peak_bytes > limit_bytes
+    return isinstance(outcome, OutOfMemory) and not is_machines_fault(outcome)
 
 
-# Phase → the part that failed, and the parts that were not reached.
-_AFTER_THE_STEPS: Mapping[Phase, tuple[str, tuple[str, ...]]] = {
-    "evaluate": ("evaluation", ("no checkpoint was saved",)),
-    "save": ("saving the checkpoint", ("no checkpoint was loaded",)),
-    "load": ("loading the checkpoint", ()),
-}
-_ALL: tuple[str, Sequence[str]] = ("the longest batch", ("evaluation was not run", "no checkpoint was saved"))
+def grows_with_batch(outcome: Outcome) -> bool:
+    """Whether a smaller micro batch can help."""
+    if isinstance(outcome, OutOfMemory):
+        return outcome.tier == "device" and outcome.phase in _BATCH_PHASES
+    return isinstance(outcome, Fit)
 
 
-def _certificate_of_failure(failure: Failed, steps: Steps) -> Certificate:
-    """The certificate of an exam that failed for another reason than memory: earlier parts were done."""
-    part, unreached = _AFTER_THE_STEPS.get(failure.phase, _ALL)
-    place = f"rank {failure.rank}, {failure.phase}" if failure.rank >= 0 else failure.phase
-    advice = f"; {first_line(failure.advice)}" if failure.advice else ""
-    return Certificate(
-        passed=False,
-        optimizer_steps=steps.warmup + steps.timed if failure.phase in _AFTER_THE_STEPS else 0,
-        evaluated=failure.phase in ("save", "load"),
-        failures=(f"{part} failed ({place}): {first_line(failure.evidence)}{advice}",),
-        not_checked=tuple(unreached),
-    )
+def describe_exam(outcome: Outcome, limit_bytes: int) -> str:
+    """The outcome as the end of a sentence: "ran out of device memory in backward"."""
+    match outcome:
+        case Fit() as fit if fit.device_peak_bytes > limit_bytes:
+            return f"needs {format_bytes(fit.device_peak_bytes)} of {format_bytes(limit_bytes)}"
+        case Fit(alloc_retries=int(retries)) if retries:
+            return f"fits, but its allocator ran full {retries} times in the steps"
+        case Fit():
+            return "fits"
+        case OutOfMemory() as out:
+            lacking = f", at least {format_bytes(out.missing_bytes)} short" if out.missing_bytes else ""
+            return f"ran out of {out.tier} memory in {out.phase}{lacking}"
+        case Failed() as failure:
+            return f"failed in {failure.phase}: {first_line(failure.evidence)}"

@@ -12,10 +12,9 @@ from math import ceil, exp, log, sqrt
 from statistics import mean, median, median_low, stdev
 
 from ..report.results import Ratio
-from ..types import Fit, Purpose, Record, Run, Trial
-from .trials import fits_within, run_with_retry, samples_per_second
+from ..types import Fit, Purpose, Record, Trial
+from .trials import FitContext, Score, run_with_retry, samples_per_second
 
-Score = Callable[[Record], float]
 # Prior of a trial's relative noise: 3 %, worth two degrees of freedom. The spread of steps within trials replaces it
 # where that is larger.
 PRIOR_NOISE = 0.03
@@ -31,123 +30,103 @@ _QUANTILE_95_OF_MORE = 2.0
 class FinalsResult:
     """The result of repeated measurements; a place is a contestant's position among the contestants.
 
-    `best` is the winner's new record with its (lower) median score.
+    `winner` is a place, and `best` the winner's new record with its (lower) median score.
     `scores` maps a place to the median of its new measurements, 0 when it did not fit again.
     `measured` maps a place to its new records that count, by turn.
     """
 
+    winner: int
     best: Record
-    records: tuple[Record, ...]
-    scores: Mapping[int, float]
     reason: str
-    measured: Mapping[int, tuple[Record, ...]]
+    scores: Mapping[int, float]
+    records: tuple[Record, ...] = ()
+    measured: Mapping[int, Sequence[Record]]
 
 
 def finals(
     contestants: Sequence[Record],
-    run: Run,
+    context: FitContext,
     *,
     turns: int,
-    usable_bytes: float,
-    score: Score,
     purpose: Purpose = "verify",
     may_run: Callable[[int], bool] = lambda trials: True,
 ) -> FinalsResult:
     """Measure all again in turn, drop those that are clearly slower, until one is left or the turns are spent.
 
     The contestants' first measurements do not count, because these were chosen for being high. On a tie the earlier
-    contestant wins. One that no longer fits within `usable_bytes` is dropped; one that never did only has to run.
+    contestant wins. One that no longer leaves the headroom is dropped; one that never did only has to run.
 
-    `score` is larger for the better record, and above 0 for a fit.
     `purpose` and a new repeat number keep the journal from answering with earlier trials.
     `may_run` tells whether the budget allows so many more trials; the best contestants go first.
     """
     if not contestants:
         raise ValueError("finals need a contestant")
+    score = context.score
+    best_word, times = comparison_words(score)
     if len(contestants) == 1 or turns < 1:
-        return _unmeasured(contestants, score)
-    final = _Final(tuple(contestants), run, turns, usable_bytes, score, purpose)
+        best = max(contestants, key=score)  # the first of equals
+        unmeasured = f"was the {best_word}, and none was measured again"
+        why = "had no other to be compared with" if len(contestants) == 1 else unmeasured
+        scores = {place: score(record) for place, record in enumerate(contestants)}
+        winner = next(place for place, record in enumerate(contestants) if record is best)
+        return FinalsResult(winner=winner, best=best, reason=f"{_name(best)} {why}", scores=scores, measured={})
+
     records: list[Record] = []
+    before = [record.trial.repeat for record in contestants if record.trial.purpose == purpose]
+    repeat = turns * ceil(max(before, default=0) / turns)
+
+    def measure(place: int, number: int) -> Record:
+        def run(trial: Trial) -> Record:  # a repeated failure must not take the next turn's number
+            records.append(context.run(trial if trial.repeat == number else replace(trial, repeat=number + turns)))
+            return records[-1]
+
+        return run_with_retry(replace(contestants[place].trial, purpose=purpose, repeat=number), run)[-1]
+
     measured: dict[int, list[Record]] = {place: [] for place in range(len(contestants))}
     left = list(measured)
     for turn in range(1, turns + 1):
         for place in tuple(left):
-            answers = final.measure(place, turn)
-            records += answers
-            if final.holds(place, answers[-1]):
-                measured[place].append(answers[-1])
+            record, had_room = measure(place, repeat + turn), context.fits(contestants[place])
+            if context.fits(record) or (not had_room and isinstance(record.outcome, Fit)):
+                measured[place].append(record)
             else:
                 measured[place].clear()
                 left.remove(place)
-        scores = {place: [score(record) for record in measured[place]] for place in left}
-        left = _not_clearly_slower(scores, largest_spread(record for place in left for record in measured[place]))
-        following = _affordable(sorted(left, key=lambda place: mean(scores[place]), reverse=True), may_run)
-        if len(following) <= 1:
+        rates = {place: [score(record) for record in measured[place]] for place in left}
+        left = _not_clearly_slower(rates, largest_spread(record for place in left for record in measured[place]))
+        best_first = sorted(left, key=lambda place: mean(rates[place]), reverse=True)
+        affordable = max((count for count in range(len(left) + 1) if may_run(count)), default=0)
+        if min(len(left), affordable) <= 1:
             break
-        left = sorted(following) if turn < turns else left
-    return final.ended(records, measured, left)
+        left = sorted(best_first[:affordable]) if turn < turns else left
 
-
-@dataclass(frozen=True, slots=True)
-class _Final:
-    """The inputs of one comparison."""
-
-    contestants: tuple[Record, ...]
-    run: Run
-    turns: int
-    usable_bytes: float
-    score: Score
-    purpose: Purpose
-
-    def measure(self, place: int, turn: int) -> tuple[Record, ...]:
-        """Measure a contestant once more; the last record counts. A failure that may be accidental is repeated."""
-        before = [record.trial.repeat for record in self.contestants if record.trial.purpose == self.purpose]
-        repeat = self.turns * ceil(max(before, default=0) / self.turns) + turn
-
-        def run(trial: Trial) -> Record:  # a repeated failure must not take the next turn's number
-            return self.run(trial if trial.repeat == repeat else replace(trial, repeat=repeat + self.turns))
-
-        return run_with_retry(replace(self.contestants[place].trial, purpose=self.purpose, repeat=repeat), run)
-
-    def holds(self, place: int, record: Record) -> bool:
-        had_room = fits_within(self.contestants[place], self.usable_bytes)
-        return fits_within(record, self.usable_bytes) if had_room else isinstance(record.outcome, Fit)
-
-    def ended(
-        self, records: Sequence[Record], measured: Mapping[int, Sequence[Record]], left: Sequence[int]
-    ) -> FinalsResult:
-        """The best median of those left; where all of these failed, of those that were dropped as slower."""
-        scores = {place: median(map(self.score, records)) if records else 0.0 for place, records in measured.items()}
-        able = left or [place for place, records in measured.items() if records]
-        if not able:
-            return FinalsResult(
-                best=self.contestants[0],
-                records=tuple(records),
-                scores=scores,
-                reason="none of them fitted when it was run again",
-                measured={},
-            )
-        winner = max(able, key=lambda place: scores[place])  # the first of equals
-        middle = median_low(map(self.score, measured[winner]))
+    counted = {place: tuple(each) for place, each in measured.items() if each}
+    scores = {place: median(map(score, each)) if each else 0.0 for place, each in measured.items()}
+    if not counted:
+        reason = "none of them fitted when it was run again"
         return FinalsResult(
-            best=next(record for record in measured[winner] if self.score(record) == middle),
-            records=tuple(records),
-            scores=scores,
-            reason=self._reason(winner, scores, {place: len(records) for place, records in measured.items()}),
-            measured={place: tuple(records) for place, records in measured.items() if records},
+            winner=0, best=contestants[0], reason=reason, scores=scores, records=tuple(records), measured={}
         )
-
-    def _reason(self, winner: int, scores: Mapping[int, float], turns_of: Mapping[int, int]) -> str:
-        best, times = comparison_words(self.score)
-        turns = turns_of[winner]
-        how_often = f"measured again in {turns} turn{'s' if turns > 1 else ''}"
-        reason = f"{_named(self.contestants[winner])} is the {best} of {len(scores)} {how_often}"
-        others = {place: score for place, score in scores.items() if place != winner and score > 0}
-        if not others:
-            return f"{reason}: no other fitted again"
-        following = max(others, key=lambda place: (turns_of[place], others[place]))
-        ratio = scores[winner] / others[following]
-        return f"{reason}: {ratio:.2f} {times} as {_named(self.contestants[following])}"
+    # Where all that were left failed, one of those that were dropped as slower wins.
+    winner = max(left or counted, key=lambda place: scores[place])  # the first of equals
+    middle = median_low(map(score, counted[winner]))
+    in_turns = f"measured again in {len(counted[winner])} turn{'s' if len(counted[winner]) > 1 else ''}"
+    reason = f"{_name(contestants[winner])} is the {best_word} of {len(scores)} {in_turns}"
+    others = [place for place in counted if place != winner and scores[place] > 0]
+    if others:
+        following = max(others, key=lambda place: (len(counted[place]), scores[place]))
+        ratio = scores[winner] / scores[following]
+        reason += f": {ratio:.2f} {times} as {_name(contestants[following])}"
+    else:
+        reason += ": no other fitted again"
+    return FinalsResult(
+        winner=winner,
+        best=next(record for record in counted[winner] if score(record) == middle),
+        reason=reason,
+        scores=scores,
+        records=tuple(records),
+        measured=counted,
+    )
 
 
 def _not_clearly_slower(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]:
@@ -187,25 +166,9 @@ def _noise(logs: Mapping[int, Mapping[int, float]], prior: float) -> tuple[float
     return sqrt((_PRIOR_FREEDOM * prior**2 + squares) / (_PRIOR_FREEDOM + freedom)), _PRIOR_FREEDOM + freedom
 
 
-def _affordable(best_first: Sequence[int], may_run: Callable[[int], bool]) -> Sequence[int]:
-    """The best ones, as many as may be measured once more."""
-    return best_first[: max((count for count in range(len(best_first) + 1) if may_run(count)), default=0)]
-
-
 def largest_spread(records: Iterable[Record]) -> float:
     """The largest relative error of a trial's median step."""
     return max((record.outcome.spread for record in records if isinstance(record.outcome, Fit)), default=0.0)
-
-
-def _unmeasured(contestants: Sequence[Record], score: Score) -> FinalsResult:
-    best = max(contestants, key=score)  # the first of equals
-    scores = {place: score(record) for place, record in enumerate(contestants)}
-    why = (
-        "had no other to be compared with"
-        if len(contestants) == 1
-        else f"was the {comparison_words(score)[0]}, and none was measured again"
-    )
-    return FinalsResult(best=best, records=(), scores=scores, reason=f"{_named(best)} {why}", measured={})
 
 
 def comparison_words(score: Score) -> tuple[str, str]:
@@ -213,57 +176,49 @@ def comparison_words(score: Score) -> tuple[str, str]:
     return ("fastest", "times as fast") if score is samples_per_second else ("best", "times as good")
 
 
-def _named(record: Record) -> str:
+def _name(record: Record) -> str:
     return f"{record.trial.rung} with micro batch {record.trial.knobs.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmResult:
-    """The config to take, the trials that decided it, and the reason."""
+    """The config to take, the reason, and the trials that decided it."""
 
     best: Record
-    records: tuple[Record, ...]
     reason: str
+    records: tuple[Record, ...] = ()
 
 
-def confirm_gain(
-    start: Record,
-    leaders: Sequence[Record],
-    run: Run,
-    *,
-    gain: float,
-    turns: int,
-    usable_bytes: float,
-    score: Score = samples_per_second,
-) -> ConfirmResult:
-    """Take the best of the leaders (best first) if it beats the start by `gain` when measured again in turn.
+def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) -> ConfirmResult:
+    """Take the best of the leaders (best first) if it beats the start by enough when measured again in turn.
 
     A leader whose first measurement lacks the gain is not measured again.
     """
+    score, limits = context.score, context.settings.profile.tune
     best, times = comparison_words(score)
-    promising = [leader for leader in leaders if score(leader) >= gain * score(start)]
-    too_little = f"less than the {gain:g} that counts"
+    promising = [leader for leader in leaders if score(leader) >= limits.gain * score(start)]
+    too_little = f"less than the {limits.gain:g} that counts"
     if not promising:
         claim = max(map(score, leaders)) / max(score(start), 1e-12)
-        reason = f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
-        return ConfirmResult(best=start, records=(), reason=reason)
-    final = finals((start, *promising), run, turns=turns, usable_bytes=usable_bytes, score=score)
-    remeasured = {place: records for place, records in final.measured.items() if place > 0}
+        return ConfirmResult(
+            best=start, reason=f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
+        )
+    final = finals((start, *promising), context, turns=limits.turns)
+    remeasured = [place for place in final.measured if place > 0]
     if not remeasured:
         reason = f"the {best} of them did not fit when it was run again"
-        return ConfirmResult(best=start, records=final.records, reason=reason)
+        return ConfirmResult(best=start, reason=reason, records=final.records)
     if 0 not in final.measured:
         reason = "the start did not fit when it was run again"
-        return ConfirmResult(best=final.best, records=final.records, reason=reason)
-    winner = next(place for place, records in final.measured.items() if final.best in records)
-    compared = winner or max(remeasured, key=lambda place: final.scores[place])
-    pairs = zip(remeasured[compared], final.measured[0], strict=False)
+        return ConfirmResult(best=final.best, reason=reason, records=final.records)
+    compared = final.winner or max(remeasured, key=lambda place: final.scores[place])
+    pairs = zip(final.measured[compared], final.measured[0], strict=False)
     ratio = median(score(leader) / score(started) for leader, started in pairs)
     words = f"{ratio:.2f} {times} as the start"
-    if winner == 0 or ratio < gain:
+    if final.winner == 0 or ratio < limits.gain:
         reason = f"the {best} of them was {words} when measured again in turn, {too_little}"
-        return ConfirmResult(best=start, records=final.records, reason=reason)
-    return ConfirmResult(best=final.best, records=final.records, reason=f"measured again in turn, {words}")
+        return ConfirmResult(best=start, reason=reason, records=final.records)
+    return ConfirmResult(best=final.best, reason=f"measured again in turn, {words}", records=final.records)
 
 
 def relative_spread(rates: Sequence[float]) -> float | None:

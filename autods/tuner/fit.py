@@ -1,16 +1,17 @@
 """`autods fit`: walk the ladder, grow the micro batch, race the rungs, tune, certify, report.
 
-Read this module first. `fit` opens the journal, the runner and the forecaster; `Search.run` has the steps in order.
+Read this module first. `fit` opens the journal, the runner and the forecaster; `search` has the steps in order.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from ..config.base_config import find_misspelt_keys
 from ..config.settings import Settings, apply_script_config
@@ -18,20 +19,33 @@ from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
 from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
-from ..report import serialize
-from ..report.results import Report
+from ..report import serialize, text
+from ..report.results import ClosestRung, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
-from ..system.host import installed_versions, read_hardware
-from ..types import Failed, Fit, Record, WorkloadSource, is_machines_fault
-from ..workload.script_source import KIND_DESCRIPTIONS
-from .candidates import check_ranks, idle_stages_warning, list_candidates, why_not_forecast
-from .certify import certify_winner
-from .context import FitContext, Runner, usable_bytes_of
-from .fit_result import FitResult, NothingFits, fit_report, nothing_fits_report
+from ..system.host import installed_versions, read_hardware, threads_per_rank
+from ..types import Failed, Fit, ModelFacts, Record, Trial, WorkloadSource, is_machines_fault
+from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
+from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast
+from .certify import CertifyResult, certify
 from .forecasts import NO_FORECASTER, Forecaster, open_forecaster
-from .ladder_walk import find_closest_rung, untried_rungs, walk_ladder
-from .optuna_search import tune_winner
-from .race import run_race
+from .ladder_walk import WalkResult, find_closest_rung, untried_rungs, walk_ladder
+from .optuna_search import TuneResult, tune
+from .race import RaceResult, run_race
+from .trials import FitContext
+
+
+class Runner(Protocol):
+    """Runs trials on real ranks. `runner.runner.RayRunner` is the one of a fit, `runner.testing` has a scripted one."""
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        """Run one trial to its end."""
+
+    def final_config(self, trial: Trial) -> dict[str, Any]:
+        """The DeepSpeed config of a trial as the user gets it."""
+
 
 StartRunner = Callable[[Settings, Listener], AbstractContextManager[Runner]]
 OpenForecaster = Callable[[Settings, Runner, TrialStore, Listener], AbstractContextManager[Forecaster]]
@@ -59,90 +73,168 @@ def fit(
             return serialize.read(out)
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        for text in (*workload_notes(settings.source), *find_misspelt_keys(settings.base)):
-            listen(Note(text=text))
+        for note in (*workload_notes(settings.source), *find_misspelt_keys(settings.base)):
+            listen(Note(text=note))
         began = time.monotonic()
+        earlier_s = sum(record.seconds for record in past.records.values())
         try:
             with (start or _start_ray_runner)(settings, listen) as runner:
                 memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
+                facts, op_problems = runner.survey()
+                check_ranks(facts, settings.gpus)
+                settings = apply_script_config(settings, facts)
                 with (forecaster or _open_forecaster)(settings, runner, memory, listen) as opened:
-                    search = Search(
-                        settings=settings, runner=runner, memory=memory, forecaster=opened, study=out / STUDY,
+                    context = FitContext(
+                        settings=settings,
+                        facts=facts,
+                        op_problems=op_problems,
+                        memory=memory,
+                        forecaster=opened,
+                        study=out / STUDY,
+                        final_config=runner.final_config,
                         check=lambda record: _check_machine(record, settings),
                         save_best=lambda record: serialize.write_so_far(runner.final_config(record.trial), out),
-                    )  # fmt: skip
-                    result = search.run()
+                    )
+                    result = search(context)
                     if isinstance(result, NothingFits):
-                        _check_that_memory_decided(result, settings)
+                        _check_that_memory_decided(result.walked, settings)
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except OSError:
             check_disk_space(out)
             raise
-        earlier_s = sum(record.seconds for record in past.records.values())
-        seconds = time.monotonic() - began + earlier_s
-        report = _report(apply_script_config(settings, result.facts), memory, opened, result, seconds)
+        report = build_report(result, context, seconds=time.monotonic() - began + earlier_s)
         serialize.write(report, out)
         return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """The part of a fit that runs trials.
+class FitResult:
+    """A config that fits, with the result of each step. `ds_config` is the config as the user gets it."""
 
-    `check` returns a trial's record, or raises EnvironmentBroken when the machine needs repair first. `save_best`
-    gets the best config after each step, so that it is on disk should the fit be killed.
-    """
+    best: Record
+    walked: WalkResult
+    raced: RaceResult
+    tuned: TuneResult
+    certified: CertifyResult | None
+    ds_config: Mapping[str, Any]
 
-    settings: Settings
-    runner: Runner
-    memory: TrialStore
-    forecaster: Forecaster
-    study: Path
-    check: Callable[[Record], Record]
-    save_best: Callable[[Record], None] = lambda record: None
 
-    @property
-    def usable_bytes(self) -> float:
-        """Device memory less the headroom."""
-        return usable_bytes_of(self.settings)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NothingFits:
+    """No rung fits, or a failure stopped the walk. `closest` is the rung that lacked least."""
 
-    def run(self) -> FitResult | NothingFits:
-        """Every step of a fit, from the ladder's walk to the certificate."""
-        facts, op_problems = self.runner.survey()
-        check_ranks(facts, self.settings.gpus)
-        if (warning := idle_stages_warning(facts, self.settings.global_batch)) is not None:
-            self.memory.listen(Note(text=warning))
-        forecaster = self.forecaster
-        if (reason := why_not_forecast(facts)) is not None:
-            forecaster = NO_FORECASTER
-            if self.settings.forecast:
-                self.memory.listen(Note(text=f"{reason}; rungs are tried instead"))
-        context = FitContext(
-            settings=apply_script_config(self.settings, facts),
-            facts=facts,
-            memory=self.memory,
-            forecaster=forecaster,
-            study=self.study,
-            check=self.check,
-            final_config=self.runner.final_config,
-        )
-        rungs = list_candidates(context.settings, facts, op_problems)
+    walked: WalkResult
+    closest: ClosestRung | None
 
-        walked = walk_ladder(rungs, context)
-        if walked.winner is None:
-            return NothingFits(facts=facts, walked=walked, closest=find_closest_rung(walked, context))
-        self.save_best(walked.winner)
-        raced = run_race(walked.winner, walked, rungs, context)  # grows the micro batch of each rung that it tries
-        self.save_best(raced.best)
-        tuned = tune_winner(raced, context)
-        self.save_best(tuned.best)
-        certified = certify_winner(tuned, raced, walked.winner, untried_rungs(rungs, walked), context)
-        best = tuned.best if certified is None else certified.best
-        return FitResult(
-            facts=facts, walked=walked, raced=raced, tuned=tuned, certified=certified,
-            ds_config=context.final_config(best.trial),
-        )  # fmt: skip
+
+def search(context: FitContext) -> FitResult | NothingFits:
+    """Every step of a fit that runs trials, from the ladder's walk to the certificate."""
+    settings, facts, listen = context.settings, context.facts, context.memory.listen
+    if (warning := idle_stages_warning(facts, settings.global_batch)) is not None:
+        listen(Note(text=warning))
+    if (reason := why_not_forecast(facts)) is not None:
+        context = replace(context, forecaster=NO_FORECASTER)
+        if settings.forecast:
+            listen(Note(text=f"{reason}; rungs are tried instead"))
+    rungs = list_candidates(settings, facts, context.op_problems)
+
+    walked = walk_ladder(rungs, context)
+    if walked.winner is None:
+        return NothingFits(walked=walked, closest=find_closest_rung(walked, context))
+    context.save_best(walked.winner)
+    raced = run_race(walked.winner, walked, rungs, context)  # grows the micro batch of each rung that it tries
+    context.save_best(raced.best)
+    tuned = tune(raced.best, context)
+    context.save_best(tuned.best)
+    certified = certify(
+        tuned.best,
+        context,
+        alternates=(raced.best, *raced.others),
+        reference=walked.winner,
+        untried=untried_rungs(rungs, walked) if settings.profile.race.stop == "first-fit" else (),
+    )
+    best = tuned.best if certified is None else certified.best
+    ds_config = context.final_config(best.trial)
+    return FitResult(best=best, walked=walked, raced=raced, tuned=tuned, certified=certified, ds_config=ds_config)
+
+
+def build_report(result: FitResult | NothingFits, context: FitContext, *, seconds: float) -> Report:
+    """The report of a fit: the config that fits, or the closest rung and the memory that it lacks."""
+    settings, facts, walked = context.settings, context.facts, result.walked
+    outcomes = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
+    reasons = {**outcomes, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
+    forecasts = context.forecaster.forecasts.values()
+    report = Report(
+        status="nothing_fits",
+        reasons=reasons,
+        trials=tuple(context.memory.records),
+        skipped=tuple(walked.skipped),
+        forecast=tuple(serialize.rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
+        hardware=asdict(read_hardware()),
+        versions=installed_versions(),
+        seconds=seconds,
+        out=str(settings.out),
+        question={
+            "workload": settings.source.name,
+            "parameters": facts.parameters,
+            "gpus": settings.gpus,
+            "nodes": settings.nodes,
+            "pipeline_stages": facts.pipeline_stages,
+            "experts": facts.experts,
+            "device": settings.device,
+            "device_bytes": settings.device_bytes,
+            "threads": settings.threads or threads_per_rank(settings.ranks_per_node),
+            "global_batch": settings.global_batch,
+            "profile": settings.profile.name,
+            "objective": settings.objective,
+            "stop": settings.profile.race.stop,
+            "ladder": [rung.name for rung in settings.ladder],
+            "lacks_nvme": [
+                rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None
+            ],
+            "script": describe_launch(settings.source) if settings.source.kind == "script" else None,
+        },
+    )
+    if isinstance(result, NothingFits):
+        return replace(report, closest=result.closest)
+
+    outcome, knobs = result.best.outcome, result.best.trial.knobs
+    assert isinstance(outcome, Fit)
+    raced = settings.profile.race.stop == "fastest"
+    leaner = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
+    not_tried = {
+        rung.name: refusal_reason(rung, facts, settings.gpus) or leaner
+        for rung in settings.ladder
+        if rung.name not in reasons
+    }
+    holders = "ranks" if not facts.pipeline_stages else "replica" if context.world_size == 1 else "replicas"
+    chosen = "chosen for throughput: give --global-batch to keep yours"
+    chosen = chosen if settings.global_batch is None else "as requested"
+    certified, growth = result.certified, result.raced.growth
+    return replace(
+        report,
+        status="fit",
+        rung=result.best.trial.rung,
+        knobs=knobs,
+        ds_config=result.ds_config,
+        throughput=Throughput(
+            samples_per_second=outcome.samples_per_second, tokens_per_second=outcome.tokens_per_second
+        ),
+        memory=outcome.memory,
+        largest_micro_batch=growth.curve.fits,
+        certificate={} if certified is None else asdict(certified.certificate),
+        importances=result.tuned.importances,
+        reasons={
+            **reasons,
+            **not_tried,
+            **result.raced.reasons,
+            "batch": f"{text.format_batch(knobs, context.world_size, holders)}, {chosen}",
+            "grow": growth.stop.reason if growth.stop is not None else "",
+            "tune": result.tuned.reason,
+            **({} if certified is None else {"certify": certified.reason}),
+        },
+    )
 
 
 def workload_notes(source: WorkloadSource) -> tuple[str, ...]:
@@ -161,8 +253,8 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
     hardware = read_hardware()
     if settings.device == "cuda" and settings.address is None:
         names = describe_card_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        for text in (*describe_shared_cards(hardware.cards[: settings.gpus]), *names):
-            listen(Note(text=text))
+        for note in (*describe_shared_cards(hardware.cards[: settings.gpus]), *names):
+            listen(Note(text=note))
     return RayRunner(settings, listen, host_bytes=hardware.host_bytes)
 
 
@@ -172,9 +264,8 @@ def _open_forecaster(
     return open_forecaster(settings, runner.final_config, memory, listen)
 
 
-def _check_that_memory_decided(result: NothingFits, settings: Settings) -> None:
+def _check_that_memory_decided(walked: WalkResult, settings: Settings) -> None:
     """Raise when no rung ran for a reason other than memory: InputError for the workload, else EnvironmentBroken."""
-    walked = result.walked
     if walked.stopped is not None:
         _check_machine(walked.stopped, settings)
         assert isinstance(walked.stopped.outcome, Failed)
@@ -200,12 +291,3 @@ def _check_machine(record: Record, settings: Settings) -> Record:
 def _log_path(record: Record, settings: Settings) -> Path:
     assert not isinstance(record.outcome, Fit)
     return settings.out / "logs" / f"{record.id:03d}-{record.trial.rung}" / f"rank{max(0, record.outcome.rank)}.log"
-
-
-def _report(
-    settings: Settings, memory: TrialStore, forecaster: Forecaster, result: FitResult | NothingFits, seconds: float
-) -> Report:
-    machine = (asdict(read_hardware()), installed_versions())
-    if isinstance(result, NothingFits):
-        return nothing_fits_report(settings, result, memory.records, machine, seconds, forecaster.forecasts.values())
-    return fit_report(settings, result, memory.records, machine, seconds, forecaster.forecasts.values())

@@ -25,11 +25,12 @@ from ..types import Fit, Record, Trial
 
 
 class Forecaster(Protocol):
-    """Forecasts trials on this machine. `forecast.forecaster` has the real one; `NoForecaster` knows nothing."""
+    """Forecasts trials on this machine. `forecast.forecaster` has the real one; these defaults know nothing."""
 
     @property
     def forecasts(self) -> Mapping[str, RungForecast]:
         """The first forecast of each rung, by rung name."""
+        return MappingProxyType({})
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Start to simulate these trials in the background, in this order."""
@@ -39,15 +40,15 @@ class Forecaster(Protocol):
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """The memory that the trial will need; None when it cannot be simulated."""
+        return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown."""
+        return None
 
 
-class NoForecaster:
+class NoForecaster(Forecaster):
     """Every forecast is None."""
-
-    forecasts: Mapping[str, RungForecast] = MappingProxyType({})
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Do nothing."""
@@ -55,14 +56,8 @@ class NoForecaster:
     def finish(self) -> None:
         """Do nothing."""
 
-    def forecast(self, trial: Trial) -> RungForecast | None:
-        """None."""
 
-    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        """None."""
-
-
-NO_FORECASTER: Forecaster = NoForecaster()
+NO_FORECASTER = NoForecaster()
 
 
 def why_impossible(forecast: RungForecast | None) -> str | None:
@@ -75,9 +70,7 @@ def why_impossible(forecast: RungForecast | None) -> str | None:
 def lacking_bytes(forecast: RungForecast) -> int:
     """Bytes that the device lacks at the low end of the forecast; 0 where another tier is the limit."""
     device = forecast.memory.get("device")
-    if device is None or device.limit_bytes is None:
-        return 0
-    return max(0, device.low_bytes - device.limit_bytes)
+    return 0 if device is None or device.limit_bytes is None else max(0, device.low_bytes - device.limit_bytes)
 
 
 @contextmanager
@@ -96,39 +89,13 @@ def open_forecaster(
     if not settings.forecast:
         yield NO_FORECASTER
         return
-
-    allocator = read_alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+    on_cuda = settings.device == "cuda"
+    allocator = read_alloc_conf(os.environ) if on_cuda else AllocConf()
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
-
-    with (start or Simulator)(settings.source) as simulator:
-        forecaster = TrialForecaster(
-            forecaster=ForecastService(simulator, allocator.expandable),
-            spec_of=_request_of(settings, config_of),
-            key_of=trial_key,
-            limits=_memory_limits(settings),
-            report=lambda text: listen(Note(text=text)),
-            observations={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
-        )
-
-        def learn(record: Record) -> Mapping[str, Any] | None:
-            if settings.device == "cuda" and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
-                return None  # its peak includes saving a checkpoint, which is not forecast
-            observation = forecaster.learn(record.trial, record.outcome)
-            return None if observation is None else asdict(observation)
-
-        memory.learn = learn
-        try:
-            yield forecaster
-        finally:
-            forecaster.close()
-
-
-def _request_of(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]) -> Callable[[Trial], EngineSpec]:
-    """A function from a trial to the engine that its forecast simulates."""
     stages = {rung.name: rung.stage for rung in settings.ladder}
 
-    def request(trial: Trial) -> EngineSpec:
+    def spec_of(trial: Trial) -> EngineSpec:
         return EngineSpec(
             rung=trial.rung,
             ds_config=without_monitors(config_of(trial)),
@@ -140,13 +107,27 @@ def _request_of(settings: Settings, config_of: Callable[[Trial], dict[str, Any]]
             zero_init=settings.source.zero_init and stages[trial.rung] == 3,
         )
 
-    return request
+    def learn(record: Record) -> Mapping[str, Any] | None:
+        if on_cuda and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
+            return None  # its peak includes saving a checkpoint, which is not forecast
+        observation = forecaster.learn(record.trial, record.outcome)
+        return None if observation is None else asdict(observation)
 
-
-def _memory_limits(settings: Settings) -> Limits:
-    """The limits that a trial is held to."""
-    return Limits(
-        device_bytes=settings.device_bytes,
-        host_bytes=read_hardware().host_bytes,
-        emulated=settings.device == "cpu" or settings.device_bytes_asked,
-    )
+    with (start or Simulator)(settings.source) as simulator:
+        forecaster = TrialForecaster(
+            forecaster=ForecastService(simulator, allocator.expandable),
+            spec_of=spec_of,
+            key_of=trial_key,
+            limits=Limits(
+                device_bytes=settings.device_bytes,
+                host_bytes=read_hardware().host_bytes,
+                emulated=not on_cuda or settings.device_bytes_asked,
+            ),
+            report=lambda text: listen(Note(text=text)),
+            observations={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
+        )
+        memory.learn = learn
+        try:
+            yield forecaster
+        finally:
+            forecaster.close()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config.strategies import Rung
 from ..report.results import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
 from .candidates import Candidate
-from .context import FitContext
-from .forecasts import NO_FORECASTER, Forecaster, lacking_bytes, why_impossible
-from .trials import fits_well, run_with_retry
+from .forecasts import lacking_bytes, why_impossible
+from .trials import FitContext, fits_well, run_with_retry
 
 _MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many samples lacks something else
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WalkResult:
     """The records of a walk, and how it ended.
 
@@ -24,11 +23,11 @@ class WalkResult:
     flush its cache in the steps, or None. `stopped` is a failure that every rung would share.
     """
 
-    winner: Record | None
-    records: tuple[Record, ...]
-    skipped: tuple[Skipped, ...]
-    stopped: Record | None
-    lessons: Lessons
+    records: list[Record] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    lessons: Lessons = field(default_factory=lambda: Lessons())
+    winner: Record | None = None
+    stopped: Record | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,101 +63,55 @@ def _states_on_host(rung: Rung) -> set[str]:
 
 
 def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
-    """Walk this fit's ladder."""
-    memory = context.memory
-    return walk(rungs, memory.run, context.settings.profile.walk, memory.listen, context.forecaster)
-
-
-def walk(
-    candidates: Iterable[Candidate],
-    run: Run,
-    steps: Steps,
-    on_skip: Callable[[Skipped], None] = lambda skipped: None,
-    forecaster: Forecaster = NO_FORECASTER,
-) -> WalkResult:
     """Try each rung at the smallest micro batch until one fits.
 
     A rung is skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below. They
     are ordered by speed, and a leaner rung can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1).
     When no rung fits, the one whose forecast lacks least still runs, so that its verdict is measured.
     """
-    rungs = tuple(candidates)
-    walking = _Walk(run=run, steps=steps, on_skip=on_skip, forecaster=forecaster)
-    walking.prepare_forecasts(rungs)
-    impossible: list[tuple[int, Candidate]] = []
+    memory, forecaster, steps = context.memory, context.forecaster, context.settings.profile.walk
+    walked = WalkResult()
+    least = 1  # the smallest micro batch that the model can be trained with, as far as is known
+    impossible: dict[str, tuple[int, Candidate]] = {}
+
+    def try_candidate(candidate: Candidate) -> bool:
+        """Run the rung's trials; True when that ends the walk."""
+        nonlocal least
+        walked.records += try_rung(_with_micro_batch(candidate, least), memory.run, steps)
+        last = walked.records[-1]
+        least = max(least, last.trial.knobs.micro_batch)
+        walked.winner = last if fits_well(last) else None
+        walked.stopped = last if _stops_walk(last) else None
+        walked.lessons = walked.lessons.add(candidate.rung, last.outcome)
+        return walked.winner is not None or walked.stopped is not None
+
+    def first_trials(candidates: Sequence[Candidate]) -> list[Trial]:
+        return [first_trial(_with_micro_batch(each, least), steps) for each in candidates if each.skip is None]
+
+    forecaster.prepare(first_trials(rungs))
     for place, candidate in enumerate(rungs, 1):
-        reason = candidate.skip or walking.lessons.reason_to_skip(candidate.rung, candidate.ops)
-        forecast = forecaster.forecast(walking.first_trial(candidate)) if reason is None else None
-        if forecast is not None and (reason := why_impossible(forecast)) is not None:
-            impossible.append((lacking_bytes(forecast), candidate))
+        reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
+        if reason is None:
+            forecast = forecaster.forecast(*first_trials([candidate]))
+            if forecast is not None and (reason := why_impossible(forecast)) is not None:
+                impossible[candidate.rung.name] = (lacking_bytes(forecast), candidate)
         if reason is not None:
-            walking.skip(candidate, reason)
+            walked.skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
+            memory.listen(walked.skipped[-1])
             continue
         forecaster.finish()  # growth starts from the time of this trial's step
-        if walking.try_candidate(candidate):
+        if try_candidate(candidate):
             break
-        walking.prepare_forecasts(rungs[place:])
+        forecaster.prepare(first_trials(rungs[place:]))
     else:
-        if walking.pressed is None and impossible:
-            _, closest = min(impossible, key=lambda item: item[0])
-            walking.unskip(closest)
-            walking.try_candidate(closest)
+        if impossible and not any(isinstance(record.outcome, Fit) for record in walked.records):
+            closest = min(impossible, key=lambda name: impossible[name][0])
+            walked.skipped = [skipped for skipped in walked.skipped if skipped.rung != closest]
+            try_candidate(impossible[closest][1])
     forecaster.finish()
-    return walking.result()
-
-
-@dataclass(slots=True)
-class _Walk:
-    """A walk under way. `pressed` fits, but its allocator had to flush. `least` is the smallest micro batch that the
-    model can be trained with, as far as is known."""
-
-    run: Run
-    steps: Steps
-    on_skip: Callable[[Skipped], None]
-    forecaster: Forecaster
-    records: list[Record] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    lessons: Lessons = field(default_factory=Lessons)
-    winner: Record | None = None
-    pressed: Record | None = None
-    stopped: Record | None = None
-    least: int = 1
-
-    def prepare_forecasts(self, candidates: Sequence[Candidate]) -> None:
-        self.forecaster.prepare(self.first_trial(candidate) for candidate in candidates if candidate.skip is None)
-
-    def first_trial(self, candidate: Candidate) -> Trial:
-        return first_trial(_with_micro_batch(candidate, self.least), self.steps)
-
-    def try_candidate(self, candidate: Candidate) -> bool:
-        """Run the rung's trials; True when that ends the walk."""
-        self.records.extend(try_rung(_with_micro_batch(candidate, self.least), self.run, self.steps))
-        last = self.records[-1]
-        self.least = max(self.least, last.trial.knobs.micro_batch)
-        if fits_well(last):
-            self.winner = last
-        elif _stops_walk(last):
-            self.stopped = last
-        elif self.pressed is None and isinstance(last.outcome, Fit):
-            self.pressed = last
-        self.lessons = self.lessons.add(candidate.rung, last.outcome)
-        return self.winner is not None or self.stopped is not None
-
-    def skip(self, candidate: Candidate, reason: str) -> None:
-        self.skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
-        self.on_skip(self.skipped[-1])
-
-    def unskip(self, candidate: Candidate) -> None:
-        self.skipped = [skipped for skipped in self.skipped if skipped.rung != candidate.rung.name]
-
-    def result(self) -> WalkResult:
-        return WalkResult(
-            winner=self.winner if self.stopped or self.winner else self.pressed,
-            records=tuple(self.records),
-            skipped=tuple(self.skipped),
-            stopped=self.stopped,
-            lessons=self.lessons,
-        )
+    if walked.stopped is None and walked.winner is None:
+        walked.winner = next((record for record in walked.records if isinstance(record.outcome, Fit)), None)
+    return walked
 
 
 def _stops_walk(record: Record) -> bool:
@@ -207,49 +160,24 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
     if walked.stopped:
         return None
     settings = context.settings
-    return closest_rung(
-        walked.records,
-        context.memory.run,
-        settings.profile.walk,
-        settings.device_bytes,
-        can_unlimit=settings.device_bytes_asked,
-    )
-
-
-def closest_rung(
-    records: Iterable[Record], run: Run, steps: Steps, limit_bytes: int, can_unlimit: bool
-) -> ClosestRung | None:
-    """The rung of these records that lacked least device memory; `can_unlimit` allows trials without the limit."""
-    last = {record.trial.rung: record for record in records}
     lacking: list[tuple[bool, ClosestRung]] = []
-    for record in last.values():
-        match record.outcome:
-            case OutOfMemory(tier="device") as outcome:
-                runs, closest = _missing_memory(record, outcome, run, steps, limit_bytes, can_unlimit)
-                if closest is not None:
-                    lacking.append((runs, closest))
-            case _:
-                pass
+    for record in {record.trial.rung: record for record in walked.records}.values():
+        if not isinstance(record.outcome, OutOfMemory) or record.outcome.tier != "device":
+            continue
+        rung, missing, ran = record.trial.rung, record.outcome.missing_bytes, False
+        closest = None if missing is None else ClosestRung(rung=rung, missing_bytes=missing)
+        if settings.device_bytes_asked:
+            steps = settings.profile.walk
+            unlimited = replace(record.trial, limited=False, purpose="shortfall", steps=steps, repeat=0)
+            if isinstance(free := context.memory.run(unlimited).outcome, Fit):
+                ran, missing = True, free.device_peak_bytes - settings.device_bytes
+                if missing > 0:  # otherwise its peak fits the limit: fragmentation took the rest
+                    closest = ClosestRung(rung=rung, missing_bytes=missing, exact=True)
+        if closest is not None:
+            lacking.append((ran, closest))
     # A lower bound counts the allocation that failed, not those after it. So a rung that ran without the limit goes
     # before one that did not.
     return min(lacking, key=lambda item: (not item[0], item[1].missing_bytes))[1] if lacking else None
-
-
-def _missing_memory(
-    record: Record, outcome: OutOfMemory, run: Run, steps: Steps, limit_bytes: int, can_unlimit: bool
-) -> tuple[bool, ClosestRung | None]:
-    """Whether the rung ran without the limit, and the memory that it lacked."""
-    rung, least = record.trial.rung, outcome.missing_bytes
-    bound = None if least is None else ClosestRung(rung=rung, missing_bytes=least, exact=False)
-    if not can_unlimit:
-        return False, bound
-    free = run(replace(record.trial, limited=False, purpose="shortfall", steps=steps, repeat=0))
-    if not isinstance(free.outcome, Fit):
-        return False, bound
-    missing = free.outcome.device_peak_bytes - limit_bytes
-    if missing > 0:
-        return True, ClosestRung(rung=rung, missing_bytes=missing, exact=True)
-    return True, bound  # its peak fits the limit: fragmentation took the rest
 
 
 def untried_rungs(rungs: Sequence[Candidate], walked: WalkResult) -> tuple[Candidate, ...]:

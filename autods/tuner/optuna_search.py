@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed import get_key
-from ..config.profiles import TuneLimits
-from ..config.strategies import Dimension, Rung
+from ..config.strategies import Rung
 from ..errors import InputError
 from ..forecast.values import RungForecast
-from ..types import Failed, Fit, OutOfMemory, Record, Run, Scalar, Steps
+from ..types import Failed, Fit, OutOfMemory, Record, Scalar
 from .candidates import config_name, without_fixed_keys
-from .comparison import PRIOR_NOISE, Score, confirm_gain
-from .context import FitContext
-from .forecasts import NO_FORECASTER, Forecaster, lacking_bytes
-from .race import RaceResult
-from .trials import fit_steps_to_budget, fits_within, median_step_s, samples_per_second
+from .comparison import PRIOR_NOISE, confirm_gain
+from .forecasts import lacking_bytes
+from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second
 
 if TYPE_CHECKING:
     import optuna
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
 Sampler = Callable[[int], "optuna.samplers.BaseSampler"]
 STARTUP = 5  # fewest trials before convergence counts: the start, the usual settings, a random one, two of the sampler
 WAIT = 10  # trials in a row without gain that end the search
+_STOP_GAIN = 0.01  # what they have to gain together
 _RANDOM_UNTIL = 3  # trials: the start, the usual settings and a random one; then the GP knows more than chance
 _MOST_LEADERS = 2  # that are measured again: a third costs more than it brings
 _FEWEST_FOR_IMPORTANCE = 5  # trials that fitted
@@ -61,92 +59,46 @@ class TuneResult:
     reason: str
 
 
-def tune_winner(raced: RaceResult, context: FitContext) -> TuneResult:
-    """Tune the winner of the race."""
-    settings, profile = context.settings, context.settings.profile
-    start = raced.best
-    rung = without_fixed_keys(next(rung for rung in settings.ladder if rung.name == start.trial.rung), context.facts)
-    config = context.final_config(start.trial)
-    return tune(
-        start,
-        context.run,
-        rung=rung,
-        limits=profile.tune,
-        steps=profile.timed,
-        limit_bytes=settings.device_bytes,
-        headroom=profile.memory.headroom,
-        seed=settings.seed,
-        study_path=context.study,
-        current={key: value for key in rung.tune if (value := get_key(config, key)) is not None},
-        forecaster=context.forecaster,
-        score=context.score,
-        may_go_on=lambda: context.may_run(1 + 2 * profile.tune.turns),  # confirming the gain takes turns
-    )
-
-
 def tune(
-    start: Record,
-    run: Run,
-    *,
-    rung: Rung,
-    limits: TuneLimits,
-    steps: Steps,
-    limit_bytes: int,
-    headroom: float,
-    seed: int,
-    study_path: Path,
-    current: Mapping[str, Scalar] | None = None,
-    forecaster: Forecaster = NO_FORECASTER,
-    score: Score = samples_per_second,
-    stop_gain: float = 0.01,
-    may_go_on: Callable[[], bool] = lambda: True,
-    sampler: Sampler = gp_sampler,
+    start: Record, context: FitContext, *, stop_gain: float = _STOP_GAIN, sampler: Sampler = gp_sampler
 ) -> TuneResult:
-    """Search `rung.tune` around `start` for a higher score within the usable memory, in at most `limits.trials` trials.
+    """Search the rung's space around `start` for a higher score within the usable memory.
 
     Proposals depend on the seed and the outcomes before them only, so that a search that was killed goes on alike.
-    `current` has the values of the start's DeepSpeed config for keys that its settings leave out. A proposal that
-    cannot fit by its forecast is not run. The score is larger for a better config, and above 0 for a fit. The search
-    ends once it gains less than `stop_gain`, see `has_converged`; 0 spends all trials. `may_go_on` is called before
-    each proposal. The best settings are measured again with the start. `sampler` is called with a seed for each
-    proposal. Raises InputError when the study on disk is damaged.
+    A proposal that cannot fit by its forecast is not run. The search ends once it gains less than `stop_gain`, see
+    `has_converged`; 0 spends all trials of the profile. The best settings are measured again with the start. `sampler`
+    is called with a seed for each proposal. Raises InputError when the study on disk is damaged.
     """
-    space = space_of(rung, start.trial.knobs.settings, current or {})
-    if not space.dimensions or limits.trials < 1:
+    settings, score = context.settings, context.score
+    rung = without_fixed_keys(next(rung for rung in settings.ladder if rung.name == start.trial.rung), context.facts)
+    config = context.final_config(start.trial)
+    current = {key: value for key in rung.tune if (value := get_key(config, key)) is not None}
+    space = space_of(rung, start.trial.knobs.settings, current)
+    if not space.dimensions or settings.profile.tune.trials < 1:
         why = "no trials were allowed for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
         return TuneResult(best=start, records=(), importances={}, reason=why)
-    reporter = OutcomeReporter(
-        start=start, limit_bytes=limit_bytes, headroom=headroom, forecaster=forecaster, score=score
-    )
     knobs = start.trial.knobs
     name = config_name(rung.name, knobs, recomputes=True)
-    study = open_study(study_path, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
-    search = _Search(study=study, space=space, reporter=reporter, run=run, steps=steps, seed=seed, sampler=sampler)
-    end = search.run_until(trials=limits.trials, stop_gain=stop_gain, may_go_on=may_go_on)
+    study = _open_study(context.study, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
+    search = _Search(study=study, space=space, start=start, context=context)
+    end = search.run_until(stop_gain, sampler)
     records = tuple(answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start)
     not_run = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
-    importances = parameter_importances(study)
+    importances = _parameter_importances(study)
     summary = f"{len(records) or 'no'} other settings of {rung.name} were tried"
     summary += f" ({not_run} more cannot fit by the forecast)" if not_run else ""
     summary += end if records else end.replace(" until", ":", 1)
-    usable_bytes = reporter.usable_bytes
-    better = [record for record in records if fits_within(record, usable_bytes) and score(record) > score(start)]
+    better = [record for record in records if context.fits(record) and score(record) > score(start)]
     if not better:
         none = "none was faster" if score is samples_per_second else "none was better"
         reason = f"{summary}, {none}" if records else summary
         return TuneResult(best=start, records=records, importances=importances, reason=reason)
-    final = confirm_gain(
-        start, _leaders(better, score), run,
-        gain=limits.gain, turns=limits.turns, usable_bytes=usable_bytes, score=score,
-    )  # fmt: skip
+    ranked = sorted(better, key=score, reverse=True)[:_MOST_LEADERS]
+    # A leader that lies further behind than the noise of two measurements is not measured again.
+    leaders = [record for record in ranked if score(record) * (1 + PRIOR_NOISE * sqrt(2)) >= score(ranked[0])]
+    final = confirm_gain(start, leaders, context)
     reason = f"{summary}; {final.reason}"
     return TuneResult(best=final.best, records=records + final.records, importances=importances, reason=reason)
-
-
-def _leaders(better: Sequence[Record], score: Score) -> list[Record]:
-    """The best records, without those that lie further behind than the noise of two measurements."""
-    ranked = sorted(better, key=score, reverse=True)[:_MOST_LEADERS]
-    return [record for record in ranked if score(record) * (1 + PRIOR_NOISE * sqrt(2)) >= score(ranked[0])]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,46 +107,87 @@ class _Search:
 
     study: optuna.Study
     space: Space
-    reporter: OutcomeReporter
-    run: Run
-    steps: Steps
-    seed: int
-    sampler: Sampler
+    start: Record
+    context: FitContext
     answers: dict[str, Record | RungForecast] = field(default_factory=dict)
 
-    def run_until(self, *, trials: int, stop_gain: float, may_go_on: Callable[[], bool]) -> str:
-        """Run the start and `trials` proposals. Returns why it ended earlier, as the end of a sentence; else ""."""
-        self.answers = {_key(self.space.start): self.reporter.start}
-        for past in finished_trials(self.study):
+    def run_until(self, stop_gain: float, sampler: Sampler) -> str:
+        """Run the start and the profile's proposals. Returns why it ended earlier, as the end of a sentence, or ""."""
+        from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+
+        limits, seed = self.context.settings.profile.tune, self.context.settings.seed
+        # Floats, because the GP sampler lists every value of an integer range: gigabytes for 5e8 elements.
+        distributions: dict[str, BaseDistribution] = {
+            key: CategoricalDistribution(dimension.options)
+            if isinstance(dimension, Choice)
+            else FloatDistribution(dimension.low, dimension.high, log=True)
+            for key, dimension in self.space.dimensions.items()
+        }
+        self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
+        for past in _finished_trials(self.study):
             self._answer(past.params)  # the journal has these records
-        while (finished := len(scores := trial_scores(self.study))) <= trials:
-            if has_converged(scores, stop_gain):
+        while (finished := len(trials := _finished_trials(self.study))) <= limits.trials:
+            if has_converged([trial.value if _fitted(trial) else None for trial in trials], stop_gain):
                 return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
-            if not may_go_on():
+            if not self.context.may_run(1 + 2 * limits.turns):  # confirming the gain takes turns
                 return " until the budget was spent"
             # A new sampler each time, seeded by the number of trials: only the study's state has to survive a kill.
-            self.study.sampler = self.sampler(self.seed + finished)
-            proposal = self.study.ask(distributions(self.space))
-            self.reporter.tell(self.study, proposal, self._answer(proposal.params))
+            self.study.sampler = sampler(seed + finished)
+            proposal = self.study.ask(distributions)
+            self._tell(proposal, self._answer(proposal.params))
         return ""
 
     def _answer(self, params: Mapping[str, Any]) -> Record | RungForecast:
         """The record of a proposal, or its forecast where that cannot fit. Equal proposals are run once."""
         settings = self.space.settings(params)
-        key = _key(settings)
+        key = json.dumps(settings, sort_keys=True)
         if key not in self.answers:
-            first = self.reporter.start.trial
+            first, timed = self.start.trial, self.context.settings.profile.timed
             knobs = replace(first.knobs, settings={**first.knobs.settings, **settings})
-            steps = fit_steps_to_budget(self.steps, median_step_s(self.reporter.start))
+            steps = fit_steps_to_budget(timed, median_step_s(self.start))
             trial = replace(first, knobs=knobs, purpose="tune", steps=steps, repeat=0)
-            forecast = self.reporter.forecaster.forecast(trial)
+            forecast = self.context.forecaster.forecast(trial)
             cannot_fit = forecast is not None and forecast.verdict == "cannot_fit"
-            self.answers[key] = forecast if forecast is not None and cannot_fit else self.run(trial)
+            self.answers[key] = forecast if forecast is not None and cannot_fit else self.context.run(trial)
         return self.answers[key]
 
+    def _tell(self, proposal: optuna.Trial, answer: Record | RungForecast) -> None:
+        """Tell Optuna one outcome. Each one has a score; too much memory violates a constraint.
 
-def _key(settings: Mapping[str, Scalar]) -> str:
-    return json.dumps(dict(settings), sort_keys=True)
+        The constraint is the share of the limit above the usable memory: ≤ 0 leaves headroom.
+        """
+        from optuna.trial import TrialState
+
+        context, limit_bytes = self.context, self.context.settings.device_bytes
+        # An out-of-memory has no speed. A speed of 0 would make the GP expect little of good points nearby; the start's
+        # speed neither attracts nor repels, and the constraint keeps the search away. The GP ignores failed trials.
+        score, margin = context.score(self.start), None
+        if isinstance(answer, RungForecast):
+            outcome, lacking = "not run: cannot fit by the forecast", lacking_bytes(answer)
+        else:
+            proposal.set_user_attr("trial", answer.id)  # for readers of the study: the trial's number in the journal
+            match answer.outcome:
+                case Fit() as fit:
+                    score, lacking = context.score(answer), 0
+                    margin = (fit.device_peak_bytes - context.usable_bytes) / limit_bytes
+                    margin = max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin
+                    outcome = "fits" if margin <= 0 else "runs, but leaves no headroom"
+                case OutOfMemory() as out:
+                    # The allocation that failed is a small part of what the trial lacks; its forecast knows more.
+                    forecast = context.forecaster.forecast(answer.trial)
+                    device = None if forecast is None else forecast.memory.get("device")
+                    lacking = max(out.missing_bytes or 0, 0 if device is None else device.peak_bytes - limit_bytes)
+                    outcome = f"out of {out.tier} memory"
+                case Failed() as failure:
+                    proposal.set_user_attr("outcome", f"failed: {failure.failure}")
+                    proposal.set_user_attr(_FAILURE, failure.evidence[:200])
+                    self.study.tell(proposal, state=TrialState.FAIL)
+                    return
+        if margin is None:
+            margin = context.settings.profile.memory.headroom + max(lacking / limit_bytes, _LEAST_EXCESS)
+        proposal.set_user_attr("outcome", outcome)
+        proposal.set_constraint("device_margin", margin)
+        self.study.tell(proposal, score)
 
 
 def has_converged(scores: Sequence[float | None], gain: float) -> bool:
@@ -208,69 +201,19 @@ def has_converged(scores: Sequence[float | None], gain: float) -> bool:
     return max(score for score in scores if score is not None) < max(before) * (1 + gain)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeReporter:
-    """Reports outcomes to Optuna. Each one has a score; too much memory violates a constraint."""
-
-    start: Record
-    limit_bytes: int
-    headroom: float
-    forecaster: Forecaster
-    score: Score
-
-    @property
-    def usable_bytes(self) -> float:
-        """Device memory less the headroom."""
-        return self.limit_bytes * (1 - self.headroom)
-
-    def tell(self, study: optuna.Study, proposal: optuna.Trial, answer: Record | RungForecast) -> None:
-        """Tell one outcome. The constraint is the share of the limit above the usable memory: ≤ 0 leaves headroom."""
-        if isinstance(answer, Record):  # for readers of the study: the trial's number in the journal
-            proposal.set_user_attr("trial", answer.id)
-        proposal.set_user_attr("outcome", self._outcome(answer))
-        if isinstance(answer, RungForecast):  # not run: it cannot fit
-            self._tell_full(study, proposal, lacking_bytes(answer))
-            return
-        match answer.outcome:
-            case Fit() as fit:
-                margin = (fit.device_peak_bytes - self.usable_bytes) / self.limit_bytes
-                proposal.set_constraint("device_margin", max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin)
-                study.tell(proposal, self.score(answer))
-            case OutOfMemory() as out:
-                # The allocation that failed is a small part of what the trial lacks; its forecast knows more.
-                forecast = self.forecaster.forecast(answer.trial)
-                device = None if forecast is None else forecast.memory.get("device")
-                excess = 0 if device is None else device.peak_bytes - self.limit_bytes
-                self._tell_full(study, proposal, max(out.missing_bytes or 0, excess))
-            case Failed() as failure:
-                tell_failed(study, proposal, failure.evidence[:200])
-
-    def _outcome(self, answer: Record | RungForecast) -> str:
-        if isinstance(answer, RungForecast):
-            return "not run: cannot fit by the forecast"
-        match answer.outcome:
-            case Fit():
-                return "fits" if fits_within(answer, self.usable_bytes) else "runs, but leaves no headroom"
-            case OutOfMemory() as out:
-                return f"out of {out.tier} memory"
-            case Failed() as failure:
-                return f"failed: {failure.failure}"
-
-    def _tell_full(self, study: optuna.Study, proposal: optuna.Trial, lacking_bytes: int) -> None:
-        excess = max(lacking_bytes / self.limit_bytes, _LEAST_EXCESS)
-        proposal.set_constraint("device_margin", self.headroom + excess)
-        # An out-of-memory has no speed. A speed of 0 would make the GP expect little of good points nearby; the start's
-        # speed neither attracts nor repels, and the constraint keeps the search away. The GP ignores failed trials.
-        study.tell(proposal, self.score(self.start))
-
-
-def open_study(path: Path, name: str, space: Space) -> optuna.Study:
+def _open_study(path: Path, name: str, space: Space) -> optuna.Study:
     """Create or resume the study at `path`. Proposals that were running when it was killed are queued again."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
+    from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    _clear_leftovers(path)
+    # One driver owns the output folder, so a lock found here belongs to one that was killed. Optuna would wait 30
+    # seconds for it. A torn last line would be joined with the next one.
+    for leftover in path.parent.glob(f"{path.name}.lock*"):
+        leftover.unlink(missing_ok=True)
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     try:
         backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
         study = optuna.create_study(
@@ -281,30 +224,11 @@ def open_study(path: Path, name: str, space: Space) -> optuna.Study:
             f"is damaged: it is no Optuna journal ({error})", place=str(path), hint="start over with --fresh"
         ) from None
     known = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(deepcopy=False)]
-    for seed in space.seeds:
+    for seed in (space.start, space.usual):
         if seed not in known:
             study.enqueue_trial(dict(seed))
-    _put_back(study, space)
-    return study
-
-
-def _clear_leftovers(path: Path) -> None:
-    """Remove the leftovers of a driver that was killed during a write: a lock, and a torn last line.
-
-    One driver owns the output folder, so a lock found before the study is opened belongs to a dead driver. Optuna would
-    wait 30 seconds for it. A torn line would be joined with the next one.
-    """
-    for leftover in path.parent.glob(f"{path.name}.lock*"):
-        leftover.unlink(missing_ok=True)
-    if path.exists():
-        data = path.read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _put_back(study: optuna.Study, space: Space) -> None:
-    """Queue the parameters of running trials again, then mark these as failed: this order survives another kill."""
-    from optuna.trial import TrialState
-
+            known.append(seed)
+    # Queue the parameters of running trials again, then mark these as failed: this order survives another kill.
     trials = study.get_trials(deepcopy=False)
     waiting = [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == TrialState.WAITING]
     for trial in trials:
@@ -315,17 +239,10 @@ def _put_back(study: optuna.Study, space: Space) -> None:
         if _FAILURE not in trial.user_attrs and params.keys() == space.dimensions.keys() and params not in waiting:
             study.enqueue_trial(params)
         study.tell(trial.number, state=TrialState.FAIL)
+    return study
 
 
-def tell_failed(study: optuna.Study, proposal: optuna.Trial, reason: str) -> None:
-    """Mark a trial as failed by itself: the sampler ignores it, and it is not run again."""
-    from optuna.trial import TrialState
-
-    proposal.set_user_attr(_FAILURE, reason)
-    study.tell(proposal, state=TrialState.FAIL)
-
-
-def finished_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+def _finished_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     """The trials with an outcome, in order, without those that a kill cut short."""
     from optuna.trial import TrialState
 
@@ -336,35 +253,16 @@ def finished_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     ]
 
 
-def trial_scores(study: optuna.Study) -> list[float | None]:
-    """The scores of finished trials, in order; None for one that failed or left no headroom."""
-    return [trial.value if _fitted(trial) else None for trial in finished_trials(study)]
-
-
 def _fitted(trial: optuna.trial.FrozenTrial) -> bool:
-    from optuna.trial import TrialState
-
-    return trial.state == TrialState.COMPLETE and all(excess <= 0 for excess in trial.constraints.values())
-
-
-def distributions(space: Space) -> dict[str, Any]:
-    """The space as Optuna's distributions."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-    # Floats, because the GP sampler lists every value of an integer range: gigabytes for 5e8 elements.
-    return {
-        key: CategoricalDistribution(dimension.options)
-        if isinstance(dimension, Choice)
-        else FloatDistribution(dimension.low, dimension.high, log=True)
-        for key, dimension in space.dimensions.items()
-    }
+    """Whether the trial ran and left the headroom."""
+    return _FAILURE not in trial.user_attrs and all(excess <= 0 for excess in trial.constraints.values())
 
 
-def parameter_importances(study: optuna.Study) -> dict[str, float]:
+def _parameter_importances(study: optuna.Study) -> dict[str, float]:
     """Key → share of the score's variation among trials that fitted; an out-of-memory does not count."""
     import optuna
 
-    fitted = [trial for trial in finished_trials(study) if _fitted(trial)]
+    fitted = [trial for trial in _finished_trials(study) if _fitted(trial)]
     if len(fitted) < _FEWEST_FOR_IMPORTANCE:
         return {}
     measured = optuna.create_study(direction="maximize")
@@ -392,25 +290,20 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The keys to tune, and two points among them: the start, and DeepSpeed's usual settings moved inside."""
+    """The keys to tune, and the first two points to try: the start, and DeepSpeed's usual settings moved inside."""
 
     dimensions: Mapping[str, Choice | Range]
     start: Mapping[str, Scalar]
     usual: Mapping[str, Scalar]
 
-    @property
-    def seeds(self) -> tuple[Mapping[str, Scalar], ...]:
-        """The first points to try."""
-        return (self.start,) if self.usual == self.start else (self.start, self.usual)
-
     def settings(self, proposal: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """The settings to run. Ranges are rounded down to even, since ZeRO aligns partitions to two elements."""
-        return {key: self._rounded(key, proposal[key]) for key in self.dimensions}
-
-    def _rounded(self, key: str, value: Scalar) -> Scalar:
-        if isinstance(self.dimensions[key], Choice):
-            return value
-        return self.start[key] if value == self.start[key] else max(2, int(value) // 2 * 2)
+        settings = {key: proposal[key] for key in self.dimensions}
+        for key, dimension in self.dimensions.items():
+            if isinstance(dimension, Range):  # Optuna proposes floats
+                is_start = settings[key] == self.start[key]
+                settings[key] = self.start[key] if is_start else max(2, int(settings[key]) // 2 * 2)
+        return settings
 
 
 def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, Scalar]) -> Space:
@@ -424,29 +317,18 @@ def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, S
     usual: dict[str, Scalar] = {}
     for key, row in rung.tune.items():
         value = settings.get(key, current.get(key))
-        dimension = _choice(row, value) if row.choices else _range(row, value)
-        if dimension is not None:
-            dimensions[key] = dimension
-            start[key] = dimension.options[0] if isinstance(dimension, Choice) else int(value or 0)
-            usual[key] = start[key] if row.usual is None else _inside(dimension, row.usual)
+        if row.choices:
+            first = row.choices[0] if value is None else value
+            options = (first, *(option for option in row.choices if option != first))
+            if len(options) > 1:
+                dimensions[key], start[key] = Choice(options=options), first
+                usual[key] = first if row.usual is None else row.usual
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 2:
+            number = int(value)
+            # The start is always inside, also where the user's own value is beyond `most`.
+            low = min(number, max(2, int(number * row.low)))
+            high = max(number, int(min(number * row.high, row.most or number * row.high)))
+            if low < high:
+                dimensions[key], start[key] = Range(low=low, high=high), number
+                usual[key] = number if row.usual is None else min(max(int(row.usual), low), high)
     return Space(dimensions=dimensions, start=start, usual=usual)
-
-
-def _inside(dimension: Choice | Range, usual: Scalar) -> Scalar:
-    return usual if isinstance(dimension, Choice) else min(max(int(usual), dimension.low), dimension.high)
-
-
-def _choice(row: Dimension, value: Scalar | None) -> Choice | None:
-    first = row.choices[0] if value is None else value
-    options = (first, *(option for option in row.choices if option != first))
-    return Choice(options=options) if len(options) > 1 else None
-
-
-def _range(row: Dimension, value: Scalar | None) -> Range | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 2:
-        return None
-    start = int(value)
-    # The start is always inside, also where the user's own value is beyond `most`.
-    low = min(start, max(2, int(start * row.low)))
-    high = max(start, int(min(start * row.high, row.most or start * row.high)))
-    return Range(low=low, high=high) if low < high else None

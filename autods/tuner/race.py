@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..config.profiles import RaceLimits
-from ..types import Record, Steps
-from .batch_size import Growth, GrowthResult, GrowthRules, Stop, grow
-from .candidates import Candidate, in_precision, without_checkpointing
-from .comparison import FinalsResult, comparison_words, finals
-from .contestants import WITHOUT_RECOMPUTING, Contestant, RaceField, new_contestant
-from .context import FitContext
+from ..types import Fit, Record, Steps
+from ..units import format_bytes
+from .batch_curve import BatchCurve, least_sample_s
+from .batch_size import Growth, Stop, describe_misfit
+from .candidates import Candidate, config_name, in_precision, without_checkpointing
+from .comparison import comparison_words, finals
 from .forecasts import why_impossible
-from .ladder_walk import Lessons, WalkResult, untried_rungs
-from .trials import fit_steps_to_budget, is_same_config, median_step_s
+from .ladder_walk import Lessons, WalkResult, first_trial, try_rung, untried_rungs
+from .trials import FitContext, fit_steps_to_budget, median_step_s
 
+_ENTRY_TRIALS = 3  # at ever smaller micro batches, before the contestant is tried as the walk would try it
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
 _FEWEST_FINAL_STEPS = 2
 _OTHER_SIZE = 1.25  # ratio of two micro batches of one config below which only the larger is compared
+# Recomputing activations adds a third to forward and backward, so that leaving it out gains no more than this.
+_WITHOUT_RECOMPUTING = 4 / 3
 _FIRST_RUNG = "the first rung of the ladder that fits"
 _WITHOUT = f"{_FIRST_RUNG}; without checkpointing, since memory is not what ends its growth"
 
@@ -27,62 +29,19 @@ _WITHOUT = f"{_FIRST_RUNG}; without checkpointing, since memory is not what ends
 class RaceResult:
     """The result of a race.
 
-    `best` is the winner's deciding trial.
+    `best` is the winner's deciding trial, `growth` the growth of its micro batch.
     `others` has the best trial of each other config that fitted, best first.
     `reasons` tells why each config, by name, won or lost.
     """
 
     best: Record
-    grown: GrowthResult
+    growth: Growth
     others: tuple[Record, ...]
     reasons: Mapping[str, str]
 
 
 def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], context: FitContext) -> RaceResult:
-    """Grow the walk's winner `first` and, unless the profile says "first-fit", race the untried rungs against it."""
-    settings = context.settings
-    limits, walk_steps = settings.profile.race, settings.profile.walk
-    rules = GrowthRules(
-        run=context.run,
-        limits=settings.profile.grow,
-        steps=settings.profile.timed,
-        usable_bytes=context.usable_bytes,
-        world_size=context.world_size,
-        global_batch=settings.global_batch,
-        forecaster=context.forecaster,
-        score=context.score,
-        grows=settings.objective != "memory",
-    )
-    rung = next(candidate for candidate in rungs if candidate.rung.name == first.trial.rung)
-    winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
-    if limits.stop == "first-fit":
-        return take_first_fit(first, winner, rules, walk_steps=walk_steps, limits=limits, may_run=context.may_run)
-    return race(
-        grow(first, rules),
-        untried_rungs(rungs, walked),
-        replace(rules, limits=replace(rules.limits, most_trials=limits.most_trials), steps=limits.steps),
-        winner=winner,
-        walk_steps=walk_steps,
-        limits=limits,
-        lessons=walked.lessons,
-        precisions=settings.precisions,
-        may_run=context.may_run,
-    )
-
-
-def race(
-    first: Growth,
-    rivals: Sequence[Candidate],
-    rules: GrowthRules,
-    *,
-    winner: Candidate,
-    walk_steps: Steps,
-    limits: RaceLimits,
-    lessons: Lessons,
-    precisions: Sequence[str] = (),
-    may_run: Callable[[int], bool] = lambda trials: True,
-) -> RaceResult:
-    """Race `rivals` (in the ladder's order) against `first`, the finished growth of the walk's winner.
+    """Grow the walk's winner `first` and, unless the profile says "first-fit", race the untried rungs against it.
 
     A rival enters with one short trial at the leader's micro batch. It is out when its step times show that no micro
     batch would make it the fastest; the failure of another rung never decides. Those that stay in grow.
@@ -91,165 +50,309 @@ def race(
     rivals enter without it, and with it where memory limits them. Those that may lead are tried in the other allowed
     precisions. At last the leaders are measured again in turn.
     """
-    field = RaceField(
-        rules=rules,
-        walk_steps=walk_steps,
-        limits=limits,
-        lessons=lessons,
-        may_run=may_run,
-        recomputes=winner.knobs.checkpointing,
-    )
-    field.contestants.append(Contestant(name=winner.rung.name, candidate=winner, growth=first))
-    has_choice = limits.checkpointing and winner.knobs.checkpointing
+    profile = context.settings.profile
+    rung = next(candidate for candidate in rungs if candidate.rung.name == first.trial.rung)
+    winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
+    leader = _new_contestant(winner, context, profile.grow.most_trials, profile.timed)
+    leader.growth.first, leader.growth.walked = first.trial, first
+    has_choice = profile.race.checkpointing and winner.knobs.checkpointing
+    if profile.race.stop == "first-fit":
+        return _take_first_fit(leader, has_choice)
+    leader.growth.run()
+    race = _Race(context=context, lessons=walked.lessons, contestants=[leader])
+    rivals = untried_rungs(rungs, walked)
     if has_choice:
-        field.add([without_checkpointing(winner)])
-    if has_choice and not field.recomputing_leads():
-        field.add([without_checkpointing(rival) for rival in rivals])
-        field.add(rival for rival in rivals if field.lacks_memory(without_checkpointing(rival)))
+        race.add([without_checkpointing(winner)])
+    if has_choice and not race.leader().candidate.knobs.checkpointing:
+        plain = race.add([without_checkpointing(rival) for rival in rivals])
+        lacking = [contestant.candidate.rung for contestant in plain if race.lacks_memory(contestant)]
+        race.add([rival for rival in rivals if rival.rung in lacking])
     else:
-        field.add(rivals)
-    if has_choice and field.recomputing_leads():
-        field.add(without_checkpointing(candidate) for candidate in field.leading(WITHOUT_RECOMPUTING))
-    for precision in precisions:
-        field.add([in_precision(candidate, precision) for candidate in field.leading()])
-    return _decide(field)
+        race.add(rivals)
+    if has_choice and race.leader().candidate.knobs.checkpointing:
+        race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
+    for precision in context.settings.precisions:
+        race.add([in_precision(candidate, precision) for candidate in race.leading()])
+    return race.decide()
 
 
-def _decide(field: RaceField) -> RaceResult:
-    """Grow the leader once more with longer trials, and measure the leaders again in turn."""
-    score, limits = field.rules.score, field.limits
-    if field.rules.grows and field.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
-        field.leader().growth.extend(limits.finals, _LAST_TRIALS)
-    fitting = [contestant for contestant in field.contestants if contestant.growth.best() is not None]
-    fitting.sort(key=field.best_score, reverse=True)  # stable: of equals, the ladder's order
-    close = _close_to_leader(fitting, field)
-    finalists = max(1, sum(field.may_run(count) for count in range(1, limits.finalists + 1)))
-    final = finals(
-        [_with_final_steps(record, limits.finals) for record, _ in close[:finalists]],
-        field.rules.run,
-        turns=limits.turns if field.rules.grows else 0,
-        usable_bytes=field.rules.usable_bytes,
-        score=score,
-        purpose="race",
-        may_run=field.may_run,
-    )
-    winner = next(contestant for record, contestant in close if is_same_config(record, final.best))
-    growth = winner.growth
-    growth.stop = growth.stop or Stop(is_limit=False, reason="the race ended before its memory was full")
-    remeasured = _remeasured_scores(final, close)
-    reasons = {
-        contestant.name: contestant.out or _why_slower(contestant, winner, field, remeasured)
-        for contestant in field.contestants
-        if contestant is not winner
-    }
-    reasons[winner.name] = f"{comparison_words(score)[0]} of {len(fitting)} that fit: {final.reason}"
-    for contestant in field.contestants:  # some rungs were raced only without checkpointing
-        rung = contestant.candidate.rung.name
-        reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
-    return RaceResult(
-        best=final.best,
-        grown=replace(growth.result(), best=final.best),
-        others=tuple(
-            best
-            for contestant in fitting
-            if contestant is not winner and (best := contestant.growth.best()) is not None
-        ),
-        reasons=reasons,
-    )
+@dataclass(slots=True, kw_only=True, eq=False)
+class Contestant:
+    """A config in the race.
 
-
-def _close_to_leader(fitting: Sequence[Contestant], field: RaceField) -> list[tuple[Record, Contestant]]:
-    """The trials that led, give or take the noise, best first.
-
-    Where micro batches of one config are similar, only the largest is kept: it is the fastest but for noise.
+    `out` is the reason that it left the race; None while it is in.
+    `walked` are the trials that tried it at the smallest micro batch.
     """
-    score, least = field.rules.score, field.score_to_beat()
-    timed = [(record, contestant) for contestant in fitting for record in contestant.growth.eligible()]
-    close = [(record, contestant) for record, contestant in timed if score(record) >= least]
-    close.sort(key=lambda item: score(item[0]), reverse=True)
-    kept = list(close)
-    for record, contestant in close:
-        size = record.trial.knobs.micro_batch
-        sizes = [other.trial.knobs.micro_batch for other, owner in kept if owner is contestant]
-        if any(size < other < _OTHER_SIZE * size for other in sizes):
-            kept.remove((record, contestant))
-    return kept
+
+    candidate: Candidate
+    growth: Growth
+    out: str | None = None
+    walked: tuple[Record, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The rung, and how the config differs from its usual knobs."""
+        recomputes = self.growth.context.facts.checkpointing
+        return config_name(self.candidate.rung.name, self.candidate.knobs, recomputes=recomputes)
+
+    @property
+    def score(self) -> float:
+        """The score of its best trial; 0 where none fitted."""
+        best = self.growth.best()
+        return 0.0 if best is None else self.growth.context.score(best)
+
+    def check_forecast(self, size: int) -> int:
+        """The micro batch to enter with: `size` or the forecast's limit. Sets `out` where even the smallest cannot fit.
+
+        Where the middle of the forecast leaves the headroom on the device and fits on the other tiers, it is `size`.
+        """
+        context, smallest = self.growth.context, self.growth.context.sizes[0]
+        forecast = context.forecaster.forecast(self.growth.trial_at(size))
+        if forecast is None:
+            return smallest
+        limits = {tier: use.limit_bytes for tier, use in forecast.memory.items() if use.limit_bytes is not None}
+        usable = {tier: context.usable_bytes if tier == "device" else limit for tier, limit in limits.items()}
+        if all(forecast.memory[tier].peak_bytes <= limit for tier, limit in usable.items()):
+            return size
+        self.out = why_impossible(context.forecaster.forecast(self.growth.trial_at(smallest)))
+        return smallest if self.out else min(size, self.growth.forecast_limit() or smallest)
+
+    def enter(self, size: int) -> None:
+        """Run the first trials: at `size`, then at smaller ones, at last as the walk tries a rung."""
+        growth, context = self.growth, self.growth.context
+        most_trials = growth.most_trials
+        for _ in range(_ENTRY_TRIALS):
+            if size <= context.sizes[0]:
+                break
+            record = growth.measure(size)
+            if context.fits(record):
+                return
+            # Half the size, or less where the peak was measured: about half of a peak grows with the micro batch.
+            share = 0.5
+            if isinstance(record.outcome, Fit):
+                share = max(0.5, 2 * context.usable_bytes / record.outcome.device_peak_bytes - 1)
+            smaller = (other for other in context.sizes if other <= min(size - 1, size * share))
+            size = max(smaller, default=context.sizes[0])
+            growth.most_trials = most_trials + len(growth.records)  # growth does not pay for a size that was too large
+        self.walked = try_rung(self.candidate, context.run, context.settings.profile.walk)
+        last = self.walked[-1]
+        if not isinstance(last.outcome, Fit):
+            self.out = describe_misfit(last, format_bytes(context.usable_bytes))
+            return
+        if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: earlier trials ran another config
+            self.walked, growth.records = (*growth.records, *self.walked), []
+            knobs = replace(self.candidate.knobs, settings=last.trial.knobs.settings)
+            self.candidate = replace(self.candidate, knobs=knobs, pinned=())
+        growth.first, growth.walked = last.trial, last
+        if not growth.records:
+            growth.try_next()
 
 
-def _with_final_steps(record: Record, steps: Steps) -> Record:
-    """The record with the longer trial by which the last comparison measures it."""
-    steps = fit_steps_to_budget(steps, median_step_s(record), least=_FEWEST_FINAL_STEPS)
-    return replace(record, trial=replace(record.trial, steps=steps))
+def _new_contestant(candidate: Candidate, context: FitContext, most_trials: int, steps: Steps) -> Contestant:
+    first = first_trial(candidate, steps)
+    return Contestant(
+        candidate=candidate, growth=Growth(context=context, first=first, most_trials=most_trials, steps=steps)
+    )
 
 
-def _remeasured_scores(final: FinalsResult, close: Sequence[tuple[Record, Contestant]]) -> dict[str, float]:
-    """Contestant's name → its best score in the last comparison."""
-    scores: dict[str, float] = {}
-    for place in final.measured:
-        name = close[place][1].name
-        scores[name] = max(scores.get(name, 0.0), final.scores[place])
-    return scores
-
-
-def _why_slower(contestant: Contestant, winner: Contestant, field: RaceField, remeasured: Mapping[str, float]) -> str:
-    """A contestant's speed and the winner's, by the last comparison where both took part."""
-    _, times = comparison_words(field.rules.score)
-    if contestant.name in remeasured and remeasured.get(winner.name):
-        ratio = remeasured[contestant.name] / remeasured[winner.name]
-        return f"{contestant.describe_best()} at first; measured again in turn, {ratio:.2f} {times} as {winner.name}"
-    ratio = field.best_score(contestant) / field.best_score(winner)
-    return f"{contestant.describe_best()}, {ratio:.2f} {times} as {winner.name}"
-
-
-def take_first_fit(
-    winner: Record,
-    candidate: Candidate,
-    rules: GrowthRules,
-    *,
-    walk_steps: Steps,
-    limits: RaceLimits,
-    may_run: Callable[[int], bool] = lambda trials: True,
-) -> RaceResult:
+def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
     """Grow the walk's winner, and choose whether it recomputes its activations.
 
     Checkpointing buys memory with time, and memory allows a larger micro batch. So the rung is grown without it first.
     Where something else than memory ends that growth, checkpointing has nothing to give. Otherwise both are grown, and
     the faster one is taken.
     """
-    plain = None
-    if candidate.knobs.checkpointing and limits.checkpointing and rules.grows and may_run(2):
-        plain = _grow_without_checkpointing(candidate, rules, walk_steps)
-    if plain is None or plain.growth.best() is None:
-        reasons = {} if plain is None or plain.out is None else {plain.name: plain.out}
-        return _fastest([grow(winner, rules)], {candidate.rung.name: _FIRST_RUNG, **reasons}, others=())
-    assert plain.growth.stop is not None
-    if not plain.growth.stop.is_limit:
-        return _fastest([plain.growth], {plain.name: _WITHOUT}, others=(winner,))
-    result = _fastest([plain.growth, grow(winner, rules)], {}, others=())
-    first, second = plain.name, candidate.rung.name
-    if result.best.trial.knobs.checkpointing:
-        first, second = second, first
-    slower = max(map(rules.score, result.others), default=0.0) / rules.score(result.best)
-    return replace(result, reasons={first: _FIRST_RUNG, second: f"{slower:.2f} times as fast as {first}"})
+    growth, context = contestant.growth, contestant.growth.context
+    candidate = without_checkpointing(contestant.candidate)
+    plain = _new_contestant(candidate, context, growth.most_trials, growth.steps)
+    if has_choice and context.settings.objective != "memory" and context.may_run(2):
+        plain.out = why_impossible(context.forecaster.forecast(plain.growth.trial_at(context.sizes[0])))
+        context.forecaster.finish()
+        if plain.out is None:
+            plain.enter(context.sizes[0])
+        if plain.out is None:
+            plain.growth.run()
+    if plain.growth.best() is None:
+        growth.run()
+        return _result(contestant, [], {contestant.name: _FIRST_RUNG, **({plain.name: plain.out} if plain.out else {})})
+    if plain.growth.stop is not None and not plain.growth.stop.is_limit:
+        return _result(plain, [contestant], {plain.name: _WITHOUT})
+    growth.run()
+    first, second = sorted((plain, contestant), key=lambda each: each.score, reverse=True)
+    ratio = f"{second.score / first.score:.2f} times as fast as {first.name}"
+    return _result(first, [second], {first.name: _FIRST_RUNG, second.name: ratio})
 
 
-def _grow_without_checkpointing(candidate: Candidate, rules: GrowthRules, walk_steps: Steps) -> Contestant:
-    """The rung without checkpointing, grown as far as it goes."""
-    plain = new_contestant(without_checkpointing(candidate), rules, recomputes=True)
-    plain.out = why_impossible(rules.forecaster.forecast(plain.trial_at(rules.sizes[0])))
-    rules.forecaster.finish()
-    if plain.out is None:
-        plain.enter(walk_steps)
-    if plain.out is None:
-        plain.growth.run()
-    return plain
+def _result(
+    winner: Contestant, others: Iterable[Contestant], reasons: Mapping[str, str], best: Record | None = None
+) -> RaceResult:
+    """The result with the winner's best trial, or with `best`, its last measurement."""
+    best = best or winner.growth.best()
+    assert best is not None
+    behind = (contestant.growth.best() for contestant in others)
+    others_best = tuple(record for record in behind if record is not None)
+    return RaceResult(best=best, growth=winner.growth, others=others_best, reasons=reasons)
 
 
-def _fastest(growths: Sequence[Growth], reasons: dict[str, str], *, others: tuple[Record, ...]) -> RaceResult:
-    """The best of these growths, with the best trials of the others."""
-    score = growths[0].rules.score
-    fitting = [growth for growth in growths if growth.eligible()]
-    ranked = sorted(fitting, key=lambda growth: max(map(score, growth.eligible())), reverse=True)
-    grown = ranked[0].result()
-    behind = tuple(best for growth in ranked[1:] if (best := growth.best()) is not None)
-    return RaceResult(best=grown.best, grown=grown, others=(*behind, *others), reasons=reasons)
+@dataclass(slots=True, kw_only=True)
+class _Race:
+    """A race under way. `contestants` are in the order of entry."""
+
+    context: FitContext
+    lessons: Lessons
+    contestants: list[Contestant]
+
+    def add(self, candidates: Sequence[Candidate]) -> list[Contestant]:
+        """Let candidates in that are not in yet: all forecasts, then a first trial each, then their growth.
+
+        They enter at the leader's micro batch, or at twice that if memory ended the leader's growth. The forecasts come
+        first because simulations would disturb timed trials.
+        """
+        context, limits, leader = self.context, self.context.settings.profile.race, self.leader()
+        entering = [_new_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
+        names = {contestant.name for contestant in self.contestants}
+        rivals = [rival for rival in entering if rival.name not in names]
+        best, stop = leader.growth.best(), leader.growth.stop
+        if not rivals or best is None:
+            return []
+        most = best.trial.knobs.micro_batch * (2 if stop is not None and stop.is_limit else 1)
+        size = max(size for size in context.sizes if size <= most)
+        for rival in rivals:
+            # The first contestant has timed small micro batches, too.
+            rival.growth.like = (*self.contestants[0].growth.all_records, *leader.growth.all_records)
+            rival.out = self.lessons.reason_to_skip(rival.candidate.rung, rival.candidate.ops)
+        context.forecaster.prepare([rival.growth.trial_at(size) for rival in rivals if rival.out is None])
+        entry_sizes = [rival.check_forecast(size) if rival.out is None else size for rival in rivals]
+        context.forecaster.finish()
+        for rival, entry_size in zip(rivals, entry_sizes, strict=True):
+            rung = rival.candidate.rung
+            rival.out = rival.out or self.lessons.reason_to_skip(rung, rival.candidate.ops)
+            if rival.out is None and not self._may_go_on():
+                rival.out = "not tried: the budget is spent"
+            if rival.out is None:
+                rival.enter(entry_size)
+                decisive = (rival.walked or rival.growth.records)[-1]  # a large batch can fail where the rung does not
+                self.lessons = self.lessons.add(rung, decisive.outcome)
+            self.contestants.append(rival)
+        for contestant in (self.leader(), *rivals):
+            self._grow(contestant)
+        return rivals
+
+    def leader(self) -> Contestant:
+        """The best so far; of equals the first."""
+        return max(self.contestants, key=lambda contestant: contestant.score)
+
+    def score_to_beat(self) -> float:
+        """The leader's score less the noise."""
+        return (1 - self.context.settings.profile.race.noise) * self.leader().score
+
+    def leading(self, speedup: float = 1.0) -> list[Candidate]:
+        """The best candidates that would lead, give or take the noise, if they were `speedup` times as fast."""
+        ranked = sorted(self.contestants, key=lambda contestant: contestant.score, reverse=True)
+        ranked, least = ranked[: self.context.settings.profile.race.finalists + 1], self.score_to_beat()
+        return [contestant.candidate for contestant in ranked if speedup * contestant.score >= least]
+
+    def lacks_memory(self, contestant: Contestant) -> bool:
+        """Whether it never fitted, or could lead, also while recomputing, if it had memory for any batch."""
+        growth = contestant.growth
+        if growth.best() is None:
+            return True
+        if growth.most_by_memory() >= self.context.sizes[-1]:
+            return False
+        sample_s = self.sample_s(contestant)
+        bound = growth.curve.throughput_bound(growth.most_by_time(sample_s), sample_s)
+        return bound.rate * self.context.world_size / _WITHOUT_RECOMPUTING >= self.score_to_beat()
+
+    def sample_s(self, contestant: Contestant) -> float:
+        """Seconds of one more sample: by configs that recompute as this one does, else by all of them."""
+        curves: dict[bool, list[BatchCurve]] = {True: [], False: []}
+        for rival in self.contestants:
+            curves[rival.candidate.knobs.checkpointing].append(rival.growth.curve)
+        recomputes = contestant.candidate.knobs.checkpointing
+        if cost := least_sample_s(curves[recomputes]):
+            return cost
+        return least_sample_s((*curves[True], *curves[False])) / (1 if recomputes else _WITHOUT_RECOMPUTING)
+
+    def _may_go_on(self) -> bool:
+        """Whether one more trial leaves enough to measure the leaders again."""
+        limits = self.context.settings.profile.race
+        return self.context.may_run(1 + limits.finalists * min(1, limits.turns))
+
+    def _grow(self, contestant: Contestant) -> None:
+        """Measure further micro batches for as long as one may make it the fastest."""
+        for _ in range(self.context.settings.profile.race.most_trials):
+            if contestant.out is not None or not self._may_go_on():
+                break
+            size = self._promising_size(contestant)
+            if size is None or not contestant.growth.measure_near(size):
+                break
+        self.context.forecaster.finish()
+
+    def _promising_size(self, contestant: Contestant) -> int | None:
+        """The micro batch to measure next; sets `out` when even the upper bound is below the leader's score."""
+        context, leader, growth = self.context, self.leader(), contestant.growth
+        if context.settings.objective == "memory":
+            return None
+        curve, sample_s, world_size = growth.curve, self.sample_s(contestant), context.world_size
+        longest = growth.most_by_time(sample_s)
+        bound = curve.throughput_bound(longest, sample_s)
+        if bound.rate * world_size >= self.score_to_beat():  # the memory limit costs a simulation
+            bound = curve.throughput_bound(min(growth.most_by_memory(), longest), sample_s)
+        if bound.rate * world_size >= self.score_to_beat():
+            return bound.size
+        if contestant is not leader:
+            limit = f"by its steps at most {bound.rate * world_size / leader.score:.2f} times as fast as {leader.name}"
+            contestant.out = f"{growth.describe_best()}; {limit}"
+        return None
+
+    def decide(self) -> RaceResult:
+        """Grow the leader once more with longer trials, and measure the leaders again in turn."""
+        context, limits, score = self.context, self.context.settings.profile.race, self.context.score
+        grows = context.settings.objective != "memory"
+        if grows and context.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
+            self.leader().growth.extend(limits.finals, _LAST_TRIALS)
+        fitting = [contestant for contestant in self.contestants if contestant.growth.best() is not None]
+        fitting.sort(key=lambda contestant: contestant.score, reverse=True)  # stable: of equals, the ladder's order
+        close = self._close_to_leader(fitting)
+        finalists = []
+        for record, _ in close[: max(1, sum(context.may_run(count) for count in range(1, limits.finalists + 1)))]:
+            steps = fit_steps_to_budget(limits.finals, median_step_s(record), least=_FEWEST_FINAL_STEPS)
+            finalists.append(replace(record, trial=replace(record.trial, steps=steps)))
+        final = finals(finalists, context, turns=limits.turns if grows else 0, purpose="race", may_run=context.may_run)
+        winner = close[final.winner][1]
+        stop = Stop(is_limit=False, reason="the race ended before its memory was full")
+        winner.growth.stop = winner.growth.stop or stop
+        remeasured: dict[str, float] = {}
+        for place in final.measured:
+            name = close[place][1].name
+            remeasured[name] = max(remeasured.get(name, 0.0), final.scores[place])
+        best, times = comparison_words(score)
+        reasons = {winner.name: f"{best} of {len(fitting)} that fit: {final.reason}"}
+        for contestant in self.contestants:
+            speed, ratio = contestant.growth.describe_best(), contestant.score / winner.score
+            if contestant.name in remeasured and remeasured.get(winner.name):
+                speed = f"{speed} at first; measured again in turn"
+                ratio = remeasured[contestant.name] / remeasured[winner.name]
+            slower = f"{speed}, {ratio:.2f} {times} as {winner.name}"
+            reasons.setdefault(contestant.name, contestant.out or slower)
+        for contestant in self.contestants:  # some rungs were raced only without checkpointing
+            rung = contestant.candidate.rung.name
+            reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
+        return _result(winner, [each for each in fitting if each is not winner], reasons, best=final.best)
+
+    def _close_to_leader(self, fitting: Sequence[Contestant]) -> list[tuple[Record, Contestant]]:
+        """The trials that led, give or take the noise, best first.
+
+        Where micro batches of one config are similar, only the largest is kept: it is the fastest but for noise.
+        """
+        score, least = self.context.score, self.score_to_beat()
+        timed = [(record, contestant) for contestant in fitting for record in contestant.growth.eligible()]
+        close = [(record, contestant) for record, contestant in timed if score(record) >= least]
+        close.sort(key=lambda item: score(item[0]), reverse=True)
+        kept = list(close)
+        for record, contestant in close:
+            size = record.trial.knobs.micro_batch
+            sizes = [other.trial.knobs.micro_batch for other, owner in kept if owner is contestant]
+            if any(size < other < _OTHER_SIZE * size for other in sizes):
+                kept.remove((record, contestant))
+        return kept

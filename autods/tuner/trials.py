@@ -1,16 +1,90 @@
-"""What every step of the search shares: the batch identity, retries, the length of a trial, and its score."""
+"""What every step of the search shares: the fit's context, the batch identity, retries, lengths and scores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from ..types import Action, Failed, Fit, OutOfMemory, Record, Run, Steps, Trial
+from ..config.settings import Settings
+from ..journal import TrialStore
+from ..types import Action, Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Steps, Trial
+from .forecasts import Forecaster
 
 # Running the trial again changes nothing: the user has to repair the workload, the config or the machine first.
 PERMANENT_ACTIONS: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
+# The number to maximise; above 0 for a fit.
+Score = Callable[[Record], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitContext:
+    """The inputs that all steps share.
+
+    `settings` include the config that the workload brings.
+    `op_problems` maps a DeepSpeed op to the reason that it cannot be built here.
+    `study` is the file of Optuna's study.
+    `final_config` returns a trial's DeepSpeed config as the user gets it.
+    `check` returns a record, or raises when the machine needs repair first.
+    `save_best` gets the best config after each step, so that it is on disk should the fit be killed.
+    """
+
+    settings: Settings
+    facts: ModelFacts
+    memory: TrialStore
+    forecaster: Forecaster
+    study: Path
+    final_config: Callable[[Trial], Mapping[str, Any]]
+    op_problems: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Record], Record] = lambda record: record
+    save_best: Callable[[Record], None] = lambda record: None
+
+    @property
+    def usable_bytes(self) -> float:
+        """Device memory less the headroom of the profile."""
+        return self.settings.device_bytes * (1 - self.settings.profile.memory.headroom)
+
+    @property
+    def world_size(self) -> int:
+        """Replicas of the model; each has a separate batch."""
+        return self.facts.replicas(self.settings.gpus)
+
+    @property
+    def score(self) -> Score:
+        """The score to maximise. Samples and tokens have the same order: a sample has the same tokens everywhere."""
+        return memory_score if self.settings.objective == "memory" else samples_per_second
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The micro batches that may be tried, ascending; the smallest alone where memory is the objective."""
+        most = 1 if self.settings.objective == "memory" else self.settings.profile.grow.most_micro_batch
+        return micro_batches(self.settings.global_batch, self.world_size, most)
+
+    def resize(self, knobs: Knobs, micro_batch: int) -> Knobs:
+        """The knobs with this micro batch, at the fit's global batch."""
+        accumulation = accumulation_for(self.settings.global_batch, micro_batch, self.world_size)
+        return replace(knobs, micro_batch=micro_batch, accumulation=accumulation)
+
+    def run(self, trial: Trial) -> Record:
+        """Run a trial; raises when the machine fails."""
+        return self.check(self.memory.run(trial))
+
+    def fits(self, record: Record) -> bool:
+        """Whether the trial fitted well and left the headroom free on the device."""
+        return fits_within(record, self.usable_bytes)
+
+    def may_run(self, trials: int) -> bool:
+        """Whether the budget allows race and tuning so many more trials, besides those of the certificate."""
+        budget, records = self.settings.budget, self.memory.records
+        certify = self.settings.profile.certify
+        reserved = 0 if certify.most_trials < 1 else 1 if certify.parity is None else 3
+        if budget.trials and len(records) + trials + reserved > budget.trials:
+            return False
+        return not (budget.seconds and sum(record.seconds for record in records) >= budget.seconds)
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
@@ -26,6 +100,7 @@ def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int
     return accumulation
 
 
+@cache
 def micro_batches(global_batch: int | None, world_size: int, most: int) -> range | tuple[int, ...]:
     """The micro batches that may be tried, ascending: all up to `most`, or those that divide a rank's global batch."""
     if global_batch is None:
@@ -80,17 +155,7 @@ def memory_score(record: Record) -> float:
     return 1 / max(1, record.outcome.device_peak_bytes) if isinstance(record.outcome, Fit) else 0.0
 
 
-def score_function(objective: str) -> Callable[[Record], float]:
-    """The score to maximise. Samples and tokens have the same order, since a sample has the same tokens everywhere."""
-    return memory_score if objective == "memory" else samples_per_second
-
-
 def median_step_s(record: Record) -> float:
     """Seconds of the trial's median optimizer step; 0 for a trial that did not fit."""
     fit = record.outcome
     return median(fit.step_s) if isinstance(fit, Fit) and fit.step_s else 0.0
-
-
-def is_same_config(first: Record, second: Record) -> bool:
-    """Whether two trials ran the same rung and knobs, whatever their purpose."""
-    return (first.trial.rung, first.trial.knobs) == (second.trial.rung, second.trial.knobs)

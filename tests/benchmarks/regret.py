@@ -23,7 +23,7 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.config.profiles import read_profile
-from autods.tuner.fit_result import NothingFits
+from autods.tuner.fit import NothingFits, search
 from autods.types import Fit, OutOfMemory, Record
 from tests.support.surfaces import Surface, searching
 
@@ -74,12 +74,12 @@ def _answer(job: tuple[int, str, bool, bool]) -> Answer | None:
     profile = read_profile(config)
     if not tunes:
         profile = replace(profile, tune=replace(profile.tune, trials=0))
-    with searching(surface, profile=profile, blind=blind) as search:
-        best, what = surface.optimum(search.usable_bytes, [name for name in surface.rungs if name != "zero3-nvme"])
+    with searching(surface, profile=profile, blind=blind) as context:
+        best, what = surface.optimum(context.usable_bytes, [name for name in surface.rungs if name != "zero3-nvme"])
         began = time.process_time()
-        found = search.run()
+        found = search(context)
         deciding_s = time.process_time() - began
-        records = search.memory.records
+        records = context.memory.records
     if isinstance(found, NothingFits) or not best:
         return None  # only NVMe, or nothing, holds this model: there is nothing to choose from
     trial = found.best.trial

@@ -64,9 +64,9 @@ from autods.errors import AutodsError
 from autods.forecast.values import Engine, EngineSpec, Simulation, Simulator
 from autods.journal import Journal, TrialStore
 from autods.system.host import installed_versions, read_hardware
-from autods.tuner.fit import Search, fit
-from autods.tuner.fit_result import FitResult
+from autods.tuner.fit import FitResult, fit, search
 from autods.tuner.forecasts import open_forecaster
+from autods.tuner.trials import FitContext
 from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import format_bytes
 from autods.workload import make_source
@@ -327,10 +327,12 @@ def searched(
         memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), lambda event: None)
         start = lambda source: contextlib.nullcontext(simulator)  # noqa: E731
         with open_forecaster(settings, runner.final_config, memory, lambda event: None, start=start) as forecaster:
-            found = Search(
-                settings=settings, runner=runner, memory=memory, forecaster=forecaster, study=Path(out) / "study.jsonl",
-                check=lambda record: record,
-            ).run()  # fmt: skip
+            facts, op_problems = runner.survey()
+            context = FitContext(
+                settings=settings, facts=facts, op_problems=op_problems, memory=memory, forecaster=forecaster,
+                study=Path(out) / "study.jsonl", final_config=runner.final_config,
+            )  # fmt: skip
+            found = search(context)
     records = memory.records
     best = best_of(true.values())
     said: dict[str, Any] = {

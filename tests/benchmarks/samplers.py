@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
+import sys
 import tempfile
 import time
 import warnings
@@ -26,12 +27,16 @@ import optuna
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 from optuna.terminator import BaseImprovementEvaluator, EMMREvaluator, RegretBoundEvaluator
 from optuna.trial import FrozenTrial
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from tuning_surfaces import HEADROOM, LIMIT, Surface, surface
 
 from autods.config.profiles import TuneLimits
 from autods.tuner.optuna_search import STARTUP, gp_sampler, has_converged, tune
 from autods.tuner.trials import fits_within, samples_per_second
 from autods.types import OutOfMemory, Record, Steps
+from tests.support.contexts import make_context
 
 SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
     "gp": gp_sampler,
@@ -91,11 +96,11 @@ def search(sampler: str, number: int, noise: float, trials: int, optimum: float)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "study.jsonl"
         began = time.process_time()
-        tuned = tune(
-            start, here.run, rung=here.rung, limits=TuneLimits(trials=trials, gain=1.03, turns=2), steps=Steps(),
-            limit_bytes=LIMIT, headroom=HEADROOM, seed=1000 * number, study_path=path, stop_gain=0,
-            sampler=SAMPLERS[sampler],
+        context = make_context(
+            here.run, study=path, headroom=HEADROOM, device_bytes=LIMIT, seed=1000 * number, ladder=(here.rung,),
+            profile={"tune": TuneLimits(trials=trials, gain=1.03, turns=2), "timed": Steps()},
         )  # fmt: skip
+        tuned = tune(start, context, stop_gain=0, sampler=SAMPLERS[sampler])
         deciding_s = time.process_time() - began
         told = trials_of(path)
     answers = [start, *(record for record in tuned.records if record.trial.purpose == "tune")]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ import pytest
 from autods.runner.runner import RayRunner
 from autods.system.host import find_memory_groups
 from autods.tuner.candidates import list_candidates
-from autods.tuner.ladder_walk import WalkResult, walk
+from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.types import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
+from tests.support.contexts import make_context
 from tests.support.fits import ignore, question
 from tests.support.watching import Scene, wait_for
 
@@ -164,7 +165,8 @@ def walk_on(runner: RayRunner) -> tuple[WalkResult, tuple[str, ...]]:
         tried.append(trial.rung)
         return runner.run(trial, id=len(tried))
 
-    walked = walk(list_candidates(runner.settings, facts, op_problems), run, Steps())
+    context = replace(make_context(run, profile={"walk": Steps()}), settings=runner.settings, facts=facts)
+    walked = walk_ladder(list_candidates(runner.settings, facts, op_problems), context)
     return walked, tuple(tried)
 
 

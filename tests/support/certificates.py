@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autods.config.profiles import CertifyLimits
 from autods.runner.testing import ScriptedRunner
 from autods.runner.testing import fit as scripted_fit
+from autods.tuner.candidates import list_candidates
 from autods.tuner.certify import CertifyResult, certify
 from autods.types import Examined, Fit, Knobs, Outcome, Record, Scalar, Steps, Trial
+from tests.support.contexts import make_context
+from tests.support.walks import FACTS, SETTINGS
 
 MIB = 2**20
 LIMIT = 1000 * MIB
@@ -80,32 +84,29 @@ def certifying(
     *,
     alternates: Sequence[Record] = (),
     reference: Record | None = None,
-    tolerance: float = 0.02,
     global_batch: int | None = None,
     most_trials: int = 20,
-    leaner: Iterable[Record] = (),
+    untried: Sequence[str] = (),
     alike: bool = False,
     longest_ratio: float = 1.0,
     seen: Sequence[Record] = (),
 ) -> Certifying:
+    """Certify on two ranks. Without a reference no losses are compared; `untried` names rungs."""
     runner = ScriptedRunner(answer)
-    certified = certify(
-        winner,
+    source = replace(SETTINGS.source, kind="script") if alike else SETTINGS.source
+    context = make_context(
         runner.run,
-        alternates=alternates,
-        reference=reference,
-        steps=EXAM,
-        parity_steps=PARITY,
-        tolerance=tolerance,
-        limit_bytes=LIMIT,
-        headroom=0.05,
-        world_size=2,
-        global_batch=global_batch,
-        most_trials=most_trials,
-        leaner=leaner,
-        alike=alike,
-        longest_ratio=longest_ratio,
+        facts=replace(FACTS, longest_ratio=longest_ratio),
         seen=seen,
+        profile={
+            "certify": CertifyLimits(most_trials=most_trials, steps=EXAM, parity=None if reference is None else PARITY)
+        },
+        source=source,
+        device_bytes=LIMIT,
+        global_batch=global_batch,
     )
-    assert [record.trial for record in certified.records] == runner.trials
+    rungs = [one for one in list_candidates(context.settings, FACTS, {}) if one.rung.name in untried]
+    certified = certify(winner, context, alternates=alternates, reference=reference or winner, untried=rungs)
+    assert certified is not None
+    assert [record.trial for record in certified.records] == [one for one in runner.trials if one.purpose != "walk"]
     return Certifying(certified, runner.trials)

@@ -24,8 +24,8 @@ from autods.config.strategies import Dimension, Rung, read_rungs
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.fit import Search
 from autods.tuner.forecasts import NO_FORECASTER, Forecaster
+from autods.tuner.trials import FitContext
 from autods.types import Examined, Fit, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 
 GIB = 2**30
@@ -263,8 +263,8 @@ def searching(
     forecaster: Forecaster | None = None,
     ladder: Sequence[Rung] = (),
     blind: bool = False,
-) -> Iterator[Search]:
-    """A whole search of that surface, as a fit runs it, in a folder of its own."""
+) -> Iterator[FitContext]:
+    """The context of a whole search of that surface, as a fit runs it, in a folder of its own."""
     with TemporaryDirectory() as folder:
         out = Path(folder)
         chosen = read_profile(profile) if isinstance(profile, str) else profile
@@ -278,7 +278,8 @@ def searching(
         past = journal.open(fingerprint="surface")
         memory = TrialStore(journal, past, lambda trial, id: surface.run(trial, id=id), lambda event: None)
         seer = NO_FORECASTER if blind else forecaster or SurfaceForecaster(surface)
-        yield Search(
-            settings=settings, runner=surface, memory=memory, forecaster=seer, study=out / "study.jsonl",
-            check=lambda record: record,
+        facts, op_problems = surface.survey()
+        yield FitContext(
+            settings=settings, facts=facts, op_problems=op_problems, memory=memory, forecaster=seer,
+            study=out / "study.jsonl", final_config=surface.final_config,
         )  # fmt: skip

@@ -10,8 +10,9 @@ import pytest
 
 from autods.config.profiles import GrowLimits
 from autods.runner.testing import ScriptedRunner, failed, surface
-from autods.tuner.batch_size import GrowthResult, GrowthRules, grow
-from autods.types import Knobs, Outcome, OutOfMemory, Steps, Trial
+from autods.tuner.batch_size import Growth
+from autods.types import Knobs, Outcome, OutOfMemory, Record, Steps, Trial
+from tests.support.contexts import make_context
 
 MIB = 2**20
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=1e9)
@@ -20,10 +21,10 @@ WALKED = Trial(rung="zero2", knobs=Knobs(settings={"zero_optimization.reduce_buc
 
 
 @dataclass
-class Growth:
+class Grown:
     """A finished growth and what it cost, micro batch 1 of the walk not counted."""
 
-    grown: GrowthResult
+    growth: Growth
     trials: list[Trial]
 
     @property
@@ -32,7 +33,27 @@ class Growth:
 
     @property
     def ooms(self) -> int:
-        return sum(isinstance(record.outcome, OutOfMemory) for record in self.grown.records)
+        return sum(isinstance(record.outcome, OutOfMemory) for record in self.growth.records)
+
+    @property
+    def best(self) -> Record:
+        best = self.growth.best()
+        assert best is not None
+        return best
+
+    @property
+    def largest(self) -> int:
+        return self.growth.curve.fits
+
+    @property
+    def is_limit(self) -> bool:
+        assert self.growth.stop is not None
+        return self.growth.stop.is_limit
+
+    @property
+    def reason(self) -> str:
+        assert self.growth.stop is not None
+        return self.growth.stop.reason
 
 
 def growing(
@@ -44,19 +65,14 @@ def growing(
     steps: Steps = TIMED,
     headroom: float = 0.05,
     walked: Trial = WALKED,
-) -> Growth:
+) -> Grown:
     runner = ScriptedRunner(answer)
     winner = runner.run(walked)
-    rules = GrowthRules(
-        run=runner.run,
-        limits=limits,
-        steps=steps,
-        usable_bytes=limit * (1 - headroom),
-        world_size=2,
-        global_batch=global_batch,
+    context = make_context(
+        runner.run, profile={"grow": limits}, headroom=headroom, device_bytes=limit, global_batch=global_batch
     )
-    grown = grow(winner, rules).result()
-    return Growth(grown, runner.trials[1:])
+    growth = Growth(context=context, first=walked, walked=winner, most_trials=limits.most_trials, steps=steps)
+    return Grown(growth.run(), runner.trials[1:])
 
 
 def steep(limit: int, state: int = 100 * MIB, sample: int = 10 * MIB, floor: int = 0) -> Callable[[Trial], Outcome]:
@@ -78,10 +94,10 @@ LARGEST = [1, 2, 3, 5, 8, 13, 16, 17, 31, 64, 100, 257, 1000]
 def test_growth_finds_the_largest_micro_batch_in_few_trials(largest: int) -> None:
     limit = int((100 * MIB + (largest + 0.5) * 10 * MIB) / 0.95)
     growth = growing(steep(limit), limit=limit)
-    assert growth.grown.largest_micro_batch <= largest
-    assert growth.grown.largest_micro_batch >= largest * 15 / 16
-    assert growth.grown.largest_is_limit
-    assert growth.grown.best.trial.knobs.micro_batch == growth.grown.largest_micro_batch
+    assert growth.largest <= largest
+    assert growth.largest >= largest * 15 / 16
+    assert growth.is_limit
+    assert growth.best.trial.knobs.micro_batch == growth.largest
     assert len(growth.trials) <= 6
     assert growth.ooms <= 1
 
@@ -92,7 +108,7 @@ def test_growth_survives_a_knee_in_the_memory_line(largest: int, bend: float) ->
     limit = int((100 * MIB + (largest + 0.5) * 10 * MIB) / 0.95)
     floor = min(int(100 * MIB + bend * 10 * MIB), int(limit * 0.8))
     growth = growing(steep(limit, floor=floor), limit=limit)
-    assert largest * 15 / 16 <= growth.grown.largest_micro_batch <= largest
+    assert largest * 15 / 16 <= growth.largest <= largest
     assert growth.ooms <= 2
     assert len(growth.trials) <= LIMITS.most_trials
 
@@ -101,8 +117,8 @@ def test_growth_never_jumps_far_beyond_what_was_measured() -> None:
     growth = growing(steep(2**40), limit=2**40)
     fitted = [1, *growth.sizes]
     assert all(after <= 8 * before for before, after in pairwise(fitted))
-    assert growth.grown.largest_micro_batch == LIMITS.most_micro_batch
-    assert not growth.grown.largest_is_limit
+    assert growth.largest == LIMITS.most_micro_batch
+    assert not growth.is_limit
 
 
 @pytest.mark.parametrize("global_batch", [2, 6, 34, 64, 96, 120])
@@ -111,30 +127,30 @@ def test_growth_keeps_the_global_batch(global_batch: int) -> None:
     growth = growing(steep(limit), limit=limit, global_batch=global_batch)
     assert growth.trials
     assert {trial.knobs.train_batch(2) for trial in growth.trials} == {global_batch}
-    assert growth.grown.best.trial.knobs.train_batch(2) == global_batch
+    assert growth.best.trial.knobs.train_batch(2) == global_batch
 
 
 def test_growth_takes_the_largest_divisor_that_fits() -> None:
     limit = int((100 + 20.5 * 10) * MIB / 0.95)  # 20 samples fit; 48 = 16 × 3 is the share of a rank
     growth = growing(steep(limit), limit=limit, global_batch=96)
-    assert growth.grown.largest_micro_batch == 16
-    assert growth.grown.best.trial.knobs.accumulation == 3
+    assert growth.largest == 16
+    assert growth.best.trial.knobs.accumulation == 3
 
 
 def test_the_whole_share_of_the_global_batch_ends_the_growth() -> None:
     growth = growing(steep(2**40), limit=2**40, global_batch=16)
-    assert growth.grown.largest_micro_batch == 8
-    assert not growth.grown.largest_is_limit
-    assert "whole share of the global batch" in growth.grown.reason
+    assert growth.largest == 8
+    assert not growth.is_limit
+    assert "whole share of the global batch" in growth.reason
 
 
 def test_growth_stops_when_throughput_saturates() -> None:
     limit = 2**40
     answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=0.01, sample_s=0.01)
     growth = growing(answer, limit=limit)
-    assert not growth.grown.largest_is_limit
-    assert "times as fast" in growth.grown.reason
-    assert "memory would allow about 4096" in growth.grown.reason
+    assert not growth.is_limit
+    assert "times as fast" in growth.reason
+    assert "memory would allow about 4096" in growth.reason
     assert len(growth.trials) <= 4
 
 
@@ -146,8 +162,8 @@ def test_growth_returns_to_one_sample_when_larger_is_slower() -> None:
         return surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=0.0, sample_s=size)(trial)
 
     growth = growing(answer, limit=limit)
-    assert growth.grown.best.trial.knobs.micro_batch == 1
-    assert growth.grown.best.trial.steps == TIMED
+    assert growth.best.trial.knobs.micro_batch == 1
+    assert growth.best.trial.steps == TIMED
 
 
 @pytest.mark.parametrize(
@@ -165,26 +181,26 @@ def test_a_far_slower_micro_batch_one_is_not_timed_again(
     limits = GrowLimits(most_trials=4, most_micro_batch=8, gain=1.03)
     growth = growing(answer, limit=limit, global_batch=global_batch, limits=limits)
     assert (growth.sizes[-1] == 1) is timed_again
-    assert growth.grown.best.trial.knobs.micro_batch == 8
+    assert growth.best.trial.knobs.micro_batch == 8
 
 
 def test_a_micro_batch_that_does_not_leave_the_headroom_is_not_chosen() -> None:
     limit = (100 + 2 * 10) * MIB  # 2 fit, without any headroom
     growth = growing(steep(limit), limit=limit)
     assert growth.sizes == [2, 1]
-    assert growth.grown.largest_micro_batch == 1
-    assert growth.grown.best.trial.knobs.micro_batch == 1
-    assert growth.grown.best.trial.purpose == "grow"
-    assert "does not leave the headroom" in growth.grown.reason
+    assert growth.largest == 1
+    assert growth.best.trial.knobs.micro_batch == 1
+    assert growth.best.trial.purpose == "grow"
+    assert "does not leave the headroom" in growth.reason
 
 
 def test_micro_batch_one_is_timed_when_memory_is_full_already() -> None:
     limit = 110 * MIB
     growth = growing(steep(limit), limit=limit)
     assert growth.sizes == [1]
-    assert growth.grown.best.trial.steps == TIMED
-    assert growth.grown.largest_is_limit
-    assert "micro batch 1 already needs 110.0 MiB" in growth.grown.reason
+    assert growth.best.trial.steps == TIMED
+    assert growth.is_limit
+    assert "micro batch 1 already needs 110.0 MiB" in growth.reason
 
 
 def test_a_failure_caps_the_micro_batch_and_is_told() -> None:
@@ -196,9 +212,9 @@ def test_a_failure_caps_the_micro_batch_and_is_told() -> None:
         return steep(limit)(trial)
 
     growth = growing(answer, limit=limit)
-    assert 36 <= growth.grown.largest_micro_batch <= 40
-    assert "integer out of range" in growth.grown.reason
-    assert "caps the micro batch only" in growth.grown.reason
+    assert 36 <= growth.largest <= 40
+    assert "integer out of range" in growth.reason
+    assert "caps the micro batch only" in growth.reason
 
 
 def test_a_fluke_does_not_cap_the_micro_batch() -> None:
@@ -210,16 +226,16 @@ def test_a_fluke_does_not_cap_the_micro_batch() -> None:
             return failed()
         return steep(limit)(trial)
 
-    assert growing(answer, limit=limit).grown.largest_micro_batch == 4096
+    assert growing(answer, limit=limit).largest == 4096
 
 
 def test_growth_does_not_start_a_trial_that_would_take_too_long() -> None:
     limit = 2**40
     answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=2.0, sample_s=0.1)
     growth = growing(answer, limit=limit, steps=Steps(budget_s=10.0))
-    assert 30 <= growth.grown.largest_micro_batch <= 80  # 80 samples take 10 s
-    assert not growth.grown.largest_is_limit
-    assert "would take about" in growth.grown.reason
+    assert 30 <= growth.largest <= 80  # 80 samples take 10 s
+    assert not growth.is_limit
+    assert "would take about" in growth.reason
 
 
 def test_a_model_whose_every_step_is_long_grows_all_the_same() -> None:
@@ -227,15 +243,15 @@ def test_a_model_whose_every_step_is_long_grows_all_the_same() -> None:
     limit = 2**40
     answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=8.0, sample_s=0.5)
     growth = growing(answer, limit=limit, steps=Steps(budget_s=1.2))
-    assert 8 <= growth.grown.largest_micro_batch <= 18  # twice as long as with one sample
-    assert "would take about" in growth.grown.reason
+    assert 8 <= growth.largest <= 18  # twice as long as with one sample
+    assert "would take about" in growth.reason
 
 
 def test_growth_spends_no_more_trials_than_it_may() -> None:
     limit = 2**40
     growth = growing(steep(limit), limit=limit, limits=GrowLimits(most_trials=2, most_micro_batch=4096, gain=1.03))
     assert growth.sizes == [8, 64]
-    assert growth.grown.reason == "all 2 trials are spent: micro batch 64 fits"
+    assert growth.reason == "all 2 trials are spent: micro batch 64 fits"
 
 
 def test_growth_keeps_the_global_batch_after_a_failed_timing() -> None:
@@ -245,4 +261,4 @@ def test_growth_keeps_the_global_batch_after_a_failed_timing() -> None:
         return steep(limit)(trial) if trial.purpose == "walk" else failed()
 
     growth = growing(answer, limit=limit, global_batch=16)
-    assert growth.grown.best.trial.knobs.train_batch(2) == 16
+    assert growth.best.trial.knobs.train_batch(2) == 16

@@ -6,16 +6,21 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import FinalsResult, finals
-from autods.tuner.trials import samples_per_second
-from autods.types import Fit, Knobs, Outcome, Record, Trial
+from autods.tuner.trials import FitContext, samples_per_second
+from autods.types import Knobs, Outcome, Record, Run, Trial
+from tests.support.contexts import make_context
 
-USABLE = 1000.0
+
+def comparing(run: Run, **settings: Any) -> FitContext:
+    """1000 bytes are usable."""
+    return make_context(run, headroom=0.0, device_bytes=1000, **settings)
 
 
 def contestant(rung: str, speed: float = 100.0, *, peak: int = 500, repeat: int = 0) -> Record:
@@ -37,7 +42,7 @@ def held(
     answer: Callable[[Trial], Outcome], *contestants: Record, turns: int = 3
 ) -> tuple[FinalsResult, ScriptedRunner]:
     runner = ScriptedRunner(answer)
-    final = finals(contestants, runner.run, turns=turns, usable_bytes=USABLE, score=samples_per_second)
+    final = finals(contestants, comparing(runner.run), turns=turns)
     return final, runner
 
 
@@ -99,7 +104,7 @@ def test_a_short_budget_measures_the_best_ones() -> None:
     runner = ScriptedRunner(script(a=[100, 104], b=[103, 90], c=[102, 103], d=[99]))
     contestants = [contestant(rung) for rung in "abcd"]
     final = finals(
-        contestants, runner.run, turns=2, usable_bytes=USABLE, score=samples_per_second,
+        contestants, comparing(runner.run), turns=2,
         may_run=lambda trials: len(runner.trials) + trials <= 7,
     )  # fmt: skip
     assert rungs(runner) == ["a", "b", "c", "d", "a", "b", "c"]
@@ -110,7 +115,7 @@ def test_a_short_budget_measures_the_best_ones() -> None:
 def test_one_alone_is_not_measured_again_when_the_budget_ends_there() -> None:
     runner = ScriptedRunner(script(a=[100], b=[103]))
     final = finals(
-        [contestant("a"), contestant("b")], runner.run, turns=9, usable_bytes=USABLE, score=samples_per_second,
+        [contestant("a"), contestant("b")], comparing(runner.run), turns=9,
         may_run=lambda trials: len(runner.trials) + trials <= 3,
     )  # fmt: skip
     assert rungs(runner) == ["a", "b"]
@@ -185,13 +190,10 @@ def test_one_contestant_has_won_and_no_turns_measure_nothing() -> None:
 
 
 def test_any_objective_can_decide() -> None:
-    def leaner(record: Record) -> float:
-        assert isinstance(record.outcome, Fit)
-        return 1 / record.outcome.device_peak_bytes
-
     peaks = {"a": 500, "lean": 300}
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=peaks[trial.rung], samples_per_second=1))
-    final = finals([contestant("a"), contestant("lean")], runner.run, turns=2, usable_bytes=USABLE, score=leaner)
+    context = comparing(runner.run, objective="memory")
+    final = finals([contestant("a"), contestant("lean")], context, turns=2)
     assert final.best.trial.rung == "lean"
 
 
@@ -204,10 +206,9 @@ def test_later_finals_are_not_answered_by_the_journal(tmp_path: Path) -> None:
         return Record(id=next(count), trial=trial, outcome=fit(peak_bytes=1, samples_per_second=speed), seconds=1.0)
 
     memory = TrialStore(journal, journal.open(fingerprint="x"), execute, lambda event: None)
-    first = finals(
-        [contestant("a"), contestant("b")], memory.run, turns=2, usable_bytes=USABLE, score=samples_per_second
-    )
+    context = comparing(memory.run)
+    first = finals([contestant("a"), contestant("b")], context, turns=2)
     again = [first.measured[0][0], first.measured[1][1]]
-    second = finals(again, memory.run, turns=2, usable_bytes=USABLE, score=samples_per_second)
+    second = finals(again, context, turns=2)
     keys = [trial_key(record.trial) for record in (*first.records, *second.records)]
     assert len(keys) == len(set(keys)) == 8

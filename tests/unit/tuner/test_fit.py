@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +13,10 @@ import pytest
 
 from autods.config.profiles import Budget
 from autods.journal import TrialStore, trial_key
-from autods.tuner.fit import Search
-from autods.tuner.fit_result import FitResult
-from autods.types import Fit, ModelFacts, Record, Trial
+from autods.tuner.fit import FitResult
+from autods.tuner.fit import search as run_search
+from autods.tuner.trials import FitContext
+from autods.types import Fit, Record, Trial
 from tests.support.forecasters import ScriptedForecaster
 from tests.support.surfaces import Surface, searching
 
@@ -44,7 +45,7 @@ class Killable:
 
 
 @contextmanager
-def folder(seed: int, **asked: Any) -> Iterator[Search]:
+def folder(seed: int, **asked: Any) -> Iterator[FitContext]:
     """A search whose tuning stops before the Gaussian process begins: that one needs torch."""
     with searching(Surface(seed), **asked) as search:
         profile = search.settings.profile
@@ -52,16 +53,16 @@ def folder(seed: int, **asked: Any) -> Iterator[Search]:
         yield replace(search, settings=replace(search.settings, profile=short))
 
 
-def started(search: Search, runner: Killable) -> Search:
+def started(search: FitContext, runner: Killable) -> FitContext:
     """A new process in the same folder."""
     journal = search.memory.journal
     past = journal.open(fingerprint="surface")
     return replace(search, memory=TrialStore(journal, past, runner.run, lambda event: None))
 
 
-def searched(search: Search, seed: int, at: int | None = None) -> tuple[FitResult, list[Trial]]:
+def searched(search: FitContext, seed: int, at: int | None = None) -> tuple[FitResult, list[Trial]]:
     runner = Killable(Surface(seed), at)
-    result = started(search, runner).run()
+    result = run_search(started(search, runner))
     assert isinstance(result, FitResult)
     return result, runner.ran
 
@@ -71,7 +72,8 @@ def answer(result: FitResult) -> tuple[object, ...]:
     assert result.certified is not None
     return (
         result.best, result.walked.skipped, result.raced.best, result.raced.others, result.raced.reasons,
-        result.raced.grown, result.tuned.reason, result.certified.certificate, result.certified.reason,
+        result.raced.growth.records, result.raced.growth.stop,
+        result.tuned.reason, result.certified.certificate, result.certified.reason,
     )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def test_a_killed_search_goes_on_where_it_stopped_to_the_same_answer(seed: int, 
     with folder(seed) as search:
         killed = Killable(Surface(seed), at)
         with pytest.raises(KeyboardInterrupt):
-            started(search, killed).run()
+            run_search(started(search, killed))
         resumed, rest = searched(search, seed)
     assert keys(killed.ran + rest) == keys(trials)
     assert answer(resumed) == answer(whole)
@@ -144,7 +146,7 @@ def test_a_search_killed_again_and_again_comes_to_the_same_answer() -> None:
         while len(ran) + 8 <= len(trials):
             killed = Killable(Surface(seed), 8)
             with pytest.raises(KeyboardInterrupt):
-                started(search, killed).run()
+                run_search(started(search, killed))
             ran += killed.ran
         resumed, rest = searched(search, seed)
     assert keys(ran + rest) == keys(trials)
@@ -203,17 +205,10 @@ def test_the_reference_runs_at_its_largest_micro_batch(seed: int) -> None:
             assert trial.knobs.micro_batch == max(size for size in divisors if size <= largest)
 
 
-class PipelineSurface(Surface):
-    """The same machine; its model is a pipeline of two stages."""
-
-    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
-        facts, op_problems = super().survey()
-        return replace(facts, pipeline_stages=2, replica_ranks=2), op_problems
-
-
 def test_a_pipeline_is_not_forecast() -> None:
     forecaster = ScriptedForecaster(lambda trial: pytest.fail(f"{trial.rung} was forecast"))
     with folder(3, forecaster=forecaster) as search:
-        result = replace(search, runner=PipelineSurface(3)).run()
+        pipeline = replace(search.facts, pipeline_stages=2, replica_ranks=2)
+        result = run_search(replace(search, facts=pipeline))
     assert isinstance(result, FitResult)
     assert forecaster.prepared == []

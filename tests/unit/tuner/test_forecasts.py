@@ -11,11 +11,12 @@ import pytest
 from autods.config.profiles import GrowLimits, TuneLimits
 from autods.forecast.values import RungForecast, Verdict
 from autods.runner.testing import ScriptedRunner, surface
-from autods.tuner.batch_size import GrowthResult, GrowthRules, grow
+from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
-from autods.tuner.ladder_walk import WalkResult, walk
+from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.tuner.optuna_search import TuneResult, tune
 from autods.types import Outcome, Trial
+from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
@@ -29,7 +30,8 @@ def growth(
 ) -> tuple[WalkResult, list[str], ScriptedForecaster]:
     runner = ScriptedRunner(lambda trial: answers.get(trial.rung, OOM))
     forecaster = ScriptedForecaster(lambda trial: verdicts.get(trial.rung))
-    walked = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS, forecaster=forecaster)
+    context = make_context(runner.run, forecaster=forecaster)
+    walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
     return walked, list(dict.fromkeys(trial.rung for trial in runner.trials)), forecaster
 
 
@@ -41,7 +43,8 @@ def test_rungs_are_forecast_at_the_smallest_trainable_batch() -> None:
         return TOO_SMALL if trial.knobs.micro_batch < 2 else fits_or_not
 
     forecaster = ScriptedForecaster(lambda trial: asked.append(trial.knobs.micro_batch))
-    walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, forecaster=forecaster)
+    context = make_context(ScriptedRunner(answer).run, forecaster=forecaster)
+    walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
     assert asked == [1] + [2] * (len(asked) - 1)
     assert len(asked) > 1
 
@@ -94,7 +97,8 @@ def test_no_simulation_runs_beside_a_trial() -> None:
         return FITS if trial.rung == "zero2" else OOM
 
     forecaster = ScriptedForecaster(lambda trial: None)
-    walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS, forecaster=forecaster)
+    context = make_context(ScriptedRunner(answer).run, forecaster=forecaster)
+    walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
     assert seen == [("ddp", True), ("zero1", True), ("zero2", True)]
     assert forecaster.prepared == [*rungs, *rungs[1:], *rungs[2:]]
 
@@ -102,39 +106,38 @@ def test_no_simulation_runs_beside_a_trial() -> None:
 ANSWER = surface(limit_bytes=16 * GIB, state_bytes=2 * GIB, sample_bytes=GIB // 4)
 
 
-def grown(batch: int | None) -> tuple[GrowthResult, ScriptedRunner]:
+def grown(batch: int | None) -> tuple[int, ScriptedRunner]:
+    """The largest micro batch that fits, and what ran."""
     runner = ScriptedRunner(ANSWER)
     first = runner.run(Trial(rung="zero2", knobs=list_candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk"))
-    rules = GrowthRules(
-        run=runner.run, limits=GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05), steps=STEPS,
-        usable_bytes=16 * GIB * 0.95, world_size=2, global_batch=None,
-        forecaster=ScriptedForecaster(lambda trial: None, batch),
-    )  # fmt: skip
-    return grow(first, rules).result(), runner
+    limits = GrowLimits(most_trials=8, most_micro_batch=512, gain=1.05)
+    forecaster = ScriptedForecaster(lambda trial: None, batch)
+    context = make_context(runner.run, forecaster=forecaster, profile={"grow": limits}, device_bytes=16 * GIB)
+    growth = Growth(context=context, first=first.trial, walked=first, most_trials=8, steps=STEPS)
+    return growth.run().curve.fits, runner
 
 
 def test_growth_starts_at_the_forecast_micro_batch() -> None:
-    found, runner = grown(52)
+    largest, runner = grown(52)
     assert runner.trials[1].knobs.micro_batch == 52
-    assert found.largest_micro_batch == 52
+    assert largest == 52
     assert len(runner.trials) < len(grown(None)[1].trials)
 
 
 @pytest.mark.parametrize("wrong", [20, 80, 400])
 def test_growth_finds_the_same_micro_batch_by_a_wrong_forecast(wrong: int) -> None:
-    assert abs(grown(wrong)[0].largest_micro_batch - grown(None)[0].largest_micro_batch) <= 3
+    assert abs(grown(wrong)[0] - grown(None)[0]) <= 3
 
 
 def tuned(tmp_path: Path, forecaster: ScriptedForecaster) -> tuple[TuneResult, ScriptedRunner]:
     runner = ScriptedRunner(ANSWER)
     candidate = list_candidates(SETTINGS, FACTS, {})[2]
     start = runner.run(Trial(rung="zero2", knobs=replace(candidate.knobs, micro_batch=8), purpose="grow"))
-    rung = next(rung for rung in SETTINGS.ladder if rung.name == "zero2")
-    found = tune(
-        start, runner.run, rung=rung, limits=TuneLimits(trials=6, gain=1.03, turns=1), steps=STEPS,
-        limit_bytes=16 * GIB, headroom=0.05, seed=1, study_path=tmp_path / "study.jsonl", forecaster=forecaster,
+    context = make_context(
+        runner.run, forecaster=forecaster, study=tmp_path / "study.jsonl", device_bytes=16 * GIB, seed=1,
+        profile={"tune": TuneLimits(trials=6, gain=1.03, turns=1), "timed": STEPS},
     )  # fmt: skip
-    return found, runner
+    return tune(start, context), runner
 
 
 def test_tuning_runs_no_setting_that_cannot_fit(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from autods.config.settings import Settings
 from autods.report.results import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
-from autods.tuner.ladder_walk import WalkResult, closest_rung, walk
+from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk_ladder
 from autods.tuner.trials import accumulation_for
-from autods.types import Action, Outcome, Skipped, Tier, Trial
+from autods.types import Action, Outcome, Tier, Trial
+from tests.support.contexts import make_context
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")
@@ -28,7 +29,7 @@ def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[WalkR
         return next((answers[name] for name in names if name in answers), default)
 
     runner = ScriptedRunner(answer)
-    return walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+    return walk_ladder(list_candidates(SETTINGS, FACTS, {}), make_context(runner.run)), runner
 
 
 def rungs_tried(runner: ScriptedRunner) -> list[str]:
@@ -90,7 +91,7 @@ def test_a_rung_whose_pinned_memory_ran_out_is_tried_unpinned() -> None:
             return OOM
         return FITS if trial.knobs.settings.get(pins) is False else out_of_memory(tier="pinned")
 
-    walked = walk(list_candidates(SETTINGS, FACTS, {}), ScriptedRunner(answer).run, STEPS)
+    walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), make_context(ScriptedRunner(answer).run))
     assert walked.winner is not None
     assert walked.winner.trial.rung == "zero2-offload"
     assert walked.winner.trial.knobs.settings[pins] is False
@@ -155,12 +156,12 @@ def test_one_rank_has_no_sharding_to_gain() -> None:
 
 
 def test_rungs_that_lack_something_are_skipped_with_the_reason() -> None:
-    told: list[Skipped] = []
     listed = list_candidates(replace(SETTINGS, nvme_path=None), FACTS, {"cpu_adam": "no C++ compiler"})
     runner = ScriptedRunner(lambda trial: OOM)
-    walked = walk(listed, runner.run, STEPS, told.append)
+    context = make_context(runner.run)
+    walked = walk_ladder(listed, context)
     reasons = {one.rung: one.reason for one in walked.skipped}
-    assert told == list(walked.skipped)
+    assert context.memory.events == walked.skipped
     assert reasons["zero3-nvme"] == "no --nvme-path was given"
     assert reasons["zero2-offload"] == "its op cpu_adam cannot be built: no C++ compiler"
     assert not set(reasons) & set(rungs_tried(runner))
@@ -186,9 +187,10 @@ def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 
         return out_of_memory(missing_bytes=3) if trial.limited else fit(peak_bytes=peaks[trial.rung])
 
     runner = ScriptedRunner(answer)
-    walked = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS)
+    context = make_context(runner.run, device_bytes=limit, device_bytes_asked=can_unlimit)
+    walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
     assert walked.winner is None
-    return closest_rung(walked.records, runner.run, STEPS, limit, can_unlimit)
+    return find_closest_rung(walked, context)
 
 
 def test_the_closest_rung_is_the_one_that_lacks_least() -> None:
@@ -211,10 +213,10 @@ def test_nothing_is_closest_when_no_rung_ran_out_of_device_memory() -> None:
 
 def test_the_shortfall_is_measured_without_the_limit() -> None:
     _, runner = climb({})
-    records = walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS).records
+    walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), make_context(runner.run))
     free = ScriptedRunner(lambda trial: fit(peak_bytes=2**30))
-    closest_rung(records, free.run, STEPS, SETTINGS.device_bytes, True)
-    assert [trial.rung for trial in free.trials] == [record.trial.rung for record in records]
+    find_closest_rung(walked, make_context(free.run))
+    assert [trial.rung for trial in free.trials] == [record.trial.rung for record in walked.records]
     assert not any(trial.limited for trial in free.trials)
 
 
@@ -237,7 +239,7 @@ def walked_with_least(least: int) -> tuple[WalkResult, ScriptedRunner]:
         return TOO_SMALL if trial.knobs.micro_batch < least else fits_or_not
 
     runner = ScriptedRunner(answer)
-    return walk(list_candidates(SETTINGS, FACTS, {}), runner.run, STEPS), runner
+    return walk_ladder(list_candidates(SETTINGS, FACTS, {}), make_context(runner.run)), runner
 
 
 def test_a_model_that_needs_more_samples_gets_them_once() -> None:

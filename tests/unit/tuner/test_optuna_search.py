@@ -14,16 +14,19 @@ import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 
-from autods.config.profiles import TuneLimits
+from autods.config.profiles import Budget, TuneLimits
 from autods.config.strategies import read_rungs
 from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import confirm_gain
+from autods.tuner.comparison import ConfirmResult, confirm_gain
 from autods.tuner.forecasts import NoForecaster
 from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, TuneResult, has_converged, space_of, tune
-from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Scalar, Steps, Trial
+from autods.tuner.trials import FitContext, memory_score
+from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Run, Scalar, Steps, Trial
+from tests.support.contexts import make_context
+from tests.support.walks import SETTINGS
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
 
@@ -82,21 +85,25 @@ def tuning(
     trials: int = 8,
     headroom: float = 0.05,
     start: Trial = START,
-    seed: int = 0,
+    stop_gain: float = 0.01,
     **options: Any,
 ) -> TuneResult:
-    return tune(
-        run(start),
-        run,
-        rung=RUNG,
-        limits=TuneLimits(trials=trials, gain=1.03, turns=2),
-        steps=TIMED,
-        limit_bytes=LIMIT,
-        headroom=headroom,
-        seed=seed,
-        study_path=path,
-        **options,
-    )
+    """`options` are settings, or the forecaster."""
+    context = tuning_context(run, path, trials=trials, headroom=headroom, **options)
+    return tune(context.run(start), context, stop_gain=stop_gain)
+
+
+def tuning_context(run: Run, path: Path, *, trials: int = 8, headroom: float = 0.05, **options: Any) -> FitContext:
+    profile = {
+        "tune": TuneLimits(trials=trials, gain=1.03, turns=2),
+        "timed": TIMED,
+        "certify": replace(SETTINGS.profile.certify, most_trials=0),
+    }
+    return make_context(run, study=path, headroom=headroom, profile=profile, device_bytes=LIMIT, **options)
+
+
+def confirming(start: Record, leaders: list[Record], run: Run) -> ConfirmResult:
+    return confirm_gain(start, leaders, tuning_context(run, Path("unused")))
 
 
 @pytest.fixture
@@ -293,9 +300,8 @@ def test_a_search_that_ended_early_ends_there_again_after_a_kill(tmp_path: Path)
 
 
 def test_a_spent_budget_still_confirms_the_leaders(path: Path) -> None:
-    granted = iter([True, True, True, True])  # the start, the usual settings, and two more
     run = Journaled(lambda trial: fit(peak_bytes=1, samples_per_second=100 if trial.knobs == KNOBS else 150))
-    tuned = tuning(run, path, may_go_on=lambda: next(granted, False))
+    tuned = tuning(run, path, budget=Budget(trials=8))  # the start, the usual settings and two more, five to confirm
     assert len(run.tuned) == 3
     assert tuned.best.trial.knobs != KNOBS
     assert tuned.reason.startswith("3 other settings of zero2 were tried until the budget was spent; measured again")
@@ -303,24 +309,21 @@ def test_a_spent_budget_still_confirms_the_leaders(path: Path) -> None:
 
 def test_without_any_budget_the_start_stays(path: Path) -> None:
     run = Journaled(hill)
-    tuned = tuning(run, path, may_go_on=lambda: False)
+    tuned = tuning(run, path, budget=Budget(trials=1))
     assert (tuned.best.trial, run.ran) == (START, [START])
     assert tuned.reason == "no other settings of zero2 were tried: the budget was spent"
 
 
-def memory_score(record: Record) -> float:
-    return 1e9 / record.outcome.device_peak_bytes if isinstance(record.outcome, Fit) else 0.0
-
-
 def test_the_objective_can_be_another_than_samples_per_second(path: Path) -> None:
-    tuned = tuning(Journaled(hill), path, score=memory_score)
+    tuned = tuning(Journaled(hill), path, objective="memory")
     assert bucket_of(tuned.best.trial) < 5_000_000  # the hill is at 40M
     assert "times as good as the start" in tuned.reason
 
 
 def test_what_is_told_to_the_study_is_the_objective(path: Path) -> None:
-    tuning(Journaled(flat), path, trials=2, score=lambda record: 7.0)
-    assert [trial.value for trial in study_at(path).trials] == [7.0] * 3
+    run = Journaled(flat)
+    tuning(run, path, trials=2, objective="memory")
+    assert [trial.value for trial in study_at(path).trials] == [memory_score(each) for each in run.records.values()]
 
 
 def test_whoever_opens_the_study_sees_what_became_of_each_proposal(path: Path) -> None:
@@ -332,17 +335,7 @@ def test_whoever_opens_the_study_sees_what_became_of_each_proposal(path: Path) -
 
 def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
     start = ScriptedRunner(hill).run(replace(START, rung="ddp"))
-    tuned = tune(
-        start,
-        lambda trial: pytest.fail("nothing is to be run"),
-        rung=read_rungs()["ddp"],
-        limits=TuneLimits(trials=8, gain=1.03, turns=2),
-        steps=TIMED,
-        limit_bytes=LIMIT,
-        headroom=0.05,
-        seed=0,
-        study_path=path,
-    )
+    tuned = tune(start, tuning_context(lambda trial: pytest.fail("nothing is to be run"), path))
     assert tuned == TuneResult(best=start, records=(), importances={}, reason="ddp has nothing to tune")
     assert not path.exists()
 
@@ -362,7 +355,7 @@ def test_leaders_within_the_noise_are_measured_again() -> None:
     runner = ScriptedRunner(
         lambda trial: fit(peak_bytes=1, samples_per_second=speeds[trial.knobs.settings.get(OVERLAP)])  # type: ignore[index]
     )
-    confirmed = confirm_gain(start, [lucky, steady], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirming(start, [lucky, steady], runner.run)
     assert confirmed.best.trial.knobs == steady.trial.knobs
     assert confirmed.reason == "measured again in turn, 1.18 times as fast as the start"
 
@@ -370,14 +363,14 @@ def test_leaders_within_the_noise_are_measured_again() -> None:
 def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
     start, leader, other = measured(100.0, {}), measured(104.0, {OVERLAP: True}), measured(102.0, {OVERLAP: False})
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=100.0))
-    confirm_gain(start, [leader, other], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirming(start, [leader, other], runner.run)
     assert [trial.knobs for trial in runner.trials] == [start.trial.knobs, leader.trial.knobs] * 2
 
 
 def test_a_start_that_does_not_fit_again_gives_way() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == start.trial.knobs else leader.outcome)
-    confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirming(start, [leader], runner.run)
     assert confirmed.best.trial.knobs == leader.trial.knobs
     assert confirmed.reason == "the start did not fit when it was run again"
 
@@ -385,7 +378,7 @@ def test_a_start_that_does_not_fit_again_gives_way() -> None:
 def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
-    confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirming(start, [leader], runner.run)
     assert confirmed.best is start
     assert len(confirmed.records) == 4
     assert "1.01 times as fast" in confirmed.reason
@@ -393,7 +386,7 @@ def test_the_start_is_kept_when_the_gain_is_noise() -> None:
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
-    confirmed = confirm_gain(start, [leader], ScriptedRunner(hill).run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirming(start, [leader], ScriptedRunner(hill).run)
     assert confirmed.best is start
     assert confirmed.records == ()
 
@@ -401,7 +394,7 @@ def test_a_gain_below_what_counts_is_not_measured_again() -> None:
 def test_a_confirmed_leader_has_its_new_measurement() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
-    confirmed = confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10)
+    confirmed = confirming(start, [leader], runner.run)
     assert confirmed.best.trial.knobs == leader.trial.knobs
     assert isinstance(confirmed.best.outcome, Fit)
     assert confirmed.best.outcome.samples_per_second == 110.0
@@ -410,7 +403,7 @@ def test_a_confirmed_leader_has_its_new_measurement() -> None:
 def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == leader.trial.knobs else start.outcome)
-    assert confirm_gain(start, [leader], runner.run, gain=1.03, turns=2, usable_bytes=10).best is start
+    assert confirming(start, [leader], runner.run).best is start
 
 
 def test_the_space_starts_where_the_config_stands() -> None:

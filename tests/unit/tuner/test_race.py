@@ -16,10 +16,11 @@ from autods.config.settings import Settings
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.fit import Search
-from autods.tuner.fit_result import FitResult, fit_report
+from autods.tuner.fit import FitResult, build_report, search
 from autods.tuner.forecasts import NO_FORECASTER, Forecaster
-from autods.types import ModelFacts, Outcome, Record, Tier, Trial
+from autods.tuner.trials import FitContext
+from autods.types import Outcome, Record, Tier, Trial
+from tests.support.contexts import make_context
 from tests.support.walks import FACTS, SETTINGS
 
 GIB = 2**30
@@ -84,12 +85,6 @@ class Machine:
         self.ran.append(trial)
         return Record(id=id, trial=trial, outcome=self.answer(trial), seconds=10.0)
 
-    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
-        return FACTS, {}
-
-    def final_config(self, trial: Trial) -> dict[str, Any]:
-        return {}
-
     def sizes(self, rung: str) -> list[int]:
         """The micro batches that were tried of it, the last comparison left out."""
         return [trial.knobs.micro_batch for trial in self.ran if trial.rung == rung and trial.purpose in LOOKED]
@@ -135,7 +130,7 @@ def unpinned(trial: Trial) -> bool:
 def raced(tmp_path: Path) -> Callable[..., FitResult]:
     """Searches a machine as a fit does, without tuning and certifying."""
 
-    def search(
+    def race(
         machine: Machine,
         *,
         checkpointing: bool = False,
@@ -158,15 +153,16 @@ def raced(tmp_path: Path) -> Callable[..., FitResult]:
             journal, journal.open(fingerprint="race"), lambda trial, id: machine.run(trial, id=id), lambda event: None
         )
         settings = replace(SETTINGS, device_bytes=LIMIT, profile=profile, **asked)
-        result = Search(
-            settings=settings, runner=machine, memory=memory, forecaster=forecaster or Foreseeing(machine),
-            study=tmp_path / "study.jsonl", check=lambda record: record,
-        ).run()  # fmt: skip
+        context = FitContext(
+            settings=settings, facts=FACTS, memory=memory, forecaster=forecaster or Foreseeing(machine),
+            study=tmp_path / "study.jsonl", final_config=lambda trial: {},
+        )  # fmt: skip
+        result = search(context)
         assert isinstance(result, FitResult)
         assert {one.knobs.accumulation for one in machine.ran if one.purpose != "walk"} == {1} or settings.global_batch
         return result
 
-    return search
+    return race
 
 
 def won(result: FitResult) -> tuple[str, int]:
@@ -174,15 +170,15 @@ def won(result: FitResult) -> tuple[str, int]:
 
 
 def reasons_in_report(result: FitResult, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
-    records = [Record(id=1, trial=trial, outcome=fit(peak_bytes=1), seconds=1.0) for trial in machine.ran]
-    return fit_report(settings, result, records, ({}, {}), 1.0).reasons
+    context = replace(make_context(machine.run), settings=settings)
+    return build_report(result, context, seconds=1.0).reasons
 
 
 def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})  # room for 4 samples, and for 24
     result = raced(machine)
     assert won(result) == ("zero3", 24)
-    assert result.raced.grown.largest_micro_batch == 24
+    assert result.raced.growth.curve.fits == 24
     assert result.raced.reasons["zero3"].startswith("fastest of 2 that fit: zero3 with micro batch 24")
     assert "ddp" in result.raced.reasons
 

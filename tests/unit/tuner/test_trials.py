@@ -8,9 +8,10 @@ import pytest
 
 from autods.config.profiles import GrowLimits
 from autods.runner.testing import ScriptedRunner, fit
-from autods.tuner.batch_size import Growth, GrowthRules
+from autods.tuner.batch_size import Growth
 from autods.tuner.trials import fit_steps_to_budget
 from autods.types import Knobs, Outcome, Record, Steps, Trial
+from tests.support.contexts import make_context
 
 GIB = 2**30
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=8.0)
@@ -51,15 +52,9 @@ class Model:
         return 1.0 + size / 4
 
     def growth(self, rung: str, *, like: tuple[Record, ...] = (), most_trials: int = 8) -> Growth:
-        rules = GrowthRules(
-            run=self.runner.run,
-            limits=GrowLimits(most_trials=most_trials, most_micro_batch=4096, gain=1.0),
-            steps=TIMED,
-            usable_bytes=63 * GIB,
-            world_size=1,
-            global_batch=None,
-        )
-        return Growth(rules=rules, first=Trial(rung=rung, knobs=Knobs(), purpose="walk"), like=like)
+        context = make_context(self.runner.run, profile={"grow": LIMITS}, headroom=0.0, device_bytes=63 * GIB, gpus=1)
+        first = Trial(rung=rung, knobs=Knobs(), purpose="walk")
+        return Growth(context=context, first=first, like=like, most_trials=most_trials, steps=TIMED)
 
 
 def test_a_rivals_longest_step_counts_other_configs() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.batch_curve import MemoryLine
-from autods.tuner.certify import CertifyResult
-from autods.tuner.exams import next_micro_batch, usual_memory_line
+from autods.tuner.certify import CertifyResult, next_smaller_size, usual_memory_line
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
 
@@ -166,4 +165,4 @@ def test_a_flat_peak_makes_no_memory_line() -> None:
     ]
     assert usual_memory_line(trial("zero1", 14), flat) is None
     sizes = range(1, 14)
-    assert next_micro_batch([14], {}, sizes, line=None, usable_bytes=USABLE, longest_ratio=8.0) == 1
+    assert next_smaller_size([14], sizes, line=None, usable_bytes=USABLE, longest_ratio=8.0) == 1
