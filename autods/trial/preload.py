@@ -94,7 +94,7 @@ def preload_script(source: WorkloadSource) -> None:
             if spec is None or spec.origin is None or not spec.origin.startswith(installed):
                 continue
             module = importlib.import_module(imported.module)
-            if imported.name is not None:
+            if imported.name:
                 getattr(module, imported.name)  # packages such as transformers import their parts lazily
 
 

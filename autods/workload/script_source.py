@@ -10,10 +10,10 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
 
 from ..errors import InputError
 from ..types import ScriptKind, WorkloadSource
@@ -27,21 +27,20 @@ KIND_DESCRIPTIONS: Mapping[ScriptKind | None, str] = {
     "lightning": "a Lightning script",
     None: "a script; its imports do not show which library calls deepspeed.initialize",
 }
-# Which library calls the engine, by the names that a script imports. The first row that matches decides; an empty set
-# of names matches any name of the package.
-_KIND_RULES: tuple[tuple[ScriptKind, tuple[str, ...], frozenset[str]], ...] = (
-    ("deepspeed", ("deepspeed",), frozenset({"initialize"})),
-    ("lightning", ("lightning", "pytorch_lightning"), frozenset()),
+# Which library calls the engine, by the names that a script imports of these packages; the first row that matches.
+_KIND_RULES: tuple[tuple[ScriptKind, tuple[str, ...], str], ...] = (
+    ("deepspeed", ("deepspeed",), "initialize"),
+    ("lightning", ("lightning", "pytorch_lightning"), ".*"),
     (
         "hf_trainer",
         ("transformers", "trl", "sentence_transformers", "setfit"),
-        frozenset({"TrainingArguments", "HfArgumentParser"}),
+        "TrainingArguments|HfArgumentParser|.*Trainer",
     ),
-    ("accelerate", ("accelerate",), frozenset()),
-    ("deepspeed", ("deepspeed",), frozenset()),
+    ("accelerate", ("accelerate",), ".*"),
+    ("deepspeed", ("deepspeed",), ".*"),
 )
 # Names that decide where the script itself uses them; its helper modules may import another library for other purposes.
-_DECISIVE = frozenset({"initialize", "Trainer", "LightningCLI", "TrainingArguments", "HfArgumentParser", "Accelerator"})
+_DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentParser|Accelerator|.*Trainer")
 PLACEHOLDERS = ("ds_config", "micro_batch_size", "gradient_accumulation_steps", "train_batch_size")
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _MODULE_PREFIX = "module:"
@@ -84,8 +83,7 @@ def make_script_source(
     imported = local_files(path, _import_folders(path, folder, root))
     digest = hashlib.sha256(repr((tuple(argv), kind, *([module] if module else []))).encode())
     for file in (path, *imported, *_files_in_arguments(argv, folder)):
-        digest.update(f"\0{file}\0".encode())
-        digest.update(file.read_bytes())
+        digest.update(f"\0{file}\0".encode() + file.read_bytes())
     return WorkloadSource(
         kind="script",
         path=str(path),
@@ -115,10 +113,11 @@ def describe_launch(source: WorkloadSource) -> dict[str, object]:
     `takes_local_rank` matters to the `deepspeed` launcher: it passes --local_rank to every script, and a parser that
     does not know the option exits.
     """
-    text = Path(source.path).read_bytes().decode(errors="replace") if Path(source.path).is_file() else ""
+    path = Path(source.path)
+    text = path.read_bytes() if path.is_file() else b""
     takes_local_rank = (
         source.script_kind == "hf_trainer"
-        or re.search(r"[\"']--local[-_]rank\b", text) is not None
+        or re.search(rb"[\"']--local[-_]rank\b", text) is not None
         or has_local_rank_parameter(source)
     )
     described: dict[str, object] = {
@@ -138,8 +137,8 @@ def has_local_rank_parameter(source: WorkloadSource) -> bool:
     path = Path(source.path)
     if not {"fire", "click"} & {imported.package for imported in imports_in(path)}:
         return False
-    tree = ast.parse(path.read_bytes())
-    signatures = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    signatures = [node.args for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, functions)]
     return any(
         parameter.arg == "local_rank"
         for signature in signatures
@@ -158,26 +157,15 @@ def _files_in_arguments(argv: Sequence[str], folder: Path) -> Iterator[Path]:
             continue
 
 
-# The kind of a script.
-
-
 def _infer_kind(path: Path, imported: Sequence[Path]) -> ScriptKind | None:
     """The kind by decisive names in the script itself, else by all imports of it and of the user's modules."""
     first = imports_in(path)
-    decisive = [item for item in first if item.name in _DECISIVE or _is_trainer(item.name)]
-    return _match_kind(decisive) or _match_kind([*first, *(item for file in imported for item in imports_in(file))])
-
-
-def _match_kind(imports: Collection[Import]) -> ScriptKind | None:
-    for kind, packages, names in _KIND_RULES:
-        used = {item.name for item in imports if item.package in packages}
-        if used and (not names or used & names or (kind == "hf_trainer" and any(_is_trainer(name) for name in used))):
-            return kind
+    decisive = [item for item in first if _DECISIVE.fullmatch(item.name)]
+    for imports in (decisive, [*first, *(item for file in imported for item in imports_in(file))]):
+        for kind, packages, names in _KIND_RULES:
+            if any(item.package in packages and re.fullmatch(names, item.name) for item in imports):
+                return kind
     return None
-
-
-def _is_trainer(name: str | None) -> bool:
-    return name is not None and name.endswith("Trainer")
 
 
 # Modules that are started with `python -m`.
@@ -198,12 +186,23 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
     if not all(word.isidentifier() for word in name.split(".")):
         hint = "write it as package.module, or drop -m for the path of a script"
         raise InputError("is not a module name", place=option, hint=hint)
-    folders, spec = _folders_of_package(name.partition(".")[0], folder), None
+    folders = [str(folder), *(entry for entry in sys.path if entry)]  # the order of `python -m`
+    package = name.partition(".")[0]
+    if importlib.machinery.PathFinder.find_spec(package, folders) is None:
+        hooked = importlib.util.find_spec(package)  # an import hook may know it, such as that of an editable install
+        folders = [str(Path(location).parent) for location in (hooked and hooked.submodule_search_locations) or ()]
+    spec = None
     for end in range(1, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])
         spec = importlib.machinery.PathFinder.find_spec(part, folders) if folders else None
+        if spec is None and Path(folder, name).is_file():
+            raise InputError("is a file, and -m takes a module name", place=option, hint=f"drop -m: {name}")
         if spec is None:
-            _refuse_module(name, part, folder)
+            raise InputError(
+                f"there is no module {part} in {folder}, PYTHONPATH or the installed packages",
+                place=option,
+                hint="start it from the folder that holds the package, as python -m requires, or set PYTHONPATH",
+            )
         folders = list(spec.submodule_search_locations or ())
     is_package = bool(folders)
     if is_package:  # Python runs its __main__
@@ -217,38 +216,20 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
     return file, file.parents[name.count(".") + is_package]
 
 
-def _folders_of_package(package: str, folder: Path) -> Sequence[str]:
-    """Where to look for the top package: the working directory first, as `python -m` does.
-
-    A package that only an import hook knows, such as an editable install, is looked up through the hook.
-    """
-    folders = [str(folder), *(entry for entry in sys.path if entry)]
-    if importlib.machinery.PathFinder.find_spec(package, folders) is not None:
-        return folders
-    spec = importlib.util.find_spec(package)
-    return [str(Path(location).parent) for location in (spec.submodule_search_locations or ())] if spec else []
-
-
-def _refuse_module(name: str, part: str, folder: Path) -> NoReturn:
-    option = f"-m {name}"
-    if Path(folder, name).is_file():
-        raise InputError("is a file, and -m takes a module name", place=option, hint=f"drop -m: {name}")
-    raise InputError(
-        f"there is no module {part} in {folder}, PYTHONPATH or the installed packages",
-        place=option,
-        hint="start it from the folder that holds the package, as python -m requires, or set PYTHONPATH",
-    )
-
-
 # Imports.
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A module that a file imports; `name` is a name imported from it, or an attribute of it that the file uses."""
+    """A module that a file imports.
+
+    `name` is a name imported from it, or an attribute of it that the file uses; '' if there is none. A relative import
+    starts from `folder`, which is None for an absolute one.
+    """
 
     module: str
-    name: str | None = None
+    name: str = ""
+    folder: Path | None = None
 
     @property
     def package(self) -> str:
@@ -263,23 +244,27 @@ def script_imports(source: WorkloadSource) -> list[Import]:
     return list(dict.fromkeys(item for file in (path, *imported) for item in imports_in(file)))
 
 
-def imports_in(file: Path) -> tuple[Import, ...]:
+def imports_in(file: Path) -> list[Import]:
     """The absolute imports of a file, at any depth in it; none when the file is not Python."""
-    return _read_imports(file, _modified_ns(file))[0]
+    return [item for item in _read_imports(file) if item.folder is None]
 
 
 def local_files(path: Path, folders: Sequence[Path]) -> list[Path]:
-    """The files that a script imports, directly or through others, from `folders` or by relative imports."""
-    files: dict[Path, None] = {}
+    """The files that a script imports, directly or through others, from `folders` or by relative imports.
+
+    An import runs the parent packages, the module, and a submodule that it names.
+    """
+    files: set[Path] = set()
     waiting = [path]
     while waiting:
-        importer = waiting.pop()
-        absolute, relative = _read_imports(importer, _modified_ns(importer))
-        for folder, item in (*((folder, item) for item in absolute for folder in folders), *relative):
-            for file in _files_of_import(folder, item):
-                if file != path and file not in files:
-                    files[file] = None
-                    waiting.append(file)
+        for item in _read_imports(waiting.pop()):
+            words = [*filter(None, item.module.split(".")), *([item.name] if item.name else [])]
+            for folder in folders if item.folder is None else [item.folder]:
+                places = [folder.joinpath(*words[:end]) for end in range(1, len(words) + 1)]
+                candidates = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+                new = [file for file in candidates if file != path and file not in files and file.is_file()]
+                files.update(new)
+                waiting += new
     return sorted(files)
 
 
@@ -293,52 +278,28 @@ def _import_folders(path: Path, folder: Path, root: Path | None) -> list[Path]:
     return [entry for entry in folders if next(entry.glob("*.dist-info"), None) is None]
 
 
-def _modified_ns(file: Path) -> int:
+def _read_imports(file: Path) -> tuple[Import, ...]:
+    """All imports of a file, each once."""
     try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0
+        return _parse_imports(file, file.stat().st_mtime_ns)
+    except (OSError, ValueError, SyntaxError):
+        return ()
 
 
 @functools.lru_cache(maxsize=4096)  # a package has hundreds of files, and each is read more than once
-def _read_imports(file: Path, modified_ns: int) -> tuple[tuple[Import, ...], tuple[tuple[Path, Import], ...]]:
-    """The absolute imports, and the relative ones with the folder that each starts from."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, ValueError, SyntaxError):
-        return (), ()
-    return tuple(dict.fromkeys(_absolute_imports(nodes))), tuple(dict.fromkeys(_relative_imports(file, nodes)))
-
-
-def _absolute_imports(nodes: Sequence[ast.AST]) -> Iterator[Import]:
-    modules: dict[str, str] = {}
+def _parse_imports(file: Path, modified_ns: int) -> tuple[Import, ...]:
+    imports: dict[Import, None] = {}
+    modules: dict[str, str] = {}  # by the names that the file gives them
+    nodes = list(ast.walk(ast.parse(file.read_bytes())))
     for node in nodes:
         if isinstance(node, ast.Import):
             for item in node.names:
                 modules[item.asname or item.name.partition(".")[0]] = item.name
-                yield Import(item.name)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (Import(node.module, item.name) for item in node.names)
+                imports[Import(item.name)] = None
+        elif isinstance(node, ast.ImportFrom) and node.level <= len(file.parents):
+            folder = file.parents[node.level - 1] if node.level else None
+            imports |= {Import(node.module or "", item.name, folder): None for item in node.names}
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            yield Import(modules[node.value.id], node.attr)
-
-
-def _relative_imports(file: Path, nodes: Sequence[ast.AST]) -> Iterator[tuple[Path, Import]]:
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(file.parents):
-            folder = file.parents[node.level - 1]
-            for item in node.names:
-                yield folder, Import(node.module, item.name) if node.module else Import(item.name)
-
-
-def _files_of_import(folder: Path, imported: Import) -> Iterator[Path]:
-    """The files in the folder that the import runs: parent packages, the module, and a submodule that it names."""
-    words = imported.module.split(".")
-    names = [words[:end] for end in range(1, len(words) + 1)]
-    names += [[*words, imported.name]] if imported.name else []
-    for name in names:
-        place = folder.joinpath(*name)
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
-            if file.is_file():
-                yield file
+            imports[Import(modules[node.value.id], node.attr)] = None
+    return tuple(imports)
