@@ -10,7 +10,7 @@ import ast
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ def apply_to_source(source: WorkloadSource, conditions: Mapping[str, Scalar]) ->
     lengths: dict[str, Any] = {name: conditions[name] for name in LENGTHS if name in conditions}
     arguments = {name: value for name, value in conditions.items() if name.partition(".")[0] in FUNCTIONS}
     filled = {name.removeprefix(ARGS): value for name, value in conditions.items() if name.startswith(ARGS)}
-    if not lengths and not arguments and not filled:
+    changes = {**lengths, **arguments, **filled}
+    if not changes:
         return source
-    changes = f"{source.digest} {sorted({**lengths, **arguments, **filled}.items())}"
-    digest = hashlib.sha256(changes.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{source.digest} {sorted(changes.items())}".encode()).hexdigest()[:16]
     argv = source.argv
     for name, value in filled.items():
         argv = tuple(word.replace(f"{{{name}}}", str(value)) for word in argv)
@@ -66,56 +66,39 @@ def argument_names(workload: Path | Workload, source: WorkloadSource, function: 
     if source.kind == "hf_config":
         return tuple(read_config(Path(source.path))) if function == "build_model" else ()
     if isinstance(workload, Workload):
-        names = _names_in_signature(getattr(workload, function))
+        parameters = inspect.signature(getattr(workload, function)).parameters.values()
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     else:
-        names = _names_in_file(Path(source.path), function)
-    if names is None:
+        tree = ast.parse(Path(source.path).read_bytes())
+        definitions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+        if not definitions:  # it is imported or assigned
+            return None
+        signature = definitions[-1].args
+        takes_any = signature.kwarg is not None
+        names = [argument.arg for argument in (*signature.args, *signature.kwonlyargs)]
+    if takes_any:
         return None
     return tuple(names[1:] if function == "build_batch" else names)
 
 
 def bind_arguments(workload: Workload, source: WorkloadSource) -> Workload:
     """The workload with the source's arguments and sequence length bound to its functions."""
-    model = _arguments_for(source, "build_model")
-    batch = _arguments_for(source, "build_batch")
+    by_function: dict[str, dict[str, Any]] = {function: {} for function in FUNCTIONS}
     if source.seq_len is not None:
-        batch = {"seq_len": source.seq_len, **batch}
+        by_function["build_batch"]["seq_len"] = source.seq_len
+    for condition, value in source.arguments.items():
+        function, _, name = condition.partition(".")
+        by_function[function][name] = value
+    model, batch = by_function["build_model"], by_function["build_batch"]
+    build_longest_batch = workload.build_longest_batch
+    if build_longest_batch is not None:  # it may depend on fewer arguments than build_batch
+        declared = inspect.signature(build_longest_batch).parameters
+        accepted: dict[str, Any] = {name: value for name, value in batch.items() if name in declared}
+        build_longest_batch = functools.partial(build_longest_batch, **accepted)
     return replace(
         workload,
-        build_model=_bind(workload.build_model, model),
-        build_batch=_bind(workload.build_batch, batch),
-        build_longest_batch=_bind(workload.build_longest_batch, _accepted(workload.build_longest_batch, batch)),
+        build_model=functools.partial(workload.build_model, **model),
+        build_batch=functools.partial(workload.build_batch, **batch),
+        build_longest_batch=build_longest_batch,
     )
-
-
-def _arguments_for(source: WorkloadSource, function: str) -> dict[str, Scalar]:
-    prefix = f"{function}."
-    return {name.removeprefix(prefix): value for name, value in source.arguments.items() if name.startswith(prefix)}
-
-
-def _bind(function: Callable[..., Any] | None, arguments: Mapping[str, Scalar]) -> Any:
-    return function if function is None or not arguments else functools.partial(function, **arguments)
-
-
-def _accepted(function: Callable[..., Any] | None, arguments: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The arguments that the function declares: the longest batch may depend on fewer of them than build_batch."""
-    if function is None:
-        return {}
-    declared = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in declared}
-
-
-def _names_in_signature(function: Callable[..., Any]) -> list[str] | None:
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
-
-
-def _names_in_file(path: Path, function: str) -> list[str] | None:
-    """Read the signature without running the file. None for a function that is imported or assigned."""
-    tree = ast.parse(path.read_bytes())
-    signatures = [node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
-    if not signatures or signatures[-1].kwarg is not None:
-        return None
-    return [argument.arg for argument in (*signatures[-1].args, *signatures[-1].kwonlyargs)]

@@ -32,6 +32,7 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForPreTraining", "masked-lm"),
     ("ForImageClassification", "image-classification"),
 )
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _PREFIX = "hf:"
 
 
@@ -65,16 +66,17 @@ def find_config_file(path: Path) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Read the config. Raises InputError when it cannot be read or does not describe a model."""
     hint = "give the config.json of a Hugging Face model, or its folder"
+    place = str(path)
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
-    except UnicodeDecodeError:
-        raise InputError("is not text", place=str(path), hint=hint) from None
+        raise InputError(f"cannot be read: {error.strerror}", place=place, hint=hint) from None
     except json.JSONDecodeError as error:
         raise InputError(f"is not JSON: {error.msg}", place=f"{path}:{error.lineno}:{error.colno}", hint=hint) from None
+    except UnicodeDecodeError:
+        raise InputError("is not text", place=place, hint=hint) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise InputError('is not a model config: it has no "model_type"', place=str(path), hint=hint)
+        raise InputError('is not a model config: it has no "model_type"', place=place, hint=hint)
     return config
 
 
@@ -93,7 +95,11 @@ def load_config(source: WorkloadSource) -> Workload:
     path = Path(source.path)
     changes = {name.removeprefix("build_model."): value for name, value in source.arguments.items()}
     config = _make_config({**read_config(path), **changes}, path)
-    _prepare_for_training(config, source)
+    config.use_cache = False  # the cache serves generation
+    if source.task == "seq2seq":  # labels are shifted right with these tokens
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
     auto = _auto_class(config, source.task, path)
 
     def build_model() -> Any:
@@ -154,14 +160,6 @@ def _make_config(data: Mapping[str, Any], path: Path) -> Any:
         raise WorkloadError(f"is not a config of {name}: {reason:.200}", place=str(path)) from None
 
 
-def _prepare_for_training(config: Any, source: WorkloadSource) -> None:
-    config.use_cache = False  # the cache serves generation
-    if source.task == "seq2seq":  # labels are shifted right with these tokens
-        for name in ("pad_token_id", "decoder_start_token_id"):
-            if getattr(config, name, None) is None:
-                setattr(config, name, 0)
-
-
 def _auto_class(config: Any, task: Task, path: Path) -> Any:
     """The Auto class of the task. Raises WorkloadError when it has no model for the config."""
     import transformers
@@ -178,42 +176,30 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
 
 def _batch_builder(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:
     """build_batch for the worst shape: the longest sequences, without padding."""
+    import torch
+
     if source.task == "image-classification":
-        return _image_batch_builder(config)
+        size = getattr(config, "image_size", None) or 224  # convolutional networks take any size; 224 is ImageNet's
+        height, width = (size, size) if isinstance(size, int) else (int(size[-2]), int(size[-1]))
+        channels = int(getattr(config, "num_channels", 3))
+
+        def build_images(micro_batch_size: int) -> Batch:
+            images = torch.rand(micro_batch_size, channels, height, width)
+            return {"pixel_values": images, "labels": torch.randint(config.num_labels, (micro_batch_size,))}
+
+        return build_images
     text = config.get_text_config()
     vocabulary = int(text.vocab_size)
-    length = source.seq_len or min(_max_length(text), DEFAULT_LENGTH)
+    # The longest sequence that the config allows. Models with relative positions (T5, ALiBi) have no limit.
+    lengths = [getattr(text, name, None) for name in _LENGTHS]
+    longest = next((length for length in lengths if isinstance(length, int) and length > 1), DEFAULT_LENGTH)
+    length = source.seq_len or min(longest, DEFAULT_LENGTH)
     target = source.target_len or length
 
-    def build_batch(micro_batch_size: int) -> Batch:
-        import torch
-
+    def build_tokens(micro_batch_size: int) -> Batch:
         tokens = torch.randint(vocabulary, (micro_batch_size, length))
         if source.task == "seq2seq":
             return {"input_ids": tokens, "labels": torch.randint(vocabulary, (micro_batch_size, target))}
         return {"input_ids": tokens, "labels": tokens.clone()}
 
-    return build_batch
-
-
-def _image_batch_builder(config: Any) -> Callable[[int], Batch]:
-    size = getattr(config, "image_size", None) or 224  # convolutional networks take any size; 224 is ImageNet's
-    height, width = (size, size) if isinstance(size, int) else (int(size[-2]), int(size[-1]))
-    channels = int(getattr(config, "num_channels", 3))
-
-    def build_batch(micro_batch_size: int) -> Batch:
-        import torch
-
-        images = torch.rand(micro_batch_size, channels, height, width)
-        return {"pixel_values": images, "labels": torch.randint(config.num_labels, (micro_batch_size,))}
-
-    return build_batch
-
-
-def _max_length(text: Any) -> int:
-    """The longest sequence that the config allows. Models with relative positions (T5, ALiBi) have no limit."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > 1:
-            return value
-    return DEFAULT_LENGTH
+    return build_tokens

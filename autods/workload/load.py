@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,13 @@ from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
 from .script_source import KINDS, find_module, is_script, local_files, make_script_source, module_name
+
+# Options for a Hugging Face config alone, and what a model.py decides instead.
+_CONFIG_OPTIONS = {
+    "--zero-init": "how it builds its model",
+    "--task": "what it trains",
+    "--target-len": "what it trains",
+}
 
 
 def make_source(
@@ -43,12 +50,23 @@ def make_source(
     `WorkloadSource` explains the other options. Raises InputError when the file is not a workload, when the object
     cannot be pickled, or when the workload has no such option.
     """
-    _check_type(workload)
+    if isinstance(workload, Workload):
+        for name in FUNCTIONS:
+            if not callable(value := getattr(workload, name)):
+                raise InputError(f"the Workload's {name} is {type(value).__name__}, not a function")
+    elif not isinstance(workload, Path):  # a module, a model, a function
+        raise InputError(
+            f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
+            hint="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
+        )
     if kind not in (None, "model", "script", *KINDS):
         raise InputError(f"there is no kind {kind!r}", hint=f"give --kind model, script, {', '.join(KINDS)}")
-    for option, length in (("--seq-len", seq_len), ("--target-len", target_len)):
-        if length is not None and length < 1:
-            raise InputError(f"{option} {length}: at least one token is needed")
+    options: dict[str, Any] = {"--task": task, "--seq-len": seq_len, "--target-len": target_len}
+    options["--zero-init"] = zero_init or None
+    given = [name for name, value in options.items() if value is not None]
+    for name in ("--seq-len", "--target-len"):
+        if options[name] is not None and options[name] < 1:
+            raise InputError(f"{name} {options[name]}: at least one token is needed")
     path = config = None
     if isinstance(workload, Path):
         workload = resolve_hf_path(workload)
@@ -61,24 +79,38 @@ def make_source(
         path = workload.expanduser().absolute()
         config = find_config_file(path)
         if config is None and (is_script(path, argv) if kind is None else kind != "model"):
-            _refuse_options(path, {"--task": task, "--seq-len": seq_len, "--target-len": target_len}, zero_init)
+            if given:
+                hint = "give the script's own arguments after --"
+                raise InputError(f"{given[0]} does not apply to a training script", place=str(path), hint=hint)
             script_kind = next((known for known in KINDS if known == kind), None)
             return make_script_source(path, argv, script_kind, Path.cwd(), module=module, root=root)
     if argv:
         hint = "only a training script takes arguments after --"
         raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
-    options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute}
     if config is not None:
-        return _make_config_source(config, task, {**options, **({"zero_init": True} if zero_init else {})})
-    if zero_init:
-        raise InputError("--zero-init is for a Hugging Face config; a model.py decides itself how it builds its model")
-    if task is not None or target_len is not None:
-        option = "--task" if task is not None else "--target-len"
-        raise InputError(f"{option} is for a Hugging Face config; a model.py decides itself what it trains")
-    source = _pickle_source(workload, folder or Path()) if isinstance(workload, Workload) else _make_file_source(path)
+        return _make_config_source(config, task, seq_len, target_len, recompute, zero_init)
+    for name, part in _CONFIG_OPTIONS.items():
+        if name in given:
+            raise InputError(f"{name} is for a Hugging Face config; a model.py decides itself {part}")
+    if isinstance(workload, Workload):
+        source = _pickle_source(workload, folder or Path())
+    else:
+        assert path is not None
+        tree = check_model_py(path)
+        content = path.read_bytes()
+        for file in local_files(path, [path.parent]):  # a changed layer in another file is another workload
+            content += f"\0{os.path.relpath(file, path.parent)}\0".encode() + file.read_bytes()
+        base = read_base_config(tree, path)
+        source = WorkloadSource(kind="file", path=str(path), name=path.stem, digest=_digest(content), base_config=base)
     if seq_len is not None:
-        _check_takes_seq_len(workload, source)
-    return _with_options(source, options)
+        names = argument_names(workload, source, "build_batch")
+        if names is not None and "seq_len" not in names:
+            raise InputError(
+                "its build_batch has no argument seq_len, so --seq-len has no effect",
+                place=source.path if source.kind == "file" else source.name,
+                hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
+            )
+    return _with_options(source, seq_len=seq_len, target_len=target_len, recompute=recompute)
 
 
 def load(source: WorkloadSource) -> Workload:
@@ -93,8 +125,7 @@ def load(source: WorkloadSource) -> Workload:
         case "script":
             raise WorkloadError("is a training script, and cannot be loaded as a model", place=source.path)
     if source.recompute is False:
-        build_model = functools.partial(_build_without_checkpointing, workload.build_model)
-        workload = replace(workload, build_model=build_model)
+        workload = replace(workload, build_model=functools.partial(_build_without_checkpointing, workload.build_model))
     return workload
 
 
@@ -103,74 +134,29 @@ def bind_options(workload: Workload, source: WorkloadSource) -> Workload:
     return load(source) if source.kind == "hf_config" else bind_arguments(workload, source)
 
 
-def _check_type(workload: object) -> None:
-    """Raises InputError for objects that are easily mistaken for a workload: a module, a model, a function."""
-    if isinstance(workload, Workload):
-        for name in FUNCTIONS:
-            if not callable(value := getattr(workload, name)):
-                raise InputError(f"the Workload's {name} is {type(value).__name__}, not a function")
-    elif not isinstance(workload, Path):
-        raise InputError(
-            f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
-            hint="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
-        )
-
-
-def _refuse_options(path: Path, options: Mapping[str, Any], zero_init: bool) -> None:
-    """Raises InputError for an option that has no meaning for a training script."""
-    given = [option for option, value in options.items() if value is not None]
-    given += ["--zero-init"] if zero_init else []
-    if given:
-        hint = "give the script's own arguments after --"
-        raise InputError(f"{given[0]} does not apply to a training script", place=str(path), hint=hint)
-
-
-def _make_file_source(path: Path | None) -> WorkloadSource:
-    assert path is not None
-    tree = check_model_py(path)
-    content = [path.read_bytes()]
-    for file in local_files(path, [path.parent]):  # a changed layer in another file is another workload
-        content.append(f"\0{os.path.relpath(file, path.parent)}\0".encode() + file.read_bytes())
-    return WorkloadSource(
-        kind="file",
-        path=str(path),
-        name=path.stem,
-        digest=_digest(b"".join(content)),
-        base_config=read_base_config(tree, path),
-    )
-
-
-def _make_config_source(path: Path, task: str | None, options: Mapping[str, Any]) -> WorkloadSource:
+def _make_config_source(
+    path: Path, task: str | None, seq_len: int | None, target_len: int | None, recompute: bool | None, zero_init: bool
+) -> WorkloadSource:
     config = read_config(path)
     chosen = next((known for known in TASKS if known == task), None) if task else infer_task(config)
     if chosen is None:
         raise InputError(f"there is no task {task!r}", hint=f"give --task {', '.join(TASKS[:-1])} or {TASKS[-1]}")
-    if chosen == "image-classification" and options["seq_len"] is not None:
+    if chosen == "image-classification" and seq_len is not None:
         raise InputError("--seq-len is for text; the config holds the size of images", place=str(path))
-    if chosen != "seq2seq" and options["target_len"] is not None:
+    if chosen != "seq2seq" and target_len is not None:
         raise InputError(f"--target-len is for --task seq2seq, and this is {chosen}", place=str(path))
     name = path.parent.name if path.name == "config.json" else path.stem
     source = WorkloadSource(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(path.read_bytes())
     )
-    return _with_options(source, {**options, "task": chosen})
+    options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute, "task": chosen}
+    return _with_options(source, **options, **({"zero_init": True} if zero_init else {}))
 
 
-def _with_options(source: WorkloadSource, options: Mapping[str, Any]) -> WorkloadSource:
+def _with_options(source: WorkloadSource, **options: Any) -> WorkloadSource:
     """The source with its options, which are part of its digest."""
     given = sorted((name, value) for name, value in options.items() if value is not None)
     return replace(source, digest=_digest(f"{source.digest} {given}".encode()), **options) if given else source
-
-
-def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> None:
-    """Raises InputError when build_batch has no argument `seq_len`."""
-    names = argument_names(workload, source, "build_batch")
-    if names is not None and "seq_len" not in names:
-        raise InputError(
-            "its build_batch has no argument seq_len, so --seq-len has no effect",
-            place=source.path if source.kind == "file" else source.name,
-            hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
-        )
 
 
 def _build_without_checkpointing(build_model: Callable[[], Any]) -> Any:

@@ -6,12 +6,13 @@ A `model.py` is parsed and checked without running it: a typo is reported before
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 
@@ -140,31 +141,23 @@ def read_base_config(tree: ast.Module, path: Path) -> dict[str, Any] | str | Non
     """
     if _CONFIG not in bound_names(tree):
         return None
-    assignments = [node for node in ast.walk(tree) if _assigns_config(node)]
+    writes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Subscript) and isinstance(node.ctx, ast.Store)
+        if getattr(node.value if isinstance(node, ast.Subscript) else node, "id", None) == _CONFIG
+    ]
     value = None
-    if len(assignments) == 1 and assignments[0] in tree.body:
-        try:
-            value = ast.literal_eval(assignments[0].value or "")
-        except (ValueError, TypeError):
-            value = None
+    for statement in tree.body if len(writes) == 1 else ():
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and writes[0] in ast.walk(statement):
+            with contextlib.suppress(ValueError, TypeError, SyntaxError):
+                value = ast.literal_eval(statement.value or "")
     if isinstance(value, str):
         return str(path.parent / value)
     if isinstance(value, dict):
         return value
     raise InputError(
         f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
-        place=f"{path}:{assignments[-1].lineno}" if assignments else str(path),
+        place=f"{path}:{writes[-1].lineno}" if writes else str(path),
         hint="assign one of these in one place, or give the config with --base-config",
     )
-
-
-def _assigns_config(node: ast.AST) -> TypeGuard[ast.Assign | ast.AnnAssign]:
-    """Whether the statement assigns DEEPSPEED_CONFIG, or a key of it."""
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
-        targets = [node.target]
-    else:
-        return False
-    names = [target.value if isinstance(target, ast.Subscript) else target for target in targets]
-    return any(isinstance(name, ast.Name) and name.id == _CONFIG for name in names)
