@@ -47,6 +47,11 @@ class Cell:
         """The name of the rung."""
         return str(self.values["rung"])
 
+    @property
+    def conditions(self) -> dict[str, Scalar]:
+        """The values of axes that are neither rung nor knob. Variables that stay unset are left out."""
+        return {name: value for name, value in self.values.items() if value is not None and is_condition(name)}
+
 
 def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
     """Return every cell of the cross product. Raises InputError when the workload can be built in none."""
@@ -54,11 +59,12 @@ def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
     cells: list[Cell] = []
     errors: list[InputError] = []
     for number, values in enumerate(question.cells(), 1):
+        cell = Cell(number=number, values=values)
         try:
-            cell = _cell(question, number, values, survey)
+            cell = _fill_cell(question, cell, survey)
         except InputError as error:  # other arguments may suit the workload
             errors.append(error)
-            cell = Cell(number=number, values=values, refused=" ".join(str(error).split()))
+            cell = replace(cell, refused=" ".join(str(error).split()))
         if cell.trial is not None:
             known = first.setdefault(trial_key(cell.trial), number)
             cell = replace(cell, same_as=known if known != number else None)
@@ -68,13 +74,9 @@ def list_cells(question: ProbeSettings, survey: Survey) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def select_conditions(values: Mapping[str, Value]) -> dict[str, Scalar]:
-    """Return the values of conditions: axes that are neither rung nor knob. Variables that stay unset are left out."""
-    return {name: value for name, value in values.items() if value is not None and is_condition(name)}
-
-
-def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], survey: Survey) -> Cell:
-    conditions = select_conditions(values)
+def _fill_cell(question: ProbeSettings, cell: Cell, survey: Survey) -> Cell:
+    """Return the cell with its trial, or with the reason why it cannot be run."""
+    values, conditions = cell.values, cell.conditions
     facts, problems = survey(conditions)
     settings = settings_under_conditions(question, conditions, facts)
     rung, base = settings.rung(str(values["rung"])), settings.base
@@ -109,7 +111,7 @@ def _cell(question: ProbeSettings, number: int, values: Mapping[str, Value], sur
     )
     trial = Trial(rung=rung.name, knobs=knobs, purpose="probe", steps=question.steps, conditions=conditions)
     refused = refused or _why_not(question, settings, trial, facts, problems)
-    return Cell(number=number, values=values, trial=None if refused else trial, refused=refused, unheeded=unheeded)
+    return replace(cell, trial=None if refused else trial, refused=refused, unheeded=unheeded)
 
 
 def _unheeded(values: Mapping[str, Value], rung: Rung) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ..report import text
 from ..report.results import CellResult, CellStatus
 from ..tuner.comparison import estimate_ratios, largest_spread, relative_spread
 from ..tuner.trials import PERMANENT_ACTIONS
-from ..types import Failed, Fit, ModelFacts, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
+from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
 from .grid import Cell
 
 # Orders the trials of a turn so that few new zygotes are needed.
@@ -38,9 +38,15 @@ def measure_in_turns(
     for turn in range(repeats):
         for trial in order(trials[::-1] if turn % 2 else trials):
             number = cell_of[trial_key(trial)].number
-            if not records[number] or _may_change(records[number][-1]):
+            if not records[number] or _may_change(records[number][-1].outcome):
                 records[number] += (run(replace(trial, repeat=turn)),)
     return records
+
+
+def _may_change(outcome: Outcome) -> bool:
+    if isinstance(outcome, Failed):
+        return outcome.failure != "toolchain" and outcome.action not in PERMANENT_ACTIONS
+    return isinstance(outcome, Fit)
 
 
 def compare_cells(
@@ -50,7 +56,13 @@ def compare_cells(
     fitting = [number for number, result in results.items() if result.status == "fit"]
     if not fitting:
         return dict(results), None
-    rates = {number: _rates(records[number], by_tokens=by_tokens) for number in fitting}
+    rates: dict[int, dict[int, float]] = {number: {} for number in fitting}  # by cell and turn
+    for number in fitting:
+        for record in records[number]:
+            fit = record.outcome
+            rate = (fit.tokens_per_second if by_tokens else fit.samples_per_second) if isinstance(fit, Fit) else None
+            if rate:
+                rates[number][record.trial.repeat] = rate
     within = {number: largest_spread(records[number]) for number in fitting}
     ratios = estimate_ratios(rates, fitting[0], within=within)
     return {number: replace(result, ratio=ratios.get(number)) for number, result in results.items()}, fitting[0]
@@ -68,16 +80,6 @@ def share_results(cells: Iterable[Cell], results: Mapping[int, CellResult]) -> t
     )
 
 
-def _may_change(record: Record) -> bool:
-    match record.outcome:
-        case Fit():
-            return True
-        case OutOfMemory():
-            return False
-        case Failed(failure=failure, action=action):
-            return failure != "toolchain" and action not in PERMANENT_ACTIONS
-
-
 def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
     """Return the result of one cell, without ratios to others."""
     if not records or cell.trial is None:
@@ -91,6 +93,11 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
     status: CellStatus = "fit" if last is None or (fits and isinstance(last, Failed)) else last.kind
     tokens = [fit.tokens_per_second for fit in fits if fit.tokens_per_second is not None]
     rates = [fit.samples_per_second for fit in fits]
+    memory: dict[Tier, TierUse] = {}  # the highest peak of the repeats on each tier
+    for fit in fits:
+        for tier, use in fit.memory.items():
+            if tier not in memory or use.peak_bytes > memory[tier].peak_bytes:
+                memory[tier] = use
     return CellResult(
         number=cell.number,
         values=cell.values,
@@ -103,7 +110,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
         repeats=len(fits),
         step_s=median([median(fit.step_s) for fit in fits]) if fits else None,
         sent_bytes=max((fit.communication.sent_bytes for fit in fits if fit.communication is not None), default=None),
-        memory=_memory(fits),
+        memory=memory,
         tier=last.tier if isinstance(last, OutOfMemory) else None,
         missing_bytes=last.missing_bytes if isinstance(last, OutOfMemory) else None,
         micro_batch=knobs.micro_batch,
@@ -111,27 +118,6 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
         checkpointing=knobs.checkpointing,
         trials=tuple(record.id for record in records),
     )
-
-
-def _rates(records: Sequence[Record], *, by_tokens: bool) -> dict[int, float]:
-    """Return samples or tokens a second by turn."""
-    rates = {}
-    for record in records:
-        if isinstance(fit := record.outcome, Fit):
-            rate = fit.tokens_per_second if by_tokens else fit.samples_per_second
-            if rate:
-                rates[record.trial.repeat] = rate
-    return rates
-
-
-def _memory(fits: Sequence[Fit]) -> dict[Tier, TierUse]:
-    """Return the highest peak of the repeats on each tier."""
-    most: dict[Tier, TierUse] = {}
-    for fit in fits:
-        for tier, use in fit.memory.items():
-            if tier not in most or use.peak_bytes > most[tier].peak_bytes:
-                most[tier] = use
-    return most
 
 
 class Bench(Protocol):
@@ -161,7 +147,11 @@ def search_in_parallel(
     left, results, errors = deque(cells), dict[int, CellResult](), list[BaseException]()
 
     def search_rest(bench: Bench) -> None:
-        while not errors and (cell := _next(left)) is not None:
+        while not errors:
+            try:
+                cell = left.popleft()
+            except IndexError:
+                return
             results[cell.number] = search(cell, bench)
 
     def search_on_another(another: AbstractContextManager[Bench], number: int) -> None:
@@ -177,37 +167,23 @@ def search_in_parallel(
             errors.append(error)
             bench.stop()
 
-    others = [(bench.another(_conditions(cell)), number) for number, cell in enumerate(cells[1:most], 2)]
-    threads = [Thread(target=search_on_another, args=other, name=f"trials {other[1]}") for other in others]
+    threads = [
+        Thread(target=search_on_another, args=(bench.another(cell.conditions), number), name=f"trials {number}")
+        for number, cell in enumerate(cells[1:most], 2)
+    ]
     try:
         for thread in threads:
             thread.start()
         search_rest(bench)
-        _join(threads)
+        for thread in threads:
+            thread.join()
     except BaseException as error:
-        cause = errors[0] if errors else error  # the error of another search may have ended this one
+        errors.append(error)  # that of another search may have ended this one, and comes first
         if threads:
             bench.stop()
-        _join(threads)
-        raise cause from None
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     if errors:
-        raise errors[0]
+        raise errors[0] from None
     return results
-
-
-def _next(left: deque[Cell]) -> Cell | None:
-    try:
-        return left.popleft()
-    except IndexError:
-        return None
-
-
-def _conditions(cell: Cell) -> Mapping[str, Scalar]:
-    assert cell.trial is not None
-    return cell.trial.conditions
-
-
-def _join(threads: Sequence[Thread]) -> None:
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()

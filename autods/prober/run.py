@@ -10,18 +10,19 @@ from dataclasses import asdict
 from ..config.base_config import precision_name
 from ..config.settings import Settings
 from ..diagnosis.trial_outcome import make_input_error
-from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
+from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import StartSimulator
 from ..journal import JOURNAL, History, Journal, TrialStore, check_disk_space, workspace
+from ..planner.plan import make_user_error
 from ..report.results import CellResult, ProbeReport
 from ..report.serialize import write_probe
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
 from .capacity import CapacitySearch
 from .forecasts import Simulators, source_under_conditions
-from .grid import Cell, Surveyed, SurveyStore, list_cells
+from .grid import Surveyed, SurveyStore, list_cells
 from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
 from .request import ProbeSettings, list_notes
 
@@ -85,24 +86,24 @@ def probe(
     A probe that was killed goes on where it stopped. Raises InputError when the workload or the folder is at fault,
     EnvironmentBroken when the machine is, Interrupted on Ctrl-C.
     """
-    out, began = question.settings.out, time.monotonic()
+    settings, began = question.settings, time.monotonic()
+    out = settings.out
     with workspace(out, fresh=fresh):
         journal = Journal(out / JOURNAL)
         past = journal.open(fingerprint=question.fingerprint())
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        machines: AbstractContextManager[Bench | None] = nullcontext(None)
+        benches: AbstractContextManager[Bench | None] = nullcontext(None)
         if not question.forecast_only:
-            machines = (start or _on_ray)(question.settings, listen)
+            benches = (start or _on_ray)(settings, listen)
         try:
-            with machines as bench:
-                run = _ProbeRun(question, journal, past, listen, bench, simulate)
-                with closing(run.simulators):
-                    cells, reference = run.run_cells()
+            with benches as bench, closing(Simulators(settings.device, simulate)) as simulators:
+                run = _ProbeRun(question, journal, past, listen, bench, simulators)
+                cells, reference = run.run_cells()
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except SimulationFailed as failed:
-            raise _as_user_error(failed, question) from None
+            raise make_user_error(failed, settings.source, more_samples="--vary micro_batch=2") from None
         except OSError:
             check_disk_space(out)
             raise
@@ -122,19 +123,40 @@ class _ProbeRun:
         past: History,
         listen: Listener,
         bench: Bench | None,
-        simulate: StartSimulator | None,
+        simulators: Simulators,
     ) -> None:
-        self.question, self.listen, self.bench = question, listen, bench
-        self.simulators = Simulators(question.settings.device, simulate)
+        self.question, self.listen, self.bench, self.simulators = question, listen, bench, simulators
         self.surveys = SurveyStore(source=question.settings.source, journal=journal, past=past, look=self._look)
         self.store = TrialStore(journal, past, self._execute, listen)
 
     def run_cells(self) -> tuple[tuple[CellResult, ...], int | None]:
         """Return every cell's result, and the number of the one that the others are compared with."""
-        cells = list_cells(self.question, self.surveys.get)
-        results, reference = self._search_capacities(cells) if self.question.capacity else self._measure(cells)
+        question, bench = self.question, self.bench
+        cells, reference = list_cells(question, self.surveys.get), None
+        if question.capacity:
+            search = CapacitySearch(
+                question=question,
+                facts=self.surveys.facts,
+                journal=self.store.journal,
+                past=self.store.past,
+                listen=self.listen,
+                simulators=self.simulators,
+                run=self._run,
+            )
+            results = search.search(cells, bench)
+        else:
+            assert bench is not None
+            records = measure_in_turns(cells, self._run, repeats=question.repeats, order=bench.order)
+            measured = (cell for cell in cells if cell.number in records)
+            results = {cell.number: summarize_cell(cell, records[cell.number]) for cell in measured}
+            results, reference = compare_cells(results, records, by_tokens=compares_tokens(question))
         refused = {cell.number: summarize_cell(cell, ()) for cell in cells if cell.trial is None}
-        _check_workload(self.store.records, self.question)
+        outcomes = [record.outcome for record in self.store.records]
+        at_fault = ("fix_code", "fix_config")
+        faults = [each for each in outcomes if isinstance(each, Failed) and each.action in at_fault]
+        if faults and len(faults) == len(outcomes):  # the user's code or config fails in every trial
+            settings = question.settings
+            raise make_input_error(faults[0], settings.source.path, settings.out / "logs")
         return share_results(cells, {**results, **refused}), reference
 
     def _look(self, conditions: Mapping[str, Scalar]) -> Surveyed:
@@ -155,41 +177,6 @@ class _ProbeRun:
                 f"{outcome.evidence}\n  {outcome.advice} ({record.trial.rung}, rank {outcome.rank})"
             )
         return record
-
-    def _measure(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], int | None]:
-        assert self.bench is not None
-        records = measure_in_turns(cells, self._run, repeats=self.question.repeats, order=self.bench.order)
-        results = {cell.number: summarize_cell(cell, records[cell.number]) for cell in cells if cell.number in records}
-        return compare_cells(results, records, by_tokens=compares_tokens(self.question))
-
-    def _search_capacities(self, cells: Sequence[Cell]) -> tuple[dict[int, CellResult], None]:
-        search = CapacitySearch(
-            question=self.question,
-            facts=self.surveys.facts,
-            journal=self.store.journal,
-            past=self.store.past,
-            listen=self.listen,
-            simulators=self.simulators,
-            run=self._run,
-        )
-        return search.search(cells, self.bench), None
-
-
-def _check_workload(records: Sequence[Record], question: ProbeSettings) -> None:
-    """Raise InputError when the user's code or config fails in every trial."""
-    outcomes = [record.outcome for record in records]
-    faults = [
-        outcome for outcome in outcomes if isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config")
-    ]
-    if faults and len(faults) == len(outcomes):
-        raise make_input_error(faults[0], question.settings.source.path, question.settings.out / "logs")
-
-
-def _as_user_error(failed: SimulationFailed, question: ProbeSettings) -> AutodsError:
-    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload."""
-    if failed.kind in ("no_compiler", "build_failed", "crashed"):
-        return EnvironmentBroken(str(failed))
-    return InputError(failed.problem, place=failed.place or question.settings.source.path, hint=failed.hint)
 
 
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Bench]:
