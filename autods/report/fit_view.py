@@ -43,12 +43,15 @@ def print_fit(report: Report, console: Console) -> None:
     wide = console.width >= WIDE_FIT
     console.print(Text.assemble("\n", (_question(report), "bold")))
     console.print(ladder_table(report, wide=wide))
-    for reason, rungs in untried_rungs(report).items():
-        console.print(Text(f"  {reason}: {', '.join(rungs)}\n", style="dim"))
+    reasons = _reasons(report)
+    untried = {rung: report.reasons[rung] for rung in report.ladder if rung in report.reasons.keys() - reasons.keys()}
+    for reason in dict.fromkeys(untried.values()):
+        rungs = ", ".join(rung for rung in untried if untried[rung] == reason)
+        console.print(Text(f"  {reason}: {rungs}\n", style="dim"))
     # Variants of rungs raced too, such as 'zero2 without checkpointing'.
     names = [name for name in report.reasons if name not in report.ladder and name.partition(" ")[0] in report.ladder]
     for title, pairs in (
-        ("", [] if wide else [(rung, Text(reason)) for rung, reason in _reasons(report).items()]),
+        ("", [] if wide else [(rung, Text(reason)) for rung, reason in reasons.items()]),
         ("", [(name, Text(report.reasons[name])) for name in names]),
         ("communication of a rank in an optimizer step", list(communication_lines(report))),
     ):
@@ -125,35 +128,18 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
 
 def ladder_rows(report: Report) -> dict[str, Record | str]:
     """Return the most telling trial of each rung, or why it was skipped, in the ladder's order."""
-    rows: dict[str, Record | str] = {}
-    for record in report.trials:
-        if record.trial.limited:  # an unlimited trial only measures how much would have been enough
-            earlier = rows.get(record.trial.rung)
-            rows[record.trial.rung] = _more_telling(report, earlier, record) if isinstance(earlier, Record) else record
-    for skipped in report.skipped:
-        rows.setdefault(skipped.rung, skipped.reason)
+
+    def order(record: Record) -> tuple[bool, bool, float]:
+        """The most telling last: the winning knobs, else the fastest fit that is no exam, else the later trial."""
+        wins = record.trial.rung == report.rung and record.trial.knobs == report.knobs
+        if not isinstance(record.outcome, Fit):
+            return wins, False, 0.0
+        return wins, True, record.outcome.samples_per_second if record.trial.exam is None else 0.0
+
+    rows: dict[str, Record | str] = {skipped.rung: skipped.reason for skipped in report.skipped}
+    limited = [record for record in report.trials if record.trial.limited]  # others only measure what would be enough
+    rows |= {record.trial.rung: record for record in sorted(limited, key=order)}
     return _in_ladder_order(report, rows)
-
-
-def untried_rungs(report: Report) -> dict[str, list[str]]:
-    """Return the rungs of the ladder that were neither tried nor skipped, by the reason."""
-    rows, groups = ladder_rows(report), dict[str, list[str]]()
-    for rung in report.ladder:
-        if rung not in rows and rung in report.reasons:
-            groups.setdefault(report.reasons[rung], []).append(rung)
-    return groups
-
-
-def _more_telling(report: Report, earlier: Record, later: Record) -> Record:
-    """The trial with the winning knobs, else the fastest fit, else the later trial."""
-    for record in (earlier, later):
-        if record.trial.rung == report.rung and record.trial.knobs == report.knobs:
-            return record
-    if not isinstance(earlier.outcome, Fit):
-        return later
-    if not isinstance(later.outcome, Fit) or later.trial.exam is not None:
-        return earlier
-    return earlier if earlier.outcome.samples_per_second >= later.outcome.samples_per_second else later
 
 
 def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -251,13 +237,12 @@ def _setting(value: Scalar) -> str:
 
 def certificate_headline(certificate: Mapping[str, Any]) -> Text:
     """'Certificate: passed'."""
+    verdict = ("incomplete, what was checked holds", "bold yellow")
     if certificate.get("passed"):
-        verdict, style = "passed", "bold green"
+        verdict = ("passed", "bold green")
     elif certificate.get("failures"):
-        verdict, style = "not passed", "bold red"
-    else:
-        verdict, style = "incomplete, what was checked holds", "bold yellow"
-    return Text.assemble(("\nCertificate: ", "bold"), (verdict, style))
+        verdict = ("not passed", "bold red")
+    return Text.assemble(("\nCertificate: ", "bold"), verdict)
 
 
 def certificate_lines(certificate: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
@@ -303,13 +288,12 @@ def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
 
 def _parity(parity: Mapping[str, Any]) -> str:
     difference, reference = parity.get("largest_difference"), parity["reference"]
-    over = f"over {format_number_of(parity['steps'], 'step')}, tolerance {format_share(parity['tolerance'])}"
     if difference is None or difference == float("inf"):  # JSON has no infinity
-        result = f"a loss is not finite where {reference}'s is, {over}"
-    elif parity["within"]:
-        result = f"losses within {format_share(difference)} of {reference}'s {over}"
+        result = f"a loss is not finite where {reference}'s is,"
     else:
-        result = f"losses differ by {format_share(difference)} from {reference}'s {over}"
+        result = f"losses {'within' if parity['within'] else 'differ by'} {format_share(difference)}"
+        result += f" {'of' if parity['within'] else 'from'} {reference}'s"
+    result += f" over {format_number_of(parity['steps'], 'step')}, tolerance {format_share(parity['tolerance'])}"
     if parity.get("taken_back"):
         return f"{result}, since {parity['taken_back']}, which changed them, was taken back"
     return f"{result}; changed by {', '.join(parity['changed_by'])}" if parity.get("changed_by") else result
@@ -323,11 +307,10 @@ def describe_shortage(report: Report) -> str:
     closest = report.closest
     if closest is None:
         failed = any(isinstance(record.outcome, Failed) for record in report.trials)
-        return "no rung could be run to its end" if failed else "no rung could be tried"
+        return f"no rung could be {'run to its end' if failed else 'tried'}"
     if closest.missing_bytes is None:
         return f"{closest.rung} comes closest"
-    bound = "" if closest.exact else "at least "
-    missing = f"{bound}{format_bytes(closest.missing_bytes)} of {closest.tier} memory"
+    missing = f"{'' if closest.exact else 'at least '}{format_bytes(closest.missing_bytes)} of {closest.tier} memory"
     return f"{closest.rung} comes closest, {missing} are missing"
 
 

@@ -52,7 +52,7 @@ def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
         return
     takes_config = any("{ds_config}" in argument for argument in script.argv)
     if not takes_config and script.kind in _CONFIG_PLACES:
-        yield "code", f"{_CONFIG_PLACES[script.kind]}={str(folder / _config_file(script.kind))!r})"
+        yield "code", f"{_CONFIG_PLACES[script.kind]}={str(folder / _CONFIG_FILES.get(script.kind, DS_CONFIG))!r})"
     if script.kind == "accelerate" and not takes_config:
         yield "launch", commands["accelerate"]  # the only launcher that gives the script its config
     else:
@@ -70,35 +70,28 @@ def launch_commands(report: Report) -> dict[str, str]:
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
     are GPUs; OMP_NUM_THREADS gives each rank as many threads as it had in trials.
     """
-    script = report.script
-    local_rank = () if script is None or script.takes_local_rank else ("--no_local_rank",)
-    per_node = str(report.gpus // report.nodes)
+    script, per_node = report.script, str(report.gpus // report.nodes)
+    rendezvous = ["--standalone"]
+    if report.nodes > 1:  # torchrun is started on each node
+        rendezvous = ["--nnodes", str(report.nodes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "FIRST_NODE:29500"]
+    local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
     launchers = {
-        "torchrun": ("torchrun", *_rendezvous(report.nodes), "--nproc_per_node", per_node),
-        "deepspeed": ("deepspeed", *_deepspeed_resources(report), *local_rank),
-        "accelerate": ("accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)),
+        "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node],
+        "deepspeed": ["deepspeed", *_deepspeed_resources(report, per_node), *local_rank],
+        "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)],
     }
     threads = report.question.get("threads")
     environment = "DS_ACCELERATOR=cpu " * report.on_cpu + (f"OMP_NUM_THREADS={threads} " if threads else "")
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
 
 
-def _rendezvous(nodes: int) -> tuple[str, ...]:
-    """torchrun's options; on several nodes it is started on each of them."""
-    if nodes == 1:
-        return ("--standalone",)
-    return ("--nnodes", str(nodes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "FIRST_NODE:29500")
-
-
-def _deepspeed_resources(report: Report) -> tuple[str, ...]:
+def _deepspeed_resources(report: Report, per_node: str) -> tuple[str, ...]:
     """The deepspeed launcher's options. HOSTFILE has a line 'NODE slots=N' for each node."""
     option = "--num_accelerators" if report.on_cpu else "--num_gpus"
     if report.nodes > 1:
-        per_node = str(report.gpus // report.nodes)
         return ("--hostfile", "HOSTFILE", "--num_nodes", str(report.nodes), option, per_node)
     cards = [card["index"] for card in report.hardware.get("cards", ())][: report.gpus]
-    first_cards = list(range(report.gpus))
-    if report.on_cpu or len(cards) < report.gpus or cards == first_cards:
+    if report.on_cpu or len(cards) < report.gpus or cards == list(range(report.gpus)):
         return (option, str(report.gpus))
     # Given a number, the launcher takes the first cards, whatever CUDA_VISIBLE_DEVICES says.
     return ("--include", f"localhost:{','.join(map(str, cards))}")
@@ -107,36 +100,26 @@ def _deepspeed_resources(report: Report) -> tuple[str, ...]:
 def _program(report: Report, launcher: str) -> tuple[str, ...]:
     """The script with its arguments filled in."""
     script = report.script
-    if script is not None:
-        module_option = "--module" if launcher == "deepspeed" else "-m"
-        program = (module_option, script.module) if script.module else (script.path,)
-        return (*program, *fill_placeholders(script.argv, _placeholder_values(report, script.kind)))
-    if launcher == "accelerate":  # its own file names the config
-        return ("train.py",)
-    return ("train.py", "--deepspeed_config", str(Path(report.out) / DS_CONFIG))
-
-
-def fill_placeholders(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """'{micro_batch_size}' → '4'. Other braces, such as those of JSON, stay as they are."""
-
-    def replacement(match: re.Match[str]) -> str:
-        return str(values.get(match[1], match[0]))
-
-    return tuple(_PLACEHOLDER.sub(replacement, argument) for argument in arguments)
-
-
-def _placeholder_values(report: Report, kind: str) -> dict[str, object]:
+    if script is None:  # accelerate's own file names the config
+        config = () if launcher == "accelerate" else ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
+        return ("train.py", *config)
     assert report.knobs is not None
-    return {
-        "ds_config": str(Path(report.out) / _config_file(kind)),
+    values = {
+        "ds_config": str(Path(report.out) / _CONFIG_FILES.get(script.kind, DS_CONFIG)),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
         "train_batch_size": report.knobs.train_batch(report.gpus),
     }
+    module_option = "--module" if launcher == "deepspeed" else "-m"
+    program = (module_option, script.module) if script.module else (script.path,)
+    return (*program, *fill_placeholders(script.argv, values))
 
 
-def _config_file(kind: str) -> str:
-    return _CONFIG_FILES.get(kind, DS_CONFIG)
+def fill_placeholders(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
+    """'{micro_batch_size}' → '4'. Other braces, such as those of JSON, stay as they are."""
+    return tuple(
+        _PLACEHOLDER.sub(lambda match: str(values.get(match[1], match[0])), argument) for argument in arguments
+    )
 
 
 def trainer_arguments(report: Report, config_path: str) -> tuple[str, ...]:
@@ -174,36 +157,25 @@ def accelerate_yaml(report: Report, config_path: str) -> str:
     With a deepspeed_config_file accelerate refuses settings that the config already has: stage, offload, accumulation,
     clipping and precision (`DeepSpeedPlugin._deepspeed_config_checks`). So they are left out here.
     """
-    settings = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"deepspeed_config_file": config_path},
-        "num_machines": report.nodes,
-        "machine_rank": 0,
-        "num_processes": report.gpus,
-        "main_training_function": "main",
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": report.on_cpu,
-    }
-    return "\n".join((*_accelerate_comments(report.ds_config or {}), *_yaml(settings))) + "\n"
-
-
-def _accelerate_comments(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Changes that accelerate needs in the script."""
+    ds_config = report.ds_config or {}
     micro_batch = ds_config.get("train_micro_batch_size_per_gpu")
-    yield f"# The dataloader's batch_size is the config's micro batch: {micro_batch}"
+    comments = [f"# The dataloader's batch_size is the config's micro batch: {micro_batch}"]
     for section, dummy in (("optimizer", "DummyOptim"), ("scheduler", "DummyScheduler")):
         if section in ds_config:
-            yield f"# The config has the {section}: give accelerator.prepare an accelerate.utils.{dummy}"
-
-
-def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Lines of YAML for nested maps of plain values; a JSON string is also a YAML string."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield f"{indent}{key}:"
-            yield from _yaml(value, indent + "  ")
-        else:
-            bare = isinstance(value, str) and value.replace("_", "").isalpha()
-            yield f"{indent}{key}: {value if bare else json.dumps(value)}"
+            comments.append(f"# The config has the {section}: give accelerator.prepare an accelerate.utils.{dummy}")
+    return (
+        "\n".join(comments)
+        + f"""
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: {json.dumps(config_path)}
+num_machines: {report.nodes}
+machine_rank: 0
+num_processes: {report.gpus}
+main_training_function: main
+rdzv_backend: static
+same_network: true
+use_cpu: {json.dumps(report.on_cpu)}
+"""
+    )

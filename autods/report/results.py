@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..config.plan_settings import Site
 from ..forecast.values import RungForecast
@@ -89,12 +89,10 @@ class Report:
 
     @property
     def on_cpu(self) -> bool:
-        """CPU ranks stood in for GPUs."""
         return self.question.get("device") == "cpu"
 
     @property
     def ladder(self) -> tuple[str, ...]:
-        """The names of the rungs, in order."""
         return tuple(self.question.get("ladder", ()))
 
     @property
@@ -104,7 +102,7 @@ class Report:
         return ScriptLaunch(**{**script, "argv": tuple(script["argv"])}) if script else None
 
 
-Status = Literal["fits", "tight", "nothing_fits", "not_forecast"]
+Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +121,11 @@ class SiteForecast:
     @property
     def best(self) -> RungForecast | None:
         """The fastest rung that fits; if none fits, the fastest that may."""
-        by_verdict = [[rung for rung in self.rungs if rung.verdict == verdict] for verdict in ("fits", "tight")]
-        return next((rungs[0] for rungs in by_verdict if rungs), None)
+        candidates = [rung for rung in self.rungs if rung.verdict in ("fits", "tight")]
+        return min(candidates, key=lambda rung: rung.verdict == "tight", default=None)
 
     @property
     def best_rung(self) -> str | None:
-        """The name of the best rung."""
         return self.best.rung if self.best else None
 
     @property
@@ -159,28 +156,22 @@ class Forecast:
     @property
     def status(self) -> Status:
         """The best status of all machines."""
-        statuses = {site.status for site in self.sites}
-        order: tuple[Status, ...] = ("fits", "tight", "not_forecast")
-        return next((status for status in order if status in statuses), "nothing_fits")
+        return min((site.status for site in self.sites), key=get_args(Status).index)
 
     @property
     def all_assumed(self) -> tuple[str, ...]:
         """Each assumption once: the plan's, the workload's, then those of the rungs."""
-        of_rungs = (sentence for site in self.sites for rung in site.rungs for sentence in rung.assumed)
-        return tuple(dict.fromkeys((*self.assumed, *_workload_assumptions(self), *of_rungs)))
-
-
-def _workload_assumptions(forecast: Forecast) -> list[str]:
-    source, facts = forecast.source, forecast.facts
-    sentences = []
-    if source.seq_len is None and facts.tokens_per_sample is not None:
-        why = "as build_batch makes them" if source.kind != "hf_config" else "the config's longest, at most 2048"
-        sentences.append(f"sequences of {facts.tokens_per_sample} tokens, {why} (--seq-len)")
-    if source.kind == "hf_config":
-        sentences.append(f"task {source.task} (--task), random weights built in fp32")
-    if not facts.checkpointing and source.kind != "script":  # a script decides that by itself
-        sentences.append("no gradient checkpointing: the model has no gradient_checkpointing_enable()")
-    return sentences
+        source, facts = self.source, self.facts
+        sentences = list(self.assumed)
+        if source.seq_len is None and facts.tokens_per_sample is not None:
+            why = "as build_batch makes them" if source.kind != "hf_config" else "the config's longest, at most 2048"
+            sentences.append(f"sequences of {facts.tokens_per_sample} tokens, {why} (--seq-len)")
+        if source.kind == "hf_config":
+            sentences.append(f"task {source.task} (--task), random weights built in fp32")
+        if not facts.checkpointing and source.kind != "script":  # a script decides that by itself
+            sentences.append("no gradient checkpointing: the model has no gradient_checkpointing_enable()")
+        sentences += (sentence for site in self.sites for rung in site.rungs for sentence in rung.assumed)
+        return tuple(dict.fromkeys(sentences))
 
 
 PROBE = "probe.json"
