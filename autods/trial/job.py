@@ -59,6 +59,11 @@ class RankJob:
         return len(self.local_ranks) == self.world_size
 
     @property
+    def stops_at_engine(self) -> bool:
+        """Whether a script runs up to the creation of its engine only."""
+        return self.job == "survey" or self.only_build
+
+    @property
     def train_batch(self) -> int:
         """Samples of an optimizer step; the ranks of one replica train on the same samples."""
         return self.micro_batch * self.accumulation * (self.world_size // self.replica_ranks)

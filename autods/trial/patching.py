@@ -8,11 +8,12 @@ every declared patch against the installed versions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -82,6 +83,22 @@ class Patch:
                 if module is not None and getattr(module, "__dict__", {}).get(self.name) is former:
                     setattr(module, self.name, replacement)
         return former
+
+    def wrap(self, wrapper: Callable[..., Any], *context: Any, everywhere: bool = False) -> None:
+        """Let the function run as `wrapper(*context, original, *args, **kwargs)` for the rest of this process.
+
+        The wrapper takes its own arguments by position only: the function may have keywords of the same names. Raises
+        SymbolMissing; an optional symbol that is absent is left alone.
+        """
+        original = self.original()
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(*context, original, *args, **kwargs)
+
+        self.install(call, everywhere=everywhere)
 
     @contextlib.contextmanager
     def installed(self, replacement: Any) -> Iterator[Any]:

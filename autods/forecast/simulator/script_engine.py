@@ -184,15 +184,15 @@ class _SimulatedSession(Session):
 
     def take_model(self, model: Any) -> None:
         """Label the gradients of the model that the script gives to its engine."""
-        if not self.stops_at_engine:
+        if not self.job.stops_at_engine:
             attribution.label_gradients(self.observer.context.ledger, model)
 
-    def note_loss(self, loss: Any) -> None:
+    def note_loss(self, output: Any) -> None:
         """Ignore the loss, which has no value here."""
 
     def finish(self) -> NoReturn:
         """Record the result before the script ends and frees its tensors."""
-        if not self.stops_at_engine:
+        if not self.job.stops_at_engine:
             self.observer.record(self.engine)
         super().finish()
 

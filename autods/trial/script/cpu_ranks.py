@@ -6,7 +6,6 @@ CPU ranks stand in for GPUs. Calls that only select a GPU or wait for one do not
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import socket
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from ..distributed import serve_store
 from ..job import RankJob
-from ..patching import Patch, declare, declare_all
+from ..patching import declare, declare_all
 from .user_errors import find_caller, script_error
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
@@ -36,61 +35,46 @@ def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: lis
         serve_store(store)
     if job.device == "cpu":
         for patch in _BACKENDS.values():
-            _replace_nccl(patch)
+            patch.wrap(_replace_nccl, everywhere=True)
         ignore_cuda_calls(stand_ins)
-    _pass_local_rank(slot)
+    _PARSE.wrap(_pass_local_rank, slot)
+    _PARSER_ERROR.install(_refuse_arguments)
     _SPAWN.install(_refuse_spawn)
 
 
 def ignore_cuda_calls(stand_ins: list[str]) -> None:
     """Let calls that select a GPU or wait for one do nothing, and note each of them once with its line."""
 
-    def ignore(name: str, *args: Any, **kwargs: Any) -> None:
+    def ignore(name: str, original: Any, /, *args: Any, **kwargs: Any) -> None:
         call = f"torch.cuda.{name} ({find_caller()})"
         if call not in stand_ins:
             stand_ins.append(call)
 
     for name, patch in _CUDA_CALLS.items():
-        patch.install(functools.wraps(patch.original())(functools.partial(ignore, name)))
+        patch.wrap(ignore, name)
 
 
-def _replace_nccl(patch: Patch) -> None:
-    original = patch.original()
-    position = list(inspect.signature(original).parameters).index("backend")
-
-    @functools.wraps(original)
-    def with_gloo(*args: Any, **kwargs: Any) -> Any:
-        positional = list(args)
-        if len(positional) > position:
-            positional[position] = _gloo_for(positional[position])
-        elif "backend" in kwargs:
-            kwargs["backend"] = _gloo_for(kwargs["backend"])
-        kwargs.pop("device_id", None)
-        return original(*positional, **kwargs)
-
-    patch.install(with_gloo, everywhere=True)
+def _replace_nccl(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    if "nccl" in str(given.arguments.get("backend")).lower():
+        given.arguments["backend"] = "gloo"
+    given.arguments.pop("device_id", None)
+    return original(*given.args, **given.kwargs)
 
 
-def _gloo_for(backend: Any) -> Any:
-    return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
-
-
-def _pass_local_rank(slot: int) -> None:
+def _pass_local_rank(
+    slot: int, original: Any, parser: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None
+) -> Any:
     """Pass --local_rank like the `deepspeed` launcher, but only to a parser that knows the option."""
-    original = _PARSE.original()
+    if args is None:
+        known = [name for name in _LOCAL_RANK if name in parser._option_string_actions]
+        if known and not any(word.partition("=")[0] in _LOCAL_RANK for word in sys.argv[1:]):
+            args = [*sys.argv[1:], f"{known[0]}={slot}"]
+    return original(parser, args, namespace)
 
-    def parse(self: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        if args is None:
-            known = [name for name in _LOCAL_RANK if name in self._option_string_actions]
-            if known and not any(word.partition("=")[0] in _LOCAL_RANK for word in sys.argv[1:]):
-                args = [*sys.argv[1:], f"{known[0]}={slot}"]
-        return original(self, args, namespace)
 
-    def refuse(self: argparse.ArgumentParser, message: str) -> Any:
-        raise script_error(f"its command line is refused: {message}", hint="check the arguments after --")
-
-    _PARSE.install(parse)
-    _PARSER_ERROR.install(refuse)
+def _refuse_arguments(parser: argparse.ArgumentParser, message: str) -> Any:
+    raise script_error(f"its command line is refused: {message}", hint="check the arguments after --")
 
 
 def _refuse_spawn(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,17 +50,15 @@ class Batches:
 
     def watch_loaders(self) -> None:
         """Note each DataLoader that is made from now on."""
-        original = _LOADER.original()
 
-        @functools.wraps(original)
-        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+        def init(original: Any, loader: Any, /, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
             size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            place, frame = find_caller(), sys._getframe(1)
+            place, frame = find_caller(), sys._getframe(2)  # the caller of the replaced `__init__`
             direct = place is not None and (place.file, place.line) == (frame.f_code.co_filename, frame.f_lineno)
             self.loaders.append(Loader(batch_size=size, place=place, direct=direct))
 
-        _LOADER.install(init)
+        _LOADER.wrap(init)
 
     def check(self, arguments: Sequence[Any], micro_batch: int) -> bool:
         """Whether a forward's arguments are a whole micro batch; the rest at the end of the data is not.
@@ -79,9 +76,31 @@ class Batches:
             return True  # samples are packed, or are not the first dimension
         return any(shape[0] == micro_batch for shape in shapes)
 
+    def _check_first(self, shapes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
+        sizes = [shape[0] for shape in shapes]
+        if not sizes or micro_batch in sizes:
+            return
+        size = max(set(sizes), key=sizes.count)
+        # The last loader with one of these sizes; one that the script's own line makes is preferred.
+        matching = [loader for loader in reversed(self.loaders) if loader.batch_size in (micro_batch, *sizes)]
+        loader = min(matching, key=lambda loader: not loader.direct, default=None)
+        place = None if loader is None else loader.place
+        if loader is None or loader.batch_size != micro_batch:
+            subject = f"`{place.code}` has to" if place and place.code else "let its loader"
+            raise script_error(
+                f"its batches hold {size} samples, where the config says {micro_batch} "
+                "(train_micro_batch_size_per_gpu)",
+                at=place,
+                hint=f"{subject} take the size from the command line, given as {{micro_batch_size}} after --",
+            )
+        # The loader has the right size. Packed samples are one long row, and some models put time before the batch.
+        if 1 < size < micro_batch and not any(micro_batch in shape[1:2] for shape in shapes):
+            problem = f"its data ends before a micro batch of {micro_batch} is full: it holds {size} samples"
+            raise script_error(problem, at=place, hint="give it more data")
+
     def keep_longest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the batch if it is the longest so far."""
-        tensors = list(iter_tensors((*args, *kwargs.values())))
+        tensors = list(iter_tensors((args, kwargs)))
         elements = sum(tensor.numel() for tensor in tensors)
         if tensors and elements > self._longest_elements:
             self._longest_elements, self._longest = elements, (args, dict(kwargs))
@@ -96,45 +115,15 @@ class Batches:
 
         if self._longest is None:
             return None
-        args, kwargs = self._longest
         seed_all(0)  # mixture-of-experts layers choose tokens at random in evaluation too
         engine.eval()
         with torch.no_grad():
-            output = self.forward(engine, args, kwargs)
+            output = self.forward(engine, *self._longest)
         engine.train()
-        loss = find_loss(output)
-        if loss is not None:
+        if (loss := find_loss(output)) is not None:
             return float(loss)
-        first = next((tensor for tensor in iter_tensors((output,)) if tensor.is_floating_point()), None)
+        first = next((tensor for tensor in iter_tensors(output) if tensor.is_floating_point()), None)
         return None if first is None else float(first.double().mean())
-
-    def _check_first(self, shapes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
-        sizes = [shape[0] for shape in shapes]
-        if not sizes or micro_batch in sizes:
-            return
-        size = max(set(sizes), key=sizes.count)
-        loader = self._find_loader((micro_batch, *sizes))
-        if loader is None or loader.batch_size != micro_batch:
-            place = None if loader is None else loader.place
-            subject = f"`{place.code}` has to" if place and place.code else "let its loader"
-            raise script_error(
-                f"its batches hold {size} samples, where the config says {micro_batch} "
-                "(train_micro_batch_size_per_gpu)",
-                at=place,
-                hint=f"{subject} take the size from the command line, given as {{micro_batch_size}} after --",
-            )
-        # The loader has the right size. Packed samples are one long row, and some models put time before the batch.
-        if 1 < size < micro_batch and not any(micro_batch in shape[1:2] for shape in shapes):
-            raise script_error(
-                f"its data ends before a micro batch of {micro_batch} is full: it holds {size} samples",
-                at=loader.place,
-                hint="give it more data",
-            )
-
-    def _find_loader(self, sizes: Sequence[int]) -> Loader | None:
-        """The last loader with one of these sizes; one that the script's own line makes is preferred."""
-        matching = [loader for loader in reversed(self.loaders) if loader.batch_size in sizes]
-        return next((loader for loader in matching if loader.direct), next(iter(matching), None))
 
 
 def find_loss(output: Any) -> Any:
@@ -152,9 +141,6 @@ def iter_tensors(value: Any) -> Iterator[Any]:
 
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iter_tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from iter_tensors(item)

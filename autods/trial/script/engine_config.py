@@ -28,37 +28,29 @@ _PRECISIONS = ("bf16", "fp16")
 _ABSENT = object()
 
 
-def stops_at_engine(job: RankJob) -> bool:
-    """Whether the script runs up to the creation of its engine only."""
-    return job.job == "survey" or job.only_build
-
-
 class EngineConfig:
     """The config of a script that calls `deepspeed.initialize` itself.
 
     `file` is the content of the file that replaces `{ds_config}`. `given` is the config that a library took from the
-    script before the engine, in the subclass for such libraries.
+    script before the engine; None without a library.
     """
 
     def __init__(self, job: RankJob) -> None:
         self.job = job
         self.given: Mapping[str, Any] | None = None
-        self.file: dict[str, Any] = dict(self._trial)
-
-    @property
-    def _trial(self) -> dict[str, Any]:
-        """The trial's config. The number of ranks may be another than the fit's: a survey runs with one."""
-        return {**self.job.ds_config, BATCH_KEYS[0]: self.job.train_batch}
+        # The number of ranks may be another than the fit's: a survey runs with one.
+        self.trial: dict[str, Any] = {**job.ds_config, BATCH_KEYS[0]: job.train_batch}
+        self.file: dict[str, Any] = dict(self.trial)
 
     def for_engine(self, config: Mapping[str, Any], *, has_optimizer: bool) -> dict[str, Any]:
         """The config that the engine gets for the one that the script gives it.
 
         `has_optimizer` tells that the script passes an optimizer object, so the config names none.
         """
-        merged = without_monitors(self._merge(config))
+        completed = without_monitors(self._complete(config))
         if has_optimizer:
-            merged.pop("optimizer", None)
-        return self._allow_gathering(merged)
+            completed.pop("optimizer", None)
+        return allow_gathering(completed) if self.job.exam == "worst_case" else completed
 
     def own_part(self, config: Mapping[str, Any], *, from_file: bool) -> dict[str, Any]:
         """The part of the engine's config that is the script's own, not filled in through `{ds_config}`.
@@ -66,21 +58,19 @@ class EngineConfig:
         Batch sizes that the script computes from its arguments belong to this run and are left out. The global batch
         size of a config file that the user wrote is kept.
         """
+        if self.given is not None:  # the library chooses the precision
+            enabled = [name for name in _PRECISIONS if get_key(config, f"{name}.enabled") is True]
+            precision = {name: merge(get_key(self.given, name) or {}, {"enabled": True}) for name in enabled}
+            config = {key: value for key, value in self.given.items() if key not in _PRECISIONS} | precision
         filled_in = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
         base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
-        config = _subtract(self._scripts_own(config), filled_in, kept=base)
+        config = _subtract(config, filled_in, kept=base)
         kept = BATCH_KEYS[0] if from_file and not filled_in else None
         return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
 
-    def _merge(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The script's keys stay, except those that the rung and the batch decide."""
-        return merge(strip_rung_keys(config), self._trial)
-
-    def _scripts_own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return config
-
-    def _allow_gathering(self, config: dict[str, Any]) -> dict[str, Any]:
-        return allow_gathering(config) if self.job.exam == "worst_case" else config
+        return merge(strip_rung_keys(config), self.trial)
 
 
 class LibraryConfig(EngineConfig):
@@ -92,36 +82,25 @@ class LibraryConfig(EngineConfig):
 
     def __init__(self, job: RankJob, convert: Callable[[Mapping[str, Any]], dict[str, Any]] = dict) -> None:
         super().__init__(job)
-        self.file = convert(self._requested)
+        self.given = {}
+        self.trial = dict(job.ds_config)
+        if job.stops_at_engine and _is_default_optimizer(self.trial.get("optimizer")):
+            del self.trial["optimizer"]  # until the survey knows whether the script makes one
+        self.file = convert(self.trial)
 
     def replace(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The config for the library in place of the script's, which is remembered."""
         self.given = given
-        return merge(strip_rung_keys(given), self._requested)
+        return merge(strip_rung_keys(given), self.trial)
 
-    @property
-    def _requested(self) -> dict[str, Any]:
-        """The trial's config, without the default optimizer until the survey knows whether the script makes one."""
-        config = dict(self.job.ds_config)
-        if stops_at_engine(self.job) and _is_default_optimizer(config.get("optimizer")):
-            del config["optimizer"]
-        return config
-
-    def _merge(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         wanted, enabled = enabled_half_precision(self.job.ds_config), enabled_half_precision(config)
-        if not stops_at_engine(self.job) and wanted != enabled:
+        if not self.job.stops_at_engine and wanted != enabled:
             raise script_error(
                 f"it trains in {enabled or 'fp32'}, and the trial needs {wanted or 'fp32'}",
                 hint=f"set {wanted or 'fp32'} in its own arguments after --, or drop --precision",
             )
         return dict(config)
-
-    def _scripts_own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config that the script gave, in the precision that the library chose."""
-        given = self.given or {}
-        others = {key: value for key, value in given.items() if key not in _PRECISIONS}
-        enabled = [name for name in _PRECISIONS if get_key(config, f"{name}.enabled") is True]
-        return others | {name: merge(get_key(given, name) or {}, {"enabled": True}) for name in enabled}
 
 
 def read_config(given: Any) -> dict[str, Any] | None:
@@ -129,9 +108,8 @@ def read_config(given: Any) -> dict[str, Any] | None:
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     try:
-        if Path(given).is_file():
-            return dict(json.loads(Path(given).read_text()))
-        return dict(json.loads(base64.urlsafe_b64decode(given).decode()))
+        is_file = Path(given).is_file()
+        return dict(json.loads(Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode()))
     except (ValueError, TypeError, OSError):
         return None
 
@@ -141,7 +119,7 @@ def _is_default_optimizer(optimizer: Any) -> bool:
     if not isinstance(optimizer, Mapping):
         return False
     params = {key: value for key, value in dict(optimizer.get("params") or {}).items() if key != "torch_adam"}
-    return optimizer.get("type") == DEFAULT_OPTIMIZER["type"] and params == DEFAULT_OPTIMIZER["params"]
+    return {**optimizer, "params": params} == DEFAULT_OPTIMIZER
 
 
 def _subtract(config: Mapping[str, Any], filled_in: Mapping[str, Any], *, kept: Mapping[str, Any]) -> dict[str, Any]:

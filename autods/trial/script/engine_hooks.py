@@ -12,23 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import get_key, without_monitors
-from ...types import Phase, ScriptKind
+from ...types import Phase
 from .. import pipeline
 from ..model_facts import count_parameters
-from ..patching import Patch, declare
-from .data import find_loss
+from ..patching import declare
 from .engine_config import read_config
-from .session import Enough, Session
+from .session import Session
 from .user_errors import Place, find_caller, script_error
 
-# Libraries that call `deepspeed.initialize` for a script, with their module in `integrations`.
-INTEGRATIONS: Mapping[ScriptKind, str] = {
-    "hf_trainer": "hf_trainer",
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-}
 _INITIALIZE = declare("deepspeed.initialize", "the engine gets the trial's config and is watched")
-_ZERO_INIT = declare("deepspeed.zero.Init", "parameters are partitioned by the trial's stage, not the script's")
+_ZERO_INIT = declare(
+    "deepspeed.zero.Init.__init__", "parameters are partitioned by the trial's stage, not the script's"
+)
 _DESTROY = declare("torch.distributed.destroy_process_group", "an exam ends while the ranks can still communicate")
 
 
@@ -38,28 +33,32 @@ def install(session: Session) -> None:
 
     if session.job.job == "survey":
         pipeline.build_all_layers()
-    _install_wrapper(_INITIALIZE, functools.partial(_initialize, session))
-    _ZERO_INIT.install(_with_trials_stage(session, _ZERO_INIT.original()), everywhere=True)
-    _install_wrapper(_DESTROY, functools.partial(destroy_process_group, session))
+    _INITIALIZE.wrap(_initialize, session, everywhere=True)
+    _ZERO_INIT.wrap(_partition, session)
+    _DESTROY.wrap(destroy_process_group, session, everywhere=True)
     kind = session.job.source.script_kind
-    if kind is not None and kind in INTEGRATIONS:
-        importlib.import_module(f".integrations.{INTEGRATIONS[kind]}", __package__).install(session)
+    if kind not in (None, "deepspeed"):  # a library calls `deepspeed.initialize` for the script
+        importlib.import_module(f".integrations.{kind}", __package__).install(session)
 
 
 def watch_engine(engine: Any, session: Session) -> None:
     """Report each call of the engine to the session from now on.
 
     Optimizer steps are counted at the boundary of accumulation: a plain script calls `step` once a micro batch, a
-    trainer once an optimizer step.
+    trainer once an optimizer step. A script, or Lightning's Fabric, may also step the engine's optimizer alone.
     """
-    _watch(engine, "forward", session, functools.partial(_forward, session, engine))
-    _watch(engine, "backward", session, functools.partial(_backward, session))
-    _watch(engine, "step", session, functools.partial(_step, session, engine))
-    _watch(engine, "train", session, functools.partial(_train, session))
+    hooks: Mapping[str, Callable[..., Any]] = {
+        "forward": functools.partial(_forward, engine),
+        "backward": _backward,
+        "step": functools.partial(_step, lambda: bool(engine.is_gradient_accumulation_boundary())),
+        "train": _train,
+        "train_batch": _train_batch,
+    }
+    for name, hook in hooks.items():
+        if hasattr(engine, name):
+            _watch(engine, name, session, hook)
     if hasattr(engine.optimizer, "step"):
-        _watch(engine.optimizer, "step", session, functools.partial(_optimizer_step, session))
-    if hasattr(engine, "train_batch"):
-        _watch(engine, "train_batch", session, functools.partial(_train_batch, session))
+        _watch(engine.optimizer, "step", session, functools.partial(_step, lambda: True))
 
 
 def skip_methods(
@@ -69,107 +68,77 @@ def skip_methods(
 
     `owner` is the dotted name of the class. Some supported releases lack some of the methods.
     """
+
+    def skip(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        session.begin_skipped(phase)
+        return returns()
+
     for name in names:
-        patch = declare(f"{owner}.{name}", f"a trial does not {phase}", optional=True)
-
-        def skip(*args: Any, **kwargs: Any) -> Any:
-            session.check_goes_on()
-            session.begin_other(phase)
-            return returns()
-
-        if (original := patch.original()) is not None:
-            patch.install(functools.wraps(original)(skip))
+        declare(f"{owner}.{name}", f"a trial does not {phase}", optional=True).wrap(skip)
 
 
 def destroy_process_group(session: Session, original: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Finish the exam before the ranks lose their means of communication."""
-    if group is None or group is importlib.import_module("torch.distributed").group.WORLD:
-        session.end_process_group()
+    is_world = group is None or group is importlib.import_module("torch.distributed").group.WORLD
+    if is_world and session.engine is not None and len(session.clock.times) > session.job.steps.warmup:
+        session.finish_exam()
     return original(group, *args, **kwargs)
-
-
-def _install_wrapper(patch: Patch, wrapper: Callable[..., Any]) -> None:
-    original = patch.original()
-    patch.install(functools.wraps(original)(functools.partial(wrapper, original)), everywhere=True)
 
 
 # Calls of the engine.
 
 
-def _watch(owner: Any, name: str, session: Session, watched: Callable[..., Any]) -> None:
-    """Replace a method of one object. `watched` gets the original method first."""
+def _watch(owner: Any, name: str, session: Session, hook: Callable[..., Any]) -> None:
+    """Replace a method of one object. The hook gets the session and the original method first."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         if session.hooks_paused:
             return original(*args, **kwargs)
-        session.check_goes_on()
-        try:
-            return watched(original, *args, **kwargs)
-        except Enough:
-            raise
-        except BaseException as error:
-            session.end.failure = error
-            raise
+        with session.watch_call():
+            return hook(session, original, *args, **kwargs)
 
     setattr(owner, name, types.MethodType(call, owner))  # torch's schedulers need an optimizer's step to be a method
 
 
-def _forward(session: Session, engine: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(engine: Any, session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     training = torch.is_grad_enabled() and engine.training
     session.begin_forward(args, kwargs, training=training)
     output = original(*args, **kwargs)
     if training:
-        session.end_forward(find_loss(output))
+        session.end_forward(output)
     return output
 
 
-def _backward(session: Session, original: Any, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
-    session.begin_backward()
-    session.note_loss(find_loss(loss))
+def _backward(session: Session, original: Any, /, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
+    session.begin_backward(loss)
     return original(loss, *args, **kwargs)
 
 
-def _step(session: Session, engine: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-    boundary = bool(engine.is_gradient_accumulation_boundary())
+def _step(is_boundary: Callable[[], bool], session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    boundary = is_boundary()
     session.begin_phase("step")
-    session.in_engine_step = True
-    try:
+    with session.pause_hooks():  # the engine steps its optimizer
         result = original(*args, **kwargs)
-    finally:
-        session.in_engine_step = False
     session.end_step(boundary=boundary)
     return result
 
 
-def _optimizer_step(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A script, or Lightning's Fabric, may step the engine's optimizer and never the engine."""
-    if session.in_engine_step:
-        return original(*args, **kwargs)
-    session.begin_phase("step")
-    result = original(*args, **kwargs)
-    session.end_step(boundary=True)
-    return result
-
-
-def _train(session: Session, original: Any, mode: bool = True) -> Any:
+def _train(session: Session, original: Any, /, mode: bool = True) -> Any:
     if not mode:
         session.begin_other("evaluate")
     return original(mode)
 
 
-def _train_batch(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _train_batch(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A pipeline runs the whole optimizer step in one call, and calls its own methods inside it."""
     session.begin_forward((), {}, training=True)
-    session.hooks_paused = True
-    try:
+    with session.pause_hooks():
         loss = original(*args, **kwargs)
-    finally:
-        session.hooks_paused = False
-    session.note_loss(find_loss(loss))
+    session.note_loss(loss)
     session.end_step(boundary=True)
     return loss
 
@@ -177,14 +146,15 @@ def _train_batch(session: Session, original: Any, *args: Any, **kwargs: Any) -> 
 # deepspeed.initialize.
 
 
-def _initialize(session: Session, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _initialize(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     session.check_goes_on()
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     config, from_file = _find_config(arguments)
     has_optimizer = arguments["optimizer"] is not None
-    if config is not None and _only_evaluates(arguments, config):
+    if config is not None and not has_optimizer and not arguments["model_parameters"] and "optimizer" not in config:
+        # Nothing to train with: the engine serves a frozen model, such as a reference or a teacher.
         _set_config(arguments, without_monitors(config))
         return _refuse_training(original(*bound.args, **bound.kwargs), session, find_caller())
     if session.engine is not None:
@@ -193,17 +163,14 @@ def _initialize(session: Session, original: Any, *args: Any, **kwargs: Any) -> A
             hint="give a script that trains one engine; further engines may only evaluate",
         )
     session.take_model(arguments["model"])
-    if session.stops_at_engine:
+    if session.job.stops_at_engine:
         session.stop_with_facts(_describe_model(session, arguments, config, from_file=from_file))
     if config is not None:
         _set_config(arguments, session.config.for_engine(config, has_optimizer=has_optimizer))
     session.begin_phase("init")
-    try:
+    with session.watch_call():
         returned = original(*bound.args, **bound.kwargs)
-    except BaseException as error:
-        session.end.failure = error
-        raise
-    session.start_training(returned[0])
+        session.start_training(returned[0])
     watch_engine(returned[0], session)
     return returned
 
@@ -230,21 +197,16 @@ def _set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
                 setattr(args, name, None)
 
 
-def _only_evaluates(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the engine has nothing to train with: it serves a frozen model, such as a reference or a teacher."""
-    return arguments["optimizer"] is None and not arguments["model_parameters"] and "optimizer" not in config
-
-
 def _refuse_training(returned: Any, session: Session, place: Place | None) -> Any:
     """What the script gets for a model that is only evaluated: training it is an error at the given line."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        session.end.failure = script_error(
+        session.failure = script_error(
             "it trains an engine that has no optimizer",
             hint='give deepspeed.initialize an optimizer, model_parameters, or a config with "optimizer"',
             at=place,
         )
-        raise session.end.failure
+        raise session.failure
 
     returned[0].backward = returned[0].step = refuse
     return returned
@@ -272,20 +234,14 @@ def _describe_model(
     }
 
 
-def _with_trials_stage(session: Session, original: Any) -> Any:
-    """A subclass of `deepspeed.zero.Init` that partitions parameters if the trial's stage is 3."""
-    partitions = get_key(session.job.ds_config, "zero_optimization.stage") == 3 and not session.stops_at_engine
-
-    class Init(original):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            bound = inspect.signature(original.__init__).bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            arguments = dict(bound.arguments)
-            arguments.pop("self")
-            arguments["enabled"] = arguments["enabled"] and partitions
-            for name in ("config_dict_or_path", "config"):
-                if (given := arguments.get(name)) is not None:
-                    arguments[name] = session.config.for_engine(read_config(given) or {}, has_optimizer=False)
-            super().__init__(**arguments)
-
-    return functools.wraps(original, updated=())(Init)
+def _partition(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> None:
+    """`deepspeed.zero.Init` partitions parameters if the trial's stage is 3."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    is_stage_3 = get_key(session.job.ds_config, "zero_optimization.stage") == 3
+    arguments["enabled"] = arguments["enabled"] and is_stage_3 and not session.job.stops_at_engine
+    for name in ("config_dict_or_path", "config"):
+        if (given := arguments.get(name)) is not None:
+            arguments[name] = session.config.for_engine(read_config(given) or {}, has_optimizer=False)
+    original(*bound.args, **bound.kwargs)

@@ -37,11 +37,14 @@ class LossRecorder:
         self.weights = _sum_magnitudes(engine.module, self.ranks)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A training forward begins."""
-        for tensor in iter_tensors((args, dict(kwargs))):
+        import torch
+
+        for tensor in iter_tensors((args, kwargs)):
             self._saw_tensors = True
             self._samples.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-            self._samples.update(_bytes_of(tensor))
+            if tensor.numel():
+                plain = tensor.detach().cpu().contiguous()
+                self._samples.update(plain.view(-1).view(torch.uint8).numpy().tobytes())
         self._generators = generator_state()
 
     def end_forward(self) -> None:
@@ -68,29 +71,21 @@ class LossRecorder:
         return {"samples": f"{self.ranks.mean(number):.6f}" if all_saw else None, "weights": self.weights}
 
 
-def _bytes_of(tensor: Any) -> bytes:
-    import torch
-
-    plain = tensor.detach().cpu().contiguous()
-    data: bytes = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return data
-
-
 def _sum_magnitudes(model: Any, ranks: Ranks) -> float | None:
     """The sum over all ranks' parts of the weights; None where a part lies on NVMe."""
+
+    def sum_chunks(tensor: Any) -> float:
+        flat = tensor.detach().reshape(-1)
+        return sum(float(chunk.double().abs().sum()) for chunk in flat.split(_SUMMED_ELEMENTS))
+
     total = 0.0
     for parameter in model.parameters():
         part = getattr(parameter, "ds_tensor", None)
         if part is None:
-            total += _sum_chunks(parameter) / ranks.world_size  # every rank has all of it
+            total += sum_chunks(parameter) / ranks.world_size  # every rank has all of it
             continue
         if str(getattr(part, "final_location", None)).endswith("nvme"):
             return None
         begin = part.ds_numel * ranks.rank
-        total += _sum_chunks(part[: max(0, parameter.ds_numel - begin)])  # the rest is padding
+        total += sum_chunks(part[: max(0, parameter.ds_numel - begin)])  # the rest is padding
     return ranks.mean(total) * ranks.world_size
-
-
-def _sum_chunks(tensor: Any) -> float:
-    flat = tensor.detach().reshape(-1)
-    return sum(float(chunk.double().abs().sum()) for chunk in flat.split(_SUMMED_ELEMENTS))

@@ -49,7 +49,7 @@ def run(
     overlay = sandbox.install(session)
     _prepare_process(session)
     observer("build", 0)
-    death: BaseException | None = None
+    failure: BaseException | None = None
     try:
         run_as_main(job.source)
     except Enough:
@@ -57,17 +57,19 @@ def run(
     except BaseException as error:
         if os.getpid() != pid:
             _end_child(session, error)
-        if not session.end.reached and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            death = cause_of_exit(error, session.end.failure)
+        if not session.ended and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            failure = cause_of_exit(error, session.failure)
     if os.getpid() != pid:
         os._exit(0)  # a forked child that ran on to the end of the script
-    if death is not None:
-        _raise_explained(death, job)
+    failure = failure or session.failure
+    if failure is not None:
+        explained = explain(failure, job.device)
+        if explained is failure:
+            raise failure
+        raise explained from failure
     if overlay.written:
-        print(f"autods: kept out of your folders: {', '.join(overlay.written[:_LISTED_FILES])}", flush=True)
-    if session.end.failure is not None:
-        _raise_explained(session.end.failure, job)
-    if not session.end.reached:
+        print(f"autods: kept out of your folders: {', '.join(list(overlay.written)[:_LISTED_FILES])}", flush=True)
+    if not session.ended:
         _check_measured_enough(session)
         session.finish_exam()
     observer("done", session.steps)
@@ -84,8 +86,8 @@ def run_as_main(source: WorkloadSource) -> None:
 
 def _prepare_process(session: Session) -> None:
     """Set the working directory, the arguments and the module path as a launcher does."""
-    job = session.job
-    config = Path(job.scratch) / f"ds_config.rank{job.local_ranks[session.slot]}.json"
+    job, rank = session.job, session.ranks.rank
+    config = Path(job.scratch) / f"ds_config.rank{rank}.json"
     config.write_text(json.dumps(session.config.file, indent=2))
     values = {
         "ds_config": config,
@@ -96,16 +98,9 @@ def _prepare_process(session: Session) -> None:
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *fill_placeholders(job.source.argv, values)]
     if has_local_rank_parameter(job.source):
-        sys.argv.append(f"--local_rank={job.local_ranks[session.slot]}")
+        sys.argv.append(f"--local_rank={rank}")
     sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True
-
-
-def _raise_explained(error: BaseException, job: RankJob) -> NoReturn:
-    explained = explain(error, job.device)
-    if explained is error:
-        raise error
-    raise explained from error
 
 
 def _end_child(session: Session, error: BaseException) -> NoReturn:
@@ -119,7 +114,7 @@ def _end_child(session: Session, error: BaseException) -> NoReturn:
 
 def _check_measured_enough(session: Session) -> None:
     """Raises WorkloadError when the script ended by itself before the trial had enough steps."""
-    job = session.job
+    job, steps = session.job, len(session.clock.times)
     if Path(job.scratch, _FORKED).exists():
         raise script_error(
             "it trains in a process that it forked", hint="start no ranks in the script: a trial starts them"
@@ -129,11 +124,9 @@ def _check_measured_enough(session: Session) -> None:
             "it ended and never called deepspeed.initialize",
             hint="a trial runs a script that trains: is an argument missing after --, or --kind wrong?",
         )
-    needed = job.steps.warmup + 1
-    steps = len(session.clock.times)
-    if steps < needed:
+    if steps <= job.steps.warmup:
         raise script_error(
             f"it ended after {steps} optimizer step{'s' * (steps != 1)} of micro batch {job.micro_batch}, "
-            f"and a trial needs at least {needed}",
+            f"and a trial needs at least {job.steps.warmup + 1}",
             hint="give it more data, more epochs or a larger max_steps after --",
         )

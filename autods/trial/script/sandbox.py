@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import inspect
+import io
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...system.processes import temporary_folder
-from ..patching import Patch, declare, declare_all
+from ..patching import declare, declare_all
 from .data import iter_tensors
 from .overlay import Overlay
 from .session import Session
@@ -62,18 +61,30 @@ _WANDB = declare("wandb.init", 'mode="online" in a script overrides the environm
 
 
 def install(session: Session) -> Overlay:
-    """Set the sandbox up for the rest of this process."""
-    os.environ.update(_TRACKERS_OFF)
-    scratch = Path(session.job.scratch)
-    temporary = scratch / "tmp"
+    """Set the sandbox up for the rest of this process.
+
+    Saves are no part of training. Small files are written to the overlay, where the script finds them again. Large
+    files are empty there, and so are the folders of checkpoints: a script may go on with them, for example copy them.
+    """
+    job, scratch, home = session.job, Path(session.job.scratch), Path.home()
+    temporary, link = scratch / "tmp", temporary_folder(os.getpid())
     temporary.mkdir(parents=True, exist_ok=True)
-    os.environ["TMPDIR"] = tempfile.tempdir = _short_name(temporary)
-    os.environ["MLFLOW_TRACKING_URI"] = f"file:{scratch / 'mlruns'}"
-    _skip_saves(session)
-    overlay = Overlay(scratch / "written", _free_folders(session))
+    with contextlib.suppress(OSError):
+        link.unlink()
+    link.symlink_to(temporary)  # short: DataLoader workers make sockets in it, whose paths have at most 107 characters
+    tempfile.tempdir = str(link)
+    os.environ.update(_TRACKERS_OFF, TMPDIR=str(link), MLFLOW_TRACKING_URI=f"file:{scratch / 'mlruns'}")
+    for patch in _ENGINE_SAVES.values():
+        patch.wrap(_skip_checkpoint, session)
+    for patch in _FILE_SAVES:
+        with contextlib.suppress(ImportError):  # safetensors may be missing
+            patch.wrap(_skip_large_file, session, everywhere=True)
+    caches = (*(os.environ.get(name) for name in _CACHES), home / ".cache", home / ".triton", home / ".nv")
+    free = (job.scratch, job.folder, job.swap, link, *caches, "/dev", "/proc", "/sys", sys.prefix)
+    overlay = Overlay(scratch / "written", tuple(str(folder) for folder in free if folder))
     overlay.install()
     when_imported("sqlite3", lambda: redirect_databases(overlay))
-    when_imported("pyarrow", lambda: _replace_path(_ARROW, overlay.path_to_read))
+    when_imported("pyarrow", lambda: _ARROW.wrap(_open_chosen, overlay.path_to_read, everywhere=True))
     when_imported("wandb", disable_wandb)
     return overlay
 
@@ -91,166 +102,73 @@ def redirect_databases(overlay: Overlay) -> None:
         is_large = os.path.isfile(name) and os.path.getsize(name) > _LARGEST_COPIED
         return overlay.path_to_read(path) if is_large else overlay.path_to_write(path, keep=True)
 
-    _replace_path(_SQLITE, choose)
+    _SQLITE.wrap(_open_chosen, choose, everywhere=True)
 
 
 def disable_wandb() -> None:
     """Let `wandb.init` ignore the mode that a script asks for."""
-    original = _WANDB.original()
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "mode": "disabled"})
-
-    _WANDB.install(init)
+    _WANDB.wrap(lambda original, *args, **kwargs: original(*args, **{**kwargs, "mode": "disabled"}))
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Call `action` once, right after the top-level module has run; at once if it is imported already."""
     if name in sys.modules:
         action()
-    else:
-        sys.meta_path.insert(0, _ImportFinder(name, action))
+        return
 
-
-def _free_folders(session: Session) -> tuple[str, ...]:
-    """Folders that a script may write to."""
-    job = session.job
-    caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
-    home = [str(Path.home() / name) for name in (".cache", ".triton", ".nv")]
-    trial = [job.scratch, job.folder, str(temporary_folder(os.getpid())), *filter(None, [job.swap])]
-    return (*trial, *caches, *home, "/dev", "/proc", "/sys", sys.prefix)
-
-
-def _short_name(folder: Path) -> str:
-    """A short link to the folder: DataLoader workers make sockets in it, whose paths have at most 107 characters."""
-    link = temporary_folder(os.getpid())
-    with contextlib.suppress(OSError):
-        link.unlink()
-    link.symlink_to(folder)
-    return str(link)
-
-
-def _replace_path(patch: Patch, choose: Callable[[Any], Any]) -> None:
-    """Let a function that opens a file by path open the one that `choose` returns for it."""
-    original = patch.original()
-
-    @functools.wraps(original)
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], (str, os.PathLike)):
-            args = (choose(args[0]), *args[1:])
-        return original(*args, **kwargs)
-
-    patch.install(opened, everywhere=True)
-
-
-# Saving models.
-
-
-def _skip_saves(session: Session) -> None:
-    """Let saves be no part of training.
-
-    Small files are written to the overlay, where the script finds them again. Large files are empty there, and so are
-    the folders of checkpoints: a script may go on with them, for example copy the best one.
-    """
-    for patch in _ENGINE_SAVES.values():
-        if (original := patch.original()) is not None:
-            patch.install(_without_checkpoint(session, original))
-    for patch in _FILE_SAVES:
-        with contextlib.suppress(ImportError):  # safetensors may be missing
-            patch.install(_without_large_file(session, patch.original()), everywhere=True)
-
-
-def _without_checkpoint(session: Session, original: Any) -> Any:
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        if session.hooks_paused:
-            return original(*args, **kwargs)
-        session.check_goes_on(trains=False)
-        session.begin_other("save")
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.join(arguments["save_dir"], str(arguments.get("tag") or "")), exist_ok=True)
-        return True
-
-    return save
-
-
-def _without_large_file(session: Session, original: Any) -> Any:
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-        if session.hooks_paused or not _is_file(target):
-            return original(*args, **kwargs)
-        session.check_goes_on(trains=False)
-        session.begin_other("save")
-        if isinstance(target, (str, bytes, os.PathLike)):
-            _write_if_small(target, args[0] if original.__module__.startswith("torch.") and args else None, original)
-        return None
-
-    return save
-
-
-def _write_if_small(target: Any, value: Any, save: Callable[[Any, Any], Any]) -> None:
-    """Put a file there in one move: all ranks may save, and one may read. It is empty for None and large values."""
-    descriptor, temporary = tempfile.mkstemp()
-    with os.fdopen(descriptor, "wb") as file:
-        if value is not None and _tensor_bytes(value) <= _LARGEST_COPIED:
-            with contextlib.suppress(Exception):  # values that cannot be pickled, such as simulated tensors
-                save(value, file)
-    with contextlib.suppress(OSError):
-        shutil.move(temporary, os.fsdecode(target))
-
-
-def _tensor_bytes(value: Any) -> int:
-    from torch.nn import Module
-
-    tensors = value.parameters() if isinstance(value, Module) else iter_tensors(value)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _is_file(target: Any) -> bool:
-    """Whether the target is a path or an open file, not a buffer in memory."""
-    if isinstance(target, (str, bytes, os.PathLike)):
-        return True
-    try:
-        return bool(target.fileno() >= 0)
-    except (AttributeError, OSError, ValueError):
-        return False
-
-
-# Actions after an import.
-
-
-class _ImportFinder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name, self._action = name, action
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The usual spec of the module, with a loader that calls the action."""
-        if fullname != self._name:
+    def find_spec(fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        sys.meta_path.remove(finder)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ActingLoader(spec.loader, self._action)
+            run_module = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run_module(module)
+                action()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
 
-class _ActingLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
-        self._loader, self._action = loader, action
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
+def _open_chosen(choose: Callable[[Any], Any], original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Open the file that `choose` returns for the path."""
+    if args and isinstance(args[0], (str, os.PathLike)):
+        args = (choose(args[0]), *args[1:])
+    return original(*args, **kwargs)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Create the module with the loader that Python found for it."""
-        return self._loader.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then the action."""
-        self._loader.exec_module(module)
-        self._action()
+def _skip_checkpoint(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if session.hooks_paused:
+        return original(*args, **kwargs)
+    session.begin_skipped("save")
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.join(arguments["save_dir"], str(arguments.get("tag") or "")), exist_ok=True)
+    return True
+
+
+def _skip_large_file(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Save tensors that fit into a small file; a large file is empty. A buffer in memory gets all of them."""
+    from torch.nn import Module
+
+    target: Any = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+    if session.hooks_paused or target is None or isinstance(target, io.BytesIO):
+        return original(*args, **kwargs)
+    session.begin_skipped("save")
+    if not isinstance(target, (str, bytes, os.PathLike)):
+        return None
+    value = args[0] if args and original.__module__.startswith("torch.") else None
+    tensors = value.parameters() if isinstance(value, Module) else iter_tensors(value)
+    descriptor, temporary = tempfile.mkstemp()  # moved to its place at once: all ranks may save, and one may read
+    with os.fdopen(descriptor, "wb") as file:
+        if value is not None and sum(t.numel() * t.element_size() for t in tensors) <= _LARGEST_COPIED:
+            with contextlib.suppress(Exception):  # values that cannot be pickled, such as simulated tensors
+                original(value, file)
+    with contextlib.suppress(OSError):
+        shutil.move(temporary, os.fsdecode(target))
+    return None

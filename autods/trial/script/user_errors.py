@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ...types import Device
@@ -44,25 +45,34 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
+def library_folders(search_path: Iterable[str]) -> tuple[str, ...]:
+    """The folders of the search path that hold installed packages, each with a separator at its end.
+
+    `pip install --user` and `--target` install into other folders than the interpreter's own.
+    """
+    others = {folder for folder in search_path if folder and next(Path(folder).glob("*.dist-info"), None) is not None}
+    return tuple(os.path.join(folder, "") for folder in sorted(_LIBRARY_FOLDERS | others))
+
+
+_NOT_THE_USERS = (*library_folders(sys.path), _AUTODS, "<")
+
+
 def find_caller() -> Place | None:
     """The innermost line of the user's files on the current stack, or None."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_users(file):
-            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
+    return _first_of_user(traceback.walk_stack(sys._getframe(1)))
 
 
 def find_raiser(error: BaseException) -> Place | None:
     """The innermost line of the user's files in the traceback, or None."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    if not frames:
-        return None
-    return Place(frames[-1].filename, frames[-1].lineno or 0, (frames[-1].line or "").strip())
+    return _first_of_user(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def _first_of_user(frames: Iterable[tuple[FrameType, int]]) -> Place | None:
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS):
+            return Place(file, line, linecache.getline(file, line).strip())
+    return None
 
 
 def script_error(problem: str, *, hint: str, at: Place | None = None) -> WorkloadError:
@@ -82,19 +92,51 @@ def cause_of_exit(error: BaseException, engine_failure: BaseException | None) ->
 def explain(error: BaseException, device: Device) -> BaseException:
     """An error in the user's terms where the exception alone does not tell enough; else the exception itself."""
     place = find_raiser(error)
-    if device == "cpu" and (explained := _explain_cuda(error, place)) is not None:
-        return explained
-    if _waits_for_input(error, place):
-        hint = "give it the answer as an argument, or in a file"
-        return script_error("it waits for input, and a trial has no terminal", hint=hint, at=place)
-    if isinstance(error, ImportError) and (explained := _explain_import(error, place)) is not None:
-        return explained
-    if isinstance(error, ModuleNotFoundError) and error.name and place is not None:
-        hint = f"install it into the Python that autods runs in, {sys.executable}"
-        return script_error(f"it needs {error.name}, which is not installed here", hint=hint, at=place)
-    if isinstance(error, SystemExit):
-        return _explain_exit(error, place)
-    return error
+    code = "" if place is None else place.code
+    divides_by_gpus = isinstance(error, ZeroDivisionError) and "device_count" in code
+    match error:
+        case Exception() if device == "cpu" and (divides_by_gpus or _NO_CUDA.search(str(error))):
+            problem = f"needs CUDA, and --device cpu has none: {str(error).splitlines()[0]}"
+            hint = "use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda"
+        case EOFError() | ValueError() if "EOF when reading a line" in str(error) or "sys.stdin" in code:
+            # Standard input is empty. The script reads it directly, or through a parser of JSON or YAML.
+            problem = "it waits for input, and a trial has no terminal"
+            hint = "give it the answer as an argument, or in a file"
+        case ImportError() if (reason := _explain_import(error)) is not None:
+            problem, hint = reason
+        case ModuleNotFoundError(name=str(name)) if name and place is not None:
+            problem = f"it needs {name}, which is not installed here"
+            hint = f"install it into the Python that autods runs in, {sys.executable}"
+        case SystemExit():
+            problem = f"it left with the message: {error.code}"
+            if isinstance(error.code, int):
+                line = last_log_line()
+                problem = f"it left with exit code {error.code}" + (
+                    f"; the last line of its log: {line}" if line else ""
+                )
+            hint = "its log may show the reason, above the end"
+        case _:
+            return error
+    return script_error(problem, hint=hint, at=place)
+
+
+def _explain_import(error: ImportError) -> tuple[str, str] | None:
+    """Problem and hint where the package is installed; None when it is missing or the user's own."""
+    cause: Any = error.__cause__  # a library that loads its modules lazily wraps the original error
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is not None:
+        reason = str(cause).strip().partition("\n")[0]
+        problem = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {reason}"
+        hint = f"the packages in {sys.executable} do not fit together: reinstall that one, or take another version"
+        return problem, hint
+    package, _, submodule = (error.name or "").partition(".")
+    if package and (submodule or "cannot import name" in str(error)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            hint = f"{package} {version} is installed here: the script was written for another version of it"
+            return str(error).partition(" (")[0], hint
+    return None
 
 
 def last_log_line() -> str:
@@ -110,66 +152,3 @@ def last_log_line() -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()][-_LOG_LINES:]
     errors = [line for line in lines if _ERROR_WORD.search(line)]
     return (errors or lines or [""])[-1][:_QUOTED_CHARS]
-
-
-def library_folders(search_path: Iterable[str]) -> tuple[str, ...]:
-    """The folders of the search path that hold installed packages, each with a separator at its end.
-
-    `pip install --user` and `--target` install into other folders than the interpreter's own.
-    """
-    others = {folder for folder in search_path if folder and next(Path(folder).glob("*.dist-info"), None) is not None}
-    return tuple(os.path.join(folder, "") for folder in sorted(_LIBRARY_FOLDERS | others))
-
-
-_INSTALLED = library_folders(sys.path)
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((*_INSTALLED, _AUTODS, "<"))
-
-
-def _explain_cuda(error: BaseException, place: Place | None) -> WorkloadError | None:
-    """The error of a script that needs CUDA where CPU ranks stand in for GPUs; None for any other error."""
-    divides = isinstance(error, ZeroDivisionError) and place is not None and "device_count" in place.code
-    if not isinstance(error, Exception) or not (divides or _NO_CUDA.search(str(error))):
-        return None
-    return WorkloadError(
-        f"needs CUDA, and --device cpu has none: {str(error).splitlines()[0]}",
-        place=None if place is None else str(place),
-        hint="use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda",
-    )
-
-
-def _waits_for_input(error: BaseException, place: Place | None) -> bool:
-    """Whether the script read its empty standard input, directly or through a parser of JSON or YAML."""
-    if isinstance(error, EOFError):
-        return "EOF when reading a line" in str(error)
-    return isinstance(error, ValueError) and place is not None and "sys.stdin" in place.code
-
-
-def _explain_import(error: ImportError, place: Place | None) -> WorkloadError | None:
-    """The error of an import whose package is installed; None when the package is missing or the user's own."""
-    cause: Any = error.__cause__  # a library that loads its modules lazily wraps the original error
-    while cause is not None and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause is not None:
-        reason = str(cause).strip().partition("\n")[0]
-        problem = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {reason}"
-        hint = f"the packages in {sys.executable} do not fit together: reinstall that one, or take another version"
-        return script_error(problem, hint=hint, at=place)
-    package, _, submodule = (error.name or "").partition(".")
-    if package and (submodule or "cannot import name" in str(error)):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(package)
-            hint = f"{package} {version} is installed here: the script was written for another version of it"
-            return script_error(str(error).partition(" (")[0], hint=hint, at=place)
-    return None
-
-
-def _explain_exit(error: SystemExit, place: Place | None) -> WorkloadError:
-    if isinstance(error.code, int):
-        line = last_log_line()
-        problem = f"it left with exit code {error.code}" + (f"; the last line of its log: {line}" if line else "")
-    else:
-        problem = f"it left with the message: {error.code}"
-    return script_error(problem, hint="its log may show the reason, above the end", at=place)

@@ -48,6 +48,14 @@ def test_a_block_puts_an_inherited_symbol_back(library: types.ModuleType) -> Non
     assert "inherited" not in vars(library.Child)
 
 
+def test_a_wrapper_gets_its_context_and_the_original(library: types.ModuleType) -> None:
+    patch("somelib.Child.run").wrap(lambda context, original, child: f"{context} {original(child)}", "not so")
+    patch("somelib.absent", optional=True).wrap(lambda original: "ours")
+    assert library.Child().run() == "not so real"
+    assert library.Child.run.__name__ == "run"
+    assert not hasattr(library, "absent")
+
+
 def test_one_instance_alone_can_be_patched(library: types.ModuleType) -> None:
     changed = library.Child()
     patch("somelib.Child.run").install(lambda: "ours", owner=changed)

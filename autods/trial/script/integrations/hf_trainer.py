@@ -5,7 +5,6 @@ So the trial's config is put in there, with "auto" for each value that an argume
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ....config.deepspeed import to_trainer_config
@@ -33,10 +32,10 @@ class Zeros(dict[str, float]):
 def install(session: Session) -> None:
     """Install the patches for the rest of this process."""
     config = session.config = LibraryConfig(session.job, convert=to_trainer_config)
-    _CONFIG.install(_with_trials_config(config, _CONFIG.original()))
-    _ARGUMENTS.install(_with_checked_arguments(session, _ARGUMENTS.original()))
-    _TRAIN.install(_with_fresh_start(_TRAIN.original()))
-    _LOG.install(lambda self, *args, **kwargs: None)
+    _CONFIG.wrap(_replace_config, config)
+    _ARGUMENTS.wrap(_check_arguments, session)
+    _TRAIN.wrap(_train_from_start)
+    _LOG.install(lambda trainer, *args, **kwargs: None)
     skip_methods(session, "transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)
     skip_methods(
         session, "transformers.Trainer", "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
@@ -57,62 +56,45 @@ def _parses_arguments() -> bool:
     return place is None or "parse" in place.code
 
 
-def _with_trials_config(config: LibraryConfig, original: Any) -> Any:
-    @functools.wraps(original)
-    def init(self: Any, config_file_or_dict: Any) -> None:
-        users = read_config(config_file_or_dict)
-        if users is None:  # the original reports what is wrong with it
-            original(self, config_file_or_dict)
-        else:
-            original(self, to_trainer_config(config.replace(users)))
-
-    return init
+def _replace_config(config: LibraryConfig, original: Any, trainer_config: Any, /, config_file_or_dict: Any) -> None:
+    users = read_config(config_file_or_dict)
+    # The original reports what is wrong with a config that cannot be read.
+    original(trainer_config, config_file_or_dict if users is None else to_trainer_config(config.replace(users)))
 
 
-def _with_checked_arguments(session: Session, original: Any) -> Any:
+def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: Any, **kwargs: Any) -> None:
     """TrainingArguments that agree with the trial, or an error with the argument's line."""
     job = session.job
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.report_to, self.push_to_hub = "none", False
-        self.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
-        if not self.deepspeed:  # libraries make such arguments for default values: `train` checks those that it uses
-            self._autods_made = find_caller(), suggest_argument("deepspeed", "ds_config")
-            original(self, *args, **kwargs)
-            return
-        if job.device == "cpu" and not self.use_cpu:
-            if _parses_arguments():
-                raise script_error(
-                    "its TrainingArguments look for a GPU, and --device cpu has none", hint="add --use_cpu after --"
-                )
-            self.use_cpu = True
-            session.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
-        if job.device == "cuda" and self.use_cpu:
-            raise script_error(
-                "its TrainingArguments train on the CPU", hint="drop --use_cpu after --, or give --device cpu"
-            )
-        _check(self, "per_device_train_batch_size", job.micro_batch, "micro_batch_size")
-        _check(self, "gradient_accumulation_steps", job.accumulation, "gradient_accumulation_steps")
-        original(self, *args, **kwargs)
-
-    return init
+    arguments.report_to, arguments.push_to_hub = "none", False
+    arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
+    if not arguments.deepspeed:  # libraries make such arguments for default values: `train` checks those that it uses
+        arguments._autods_made = find_caller(), suggest_argument("deepspeed", "ds_config")
+        original(arguments, *args, **kwargs)
+        return
+    if job.device == "cpu" and not arguments.use_cpu:
+        if _parses_arguments():
+            problem = "its TrainingArguments look for a GPU, and --device cpu has none"
+            raise script_error(problem, hint="add --use_cpu after --")
+        arguments.use_cpu = True
+        session.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
+    if job.device == "cuda" and arguments.use_cpu:
+        problem = "its TrainingArguments train on the CPU"
+        raise script_error(problem, hint="drop --use_cpu after --, or give --device cpu")
+    for name, needed, placeholder in (
+        ("per_device_train_batch_size", job.micro_batch, "micro_batch_size"),
+        ("gradient_accumulation_steps", job.accumulation, "gradient_accumulation_steps"),
+    ):
+        if (value := getattr(arguments, name)) != needed:
+            problem = f"its {name} is {value}, and the trial needs {needed}"
+            raise script_error(problem, hint=suggest_argument(name, placeholder))
+    original(arguments, *args, **kwargs)
 
 
-def _check(arguments: Any, name: str, needed: int, placeholder: str) -> None:
-    if (value := getattr(arguments, name)) != needed:
-        problem = f"its {name} is {value}, and the trial needs {needed}"
-        raise script_error(problem, hint=suggest_argument(name, placeholder))
-
-
-def _with_fresh_start(original: Any) -> Any:
-    """Training from the first step on. Without a DeepSpeed config it is an error at the arguments that have none."""
-
-    @functools.wraps(original)
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not self.args.deepspeed:
-            place, hint = getattr(self.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
-            raise script_error("its TrainingArguments have no DeepSpeed config", hint=hint, at=place)
-        return original(self, None, *args, **kwargs)
-
-    return train
+def _train_from_start(
+    original: Any, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Without a DeepSpeed config, training is an error at the arguments that have none."""
+    if not trainer.args.deepspeed:
+        place, hint = getattr(trainer.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
+        raise script_error("its TrainingArguments have no DeepSpeed config", hint=hint, at=place)
+    return original(trainer, None, *args, **kwargs)

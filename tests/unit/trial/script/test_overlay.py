@@ -102,6 +102,18 @@ def test_existing_and_missing_folders_raise_as_usual(run):
     """)
 
 
+def test_an_exclusive_file_is_made_once_and_not_on_the_disk(run):
+    run("""
+        os.close(os.open("lock", os.O_CREAT | os.O_EXCL))
+        for make in (lambda: open("lock", "x"), lambda: os.open("lock", os.O_CREAT | os.O_EXCL)):
+            try:
+                make()
+            except FileExistsError:
+                continue
+            raise SystemExit("made again")
+    """)
+
+
 def test_clearing_an_old_output_folder_removes_nothing(run):
     run("""
         shutil.rmtree("old", ignore_errors=True)

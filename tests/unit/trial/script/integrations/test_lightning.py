@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.trial.script.integrations.lightning import with_cpu_ranks
+from autods.trial.script.integrations.lightning import use_cpu_ranks
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,6 @@ from autods.trial.script.integrations.lightning import with_cpu_ranks
 def test_devices_count_ranks(monkeypatch, given, passed):
     monkeypatch.setenv("WORLD_SIZE", "4")
     arguments, stand_ins = {}, []
-    with_cpu_ranks(lambda self, **kwargs: arguments.update(kwargs), stand_ins)(None, **given)
+    use_cpu_ranks(stand_ins, lambda self, **kwargs: arguments.update(kwargs), None, **given)
     assert arguments == passed
     assert len(stand_ins) == (given.get("accelerator") in ("gpu", "cuda"))
