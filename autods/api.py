@@ -48,7 +48,7 @@ def _resolve_fit(request: FitRequest) -> Settings:
 def _run_fit(settings: Settings, listen: Listener) -> Report:
     from .tuner.fit import fit  # it brings Ray
 
-    return fit(settings, listen=listen, fresh=settings.fresh)
+    return fit(settings, listen=listen)
 
 
 def _resolve_plan(request: PlanRequest) -> PlanSettings:

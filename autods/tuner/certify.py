@@ -28,11 +28,10 @@ _LONGER = 1.05  # ratio of elements below which the longest batch counts as a us
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertifyResult:
-    """The config to take as a timed trial, its certificate, all trials of the exams, and the reason."""
+    """The config to take as a timed trial, its certificate, and the reason."""
 
     best: Record
     certificate: Certificate
-    records: tuple[Record, ...]
     reason: str
 
 
@@ -85,7 +84,7 @@ def certify(
         if (without := search.prove(search.timed_trial(parity.taken_back))) is not None:
             return search.certified(without, ParityResult(parity=parity.without))
     if differing is not None:
-        return replace(differing, records=tuple(search.records))
+        return differing
     certificate = Certificate(backed_off=tuple(search.backed_off))
     if search.short:
         failure = f"no config was found that holds: {search.short[-1].trial.rung}, {search.last_shortage()}"
@@ -347,7 +346,7 @@ class _ExamSearch:
             reason = "; ".join((*certificate.failures, *certificate.not_checked))
         if certificate.backed_off and best is not self.winner:
             reason += f"; {certificate.backed_off[-1]}" if name == first else f"; taken instead of {first}"
-        return CertifyResult(best=best, certificate=certificate, records=tuple(self.records), reason=reason)
+        return CertifyResult(best=best, certificate=certificate, reason=reason)
 
 
 def usual_memory_line(config: Trial, records: Iterable[Record]) -> MemoryLine | None:

@@ -39,7 +39,6 @@ class FinalsResult:
     best: Record
     reason: str
     scores: Mapping[int, float]
-    records: tuple[Record, ...] = ()
     measured: Mapping[int, Sequence[Record]]
 
 
@@ -71,14 +70,12 @@ def finals(
         winner = next(place for place, record in enumerate(contestants) if record is best)
         return FinalsResult(winner=winner, best=best, reason=f"{_name(best)} {why}", scores=scores, measured={})
 
-    records: list[Record] = []
     before = [record.trial.repeat for record in contestants if record.trial.purpose == purpose]
     repeat = turns * ceil(max(before, default=0) / turns)
 
     def measure(place: int, number: int) -> Record:
         def run(trial: Trial) -> Record:  # a repeated failure must not take the next turn's number
-            records.append(context.run(trial if trial.repeat == number else replace(trial, repeat=number + turns)))
-            return records[-1]
+            return context.run(trial if trial.repeat == number else replace(trial, repeat=number + turns))
 
         return run_with_retry(replace(contestants[place].trial, purpose=purpose, repeat=number), run)[-1]
 
@@ -104,9 +101,7 @@ def finals(
     scores = {place: median(map(score, each)) if each else 0.0 for place, each in measured.items()}
     if not counted:
         reason = "none of them fitted when it was run again"
-        return FinalsResult(
-            winner=0, best=contestants[0], reason=reason, scores=scores, records=tuple(records), measured={}
-        )
+        return FinalsResult(winner=0, best=contestants[0], reason=reason, scores=scores, measured={})
     # Where all that were left failed, one of those that were dropped as slower wins.
     winner = max(left or counted, key=lambda place: scores[place])  # the first of equals
     middle = median_low(map(score, counted[winner]))
@@ -124,7 +119,6 @@ def finals(
         best=next(record for record in counted[winner] if score(record) == middle),
         reason=reason,
         scores=scores,
-        records=tuple(records),
         measured=counted,
     )
 
@@ -182,11 +176,10 @@ def _name(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmResult:
-    """The config to take, the reason, and the trials that decided it."""
+    """The config to take, and the reason."""
 
     best: Record
     reason: str
-    records: tuple[Record, ...] = ()
 
 
 def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) -> ConfirmResult:
@@ -207,18 +200,18 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     remeasured = [place for place in final.measured if place > 0]
     if not remeasured:
         reason = f"the {best} of them did not fit when it was run again"
-        return ConfirmResult(best=start, reason=reason, records=final.records)
+        return ConfirmResult(best=start, reason=reason)
     if 0 not in final.measured:
         reason = "the start did not fit when it was run again"
-        return ConfirmResult(best=final.best, reason=reason, records=final.records)
+        return ConfirmResult(best=final.best, reason=reason)
     compared = final.winner or max(remeasured, key=lambda place: final.scores[place])
     pairs = zip(final.measured[compared], final.measured[0], strict=False)
     ratio = median(score(leader) / score(started) for leader, started in pairs)
     words = f"{ratio:.2f} {times} as the start"
     if final.winner == 0 or ratio < limits.gain:
         reason = f"the {best} of them was {words} when measured again in turn, {too_little}"
-        return ConfirmResult(best=start, reason=reason, records=final.records)
-    return ConfirmResult(best=final.best, reason=f"measured again in turn, {words}", records=final.records)
+        return ConfirmResult(best=start, reason=reason)
+    return ConfirmResult(best=final.best, reason=f"measured again in turn, {words}")
 
 
 def relative_spread(rates: Sequence[float]) -> float | None:

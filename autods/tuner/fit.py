@@ -47,25 +47,25 @@ class Runner(Protocol):
         """The DeepSpeed config of a trial as the user gets it."""
 
 
+ConfigOf = Callable[[Trial], dict[str, Any]]
 StartRunner = Callable[[Settings, Listener], AbstractContextManager[Runner]]
-OpenForecaster = Callable[[Settings, Runner, TrialStore, Listener], AbstractContextManager[Forecaster]]
+OpenForecaster = Callable[[Settings, ConfigOf, TrialStore, Listener], AbstractContextManager[Forecaster]]
 
 
 def fit(
     settings: Settings,
     *,
     listen: Listener,
-    fresh: bool = False,
     start: StartRunner | None = None,
-    forecaster: OpenForecaster | None = None,
+    forecaster: OpenForecaster = open_forecaster,
 ) -> Report:
     """Find the fastest config that fits, prove it with real trials, and write the report to `settings.out`.
 
-    A fit that was killed goes on where it stopped; a finished one returns its report again, unless `fresh`. `start` and
-    `forecaster` replace Ray and the simulator. Raises InputError when the workload or the folder is at fault,
-    EnvironmentBroken when the machine is, and Interrupted on Ctrl-C.
+    A fit that was killed goes on where it stopped; a finished one returns its report again, unless `settings.fresh`.
+    `start` and `forecaster` replace Ray and the simulator. Raises InputError when the workload or the folder is at
+    fault, EnvironmentBroken when the machine is, and Interrupted on Ctrl-C.
     """
-    with workspace(settings.out, fresh=fresh) as out:
+    with workspace(settings.out, fresh=settings.fresh) as out:
         journal = Journal(out / JOURNAL)
         past = journal.open(fingerprint=settings.fingerprint())
         if (out / "report.json").exists():
@@ -83,7 +83,7 @@ def fit(
                 facts, op_problems = runner.survey()
                 check_ranks(facts, settings.gpus)
                 settings = apply_script_config(settings, facts)
-                with (forecaster or _open_forecaster)(settings, runner, memory, listen) as opened:
+                with forecaster(settings, runner.final_config, memory, listen) as opened:
                     context = FitContext(
                         settings=settings,
                         facts=facts,
@@ -256,12 +256,6 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
         for note in (*describe_shared_cards(hardware.cards[: settings.gpus]), *names):
             listen(Note(text=note))
     return RayRunner(settings, listen, host_bytes=hardware.host_bytes)
-
-
-def _open_forecaster(
-    settings: Settings, runner: Runner, memory: TrialStore, listen: Listener
-) -> AbstractContextManager[Forecaster]:
-    return open_forecaster(settings, runner.final_config, memory, listen)
 
 
 def _check_that_memory_decided(walked: WalkResult, settings: Settings) -> None:

@@ -54,7 +54,6 @@ class TuneResult:
     """
 
     best: Record
-    records: tuple[Record, ...]
     importances: Mapping[str, float]
     reason: str
 
@@ -76,13 +75,13 @@ def tune(
     space = space_of(rung, start.trial.knobs.settings, current)
     if not space.dimensions or settings.profile.tune.trials < 1:
         why = "no trials were allowed for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
-        return TuneResult(best=start, records=(), importances={}, reason=why)
+        return TuneResult(best=start, importances={}, reason=why)
     knobs = start.trial.knobs
     name = config_name(rung.name, knobs, recomputes=True)
     study = _open_study(context.study, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
     search = _Search(study=study, space=space, start=start, context=context)
     end = search.run_until(stop_gain, sampler)
-    records = tuple(answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start)
+    records = [answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start]
     not_run = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
     importances = _parameter_importances(study)
     summary = f"{len(records) or 'no'} other settings of {rung.name} were tried"
@@ -92,13 +91,12 @@ def tune(
     if not better:
         none = "none was faster" if score is samples_per_second else "none was better"
         reason = f"{summary}, {none}" if records else summary
-        return TuneResult(best=start, records=records, importances=importances, reason=reason)
+        return TuneResult(best=start, importances=importances, reason=reason)
     ranked = sorted(better, key=score, reverse=True)[:_MOST_LEADERS]
     # A leader that lies further behind than the noise of two measurements is not measured again.
     leaders = [record for record in ranked if score(record) * (1 + PRIOR_NOISE * sqrt(2)) >= score(ranked[0])]
     final = confirm_gain(start, leaders, context)
-    reason = f"{summary}; {final.reason}"
-    return TuneResult(best=final.best, records=records + final.records, importances=importances, reason=reason)
+    return TuneResult(best=final.best, importances=importances, reason=f"{summary}; {final.reason}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def search(sampler: str, number: int, noise: float, trials: int, optimum: float)
         tuned = tune(start, context, stop_gain=0, sampler=SAMPLERS[sampler])
         deciding_s = time.process_time() - began
         told = trials_of(path)
-    answers = [start, *(record for record in tuned.records if record.trial.purpose == "tune")]
+    answers = [start, *(record for record in context.memory.records if record.trial.purpose == "tune")]
     return Searched(
         sampler=sampler,
         noise=noise,

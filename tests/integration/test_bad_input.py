@@ -45,7 +45,7 @@ class Shared:
             self.runner.settings, self.runner.listen = settings, listen
             return contextlib.nullcontext(self.runner)
 
-        return fit(settings, listen=listen, fresh=settings.fresh, start=start)
+        return fit(settings, listen=listen, start=start)
 
 
 @pytest.fixture(scope="module")

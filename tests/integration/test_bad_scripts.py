@@ -54,7 +54,7 @@ def autods(started, capsys):
 
         limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
         settings = replace(settings, profile=replace(settings.profile, limits=limits))
-        return fit(settings, listen=listen, fresh=settings.fresh, start=start)
+        return fit(settings, listen=listen, start=start)
 
     def autods(path, out):
         argv = ["fit", str(path), "--gpus", "2", "--gpu-memory", "1GiB", "--device", "cpu", "--config", "quick"]

@@ -56,7 +56,7 @@ def run(runner):
             runner.settings, runner.listen = settings, listen
             return contextlib.nullcontext(runner)
 
-        return fit(settings, listen=listen, fresh=fresh, start=start)
+        return fit(replace(settings, fresh=fresh), listen=listen, start=start)
 
     return run
 

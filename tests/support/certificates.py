@@ -108,5 +108,4 @@ def certifying(
     rungs = [one for one in list_candidates(context.settings, FACTS, {}) if one.rung.name in untried]
     certified = certify(winner, context, alternates=alternates, reference=reference or winner, untried=rungs)
     assert certified is not None
-    assert [record.trial for record in certified.records] == [one for one in runner.trials if one.purpose != "walk"]
     return Certifying(certified, runner.trials)

@@ -127,14 +127,14 @@ def test_tuning_finds_a_faster_setting_and_confirms_it_in_turn(path: Path) -> No
 
 def test_the_start_is_told_without_being_run_again(path: Path) -> None:
     run = Journaled(hill)
-    tuned = tuning(run, path, trials=4)
+    tuning(run, path, trials=4)
     assert run.ran[0] == START
     assert len(run.tuned) <= 4
     for trial in run.tuned:
         assert (bucket_of(trial), trial.knobs.settings[OVERLAP]) != (10_000_000, False) or trial.knobs.settings[
             "zero_optimization.contiguous_gradients"
         ] is False
-    assert {record.trial.purpose for record in tuned.records} <= {"tune", "verify"}
+    assert {trial.purpose for trial in run.ran[1:]} <= {"tune", "verify"}
 
 
 def test_proposals_stay_in_the_rungs_space(path: Path) -> None:
@@ -157,8 +157,8 @@ def test_the_best_leaves_the_headroom(path: Path) -> None:
 
 def test_the_search_learns_where_memory_ends(path: Path) -> None:
     run = Journaled(hill)
-    tuned = tuning(run, path, trials=12)
-    ooms = [record for record in tuned.records if isinstance(record.outcome, OutOfMemory)]
+    tuning(run, path, trials=12)
+    ooms = [record for record in run.records.values() if isinstance(record.outcome, OutOfMemory)]
     assert len(ooms) <= 4
 
 
@@ -336,7 +336,7 @@ def test_whoever_opens_the_study_sees_what_became_of_each_proposal(path: Path) -
 def test_a_rung_without_a_space_returns_its_start_at_once(path: Path) -> None:
     start = ScriptedRunner(hill).run(replace(START, rung="ddp"))
     tuned = tune(start, tuning_context(lambda trial: pytest.fail("nothing is to be run"), path))
-    assert tuned == TuneResult(best=start, records=(), importances={}, reason="ddp has nothing to tune")
+    assert tuned == TuneResult(best=start, importances={}, reason="ddp has nothing to tune")
     assert not path.exists()
 
 
@@ -380,15 +380,15 @@ def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
     confirmed = confirming(start, [leader], runner.run)
     assert confirmed.best is start
-    assert len(confirmed.records) == 4
+    assert len(runner.trials) == 4
     assert "1.01 times as fast" in confirmed.reason
 
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
-    confirmed = confirming(start, [leader], ScriptedRunner(hill).run)
-    assert confirmed.best is start
-    assert confirmed.records == ()
+    runner = ScriptedRunner(hill)
+    assert confirming(start, [leader], runner.run).best is start
+    assert runner.trials == []
 
 
 def test_a_confirmed_leader_has_its_new_measurement() -> None:
