@@ -46,10 +46,9 @@ class Machine:
     source: str = "as asked"
 
 
-def read_catalogue(folder: Path | None = None) -> Mapping[str, Machine]:
+def read_catalogue() -> Mapping[str, Machine]:
     """Return every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
-    paths = sorted((folder or data_folder("configs") / "hardware").glob("*.toml"))
-    machines = [_read_machine(path) for path in paths]
+    machines = [_read_machine(path) for path in (data_folder("configs") / "hardware").glob("*.toml")]
     machines.sort(key=lambda machine: (machine.device_bytes, machine.host_bytes or 0, machine.name))
     return {machine.name: machine for machine in machines}
 

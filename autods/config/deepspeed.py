@@ -120,18 +120,18 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> di
     built, and DeepSpeed's CPU Adam where they are offloaded.
     """
     offloaded = rung.places["optimizer"] != "device"
-    added: dict[str, Any] = {}
     if not own_optimizer:
         named = config.get("optimizer") or {}
-        is_default = not named.get("type")
-        added["optimizer"] = merge(DEFAULT_OPTIMIZER, named) if is_default else named
-        if is_default and not offloaded:
-            added = merge(added, {"optimizer": {"params": {"torch_adam": True}}})
-    elif offloaded:
-        added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
-    if own_optimizer and rung.stage and "zero_allow_untested_optimizer" not in config:
-        added["zero_allow_untested_optimizer"] = True  # the user chose it: SGD, say, works, and is refused otherwise
-    return added
+        if named.get("type"):
+            return {"optimizer": named}
+        default = merge(DEFAULT_OPTIMIZER, named)
+        return {"optimizer": default if offloaded else merge(default, {"params": {"torch_adam": True}})}
+    switches = {}
+    if offloaded:
+        switches["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
+    if rung.stage and "zero_allow_untested_optimizer" not in config:
+        switches["zero_allow_untested_optimizer"] = True  # the user chose it: SGD, say, works, and is refused otherwise
+    return switches
 
 
 def _with_path(value: Any, nvme_path: Path | None) -> Any:
@@ -141,15 +141,13 @@ def _with_path(value: Any, nvme_path: Path | None) -> Any:
 
 
 # Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in
-# integrations/deepspeed.py). warmup_min_lr and total_num_steps have no argument: it computes them.
-FILLED_IN = (
+# integrations/deepspeed.py). warmup_min_lr and total_num_steps have no argument: it computes them. Some keys of
+# zero_optimization are filled in, too, but never compared.
+_FILLED_IN = (
     *BATCH_KEYS, "gradient_clipping", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
     "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr",
     "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps", "fp16.enabled", "bf16.enabled",
-    "zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
 )  # fmt: skip
-_ALSO_OURS = "zero_optimization."  # filled in where it says "auto", and never compared with an argument
 
 
 def to_trainer_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,8 +156,8 @@ def to_trainer_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     train_batch_size is left out: DeepSpeed multiplies, and accelerate counts CPU ranks as one process.
     """
     config = {key: value for key, value in ds_config.items() if key != "train_batch_size"}
-    for key in FILLED_IN:
-        if get_key(config, key) is not None and not key.startswith(_ALSO_OURS):
+    for key in _FILLED_IN:
+        if get_key(config, key) is not None:
             config = merge(config, nest_key(key, "auto"))
     return config
 

@@ -110,13 +110,18 @@ class Profile:
 
 def read_profile(name: str) -> Profile:
     """Read a shipped profile by name, or any TOML file by path. Raises InputError."""
-    folder = data_folder("configs")
+    path = find_toml(name, data_folder("configs"), "config")
+    hint = "compare with configs/default.toml"
+    return read_checked(Profile, read_toml(path), _check, name="config", place=str(path), hint=hint)
+
+
+def find_toml(name: str, folder: Path, kind: str) -> Path:
+    """Return the path of a file that is shipped in this folder, or that the user named by its path."""
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
         known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
-        raise InputError(f"there is no config {name!r}", hint=f"give one of {known}, or the path of a .toml file")
-    hint = "compare with configs/default.toml"
-    return read_checked(Profile, read_toml(path), _check, name="config", place=str(path), hint=hint)
+        raise InputError(f"there is no {kind} {name!r}", hint=f"give one of {known}, or the path of a .toml file")
+    return path
 
 
 def _check(profile: Profile) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..config.plan_settings import PlanSettings, Site, apply_script_config_to_plan
 from ..config.strategies import Rung
@@ -71,59 +72,47 @@ def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastLi
     return simulator.facts(settings.device, ranks=ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """A rung on sites of one group; search: find its largest micro batch, too."""
-
-    rung: Rung
-    sites: tuple[Site, ...]
-    group: SiteGroup
-    search: bool
+# A rung to forecast on some sites of a group.
+_Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
 
 def _forecast_all(run: PlanRun) -> None:
     """Forecast every rung on each site. Of several sites, each is searched only at the rung that is its answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
-    jobs = [
-        _Job(rung=rung, sites=group.sites, group=group, search=settings.largest and not several)
-        for group in group_sites(settings.sites)
-        for rung in settings.ladder
-    ]
-    _run_in_parallel(run, jobs, until_one_fits=several)
+    jobs = [(rung, group, group.sites) for group in group_sites(settings.sites) for rung in settings.ladder]
+    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several)
     if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
         raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
     if several and settings.largest:
         best = {site.machine.name: _site_forecast(run, site).best_rung for site in settings.sites}
-        searches = [
-            replace(
-                job, search=True, sites=tuple(site for site in job.sites if best[site.machine.name] == job.rung.name)
-            )
-            for job in jobs
-        ]
-        _run_in_parallel(run, [job for job in searches if job.sites], until_one_fits=False)
+        searches: list[_Job] = []
+        for rung, group, sites in jobs:
+            answered = [site for site in sites if best[site.machine.name] == rung.name]
+            searches += [(rung, group, answered)] if answered else []
+        _run_in_parallel(run, searches, search=True, until_one_fits=False)
 
 
-def _run_in_parallel(run: PlanRun, jobs: list[_Job], *, until_one_fits: bool) -> None:
+def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_one_fits: bool) -> None:
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
-    With `until_one_fits` a site is done when one of its rungs fits. Rungs have much the same activations, so a search
-    starts from the bytes of a sample that an earlier job found. It waits for all jobs but those that may run beside
-    it, because what it starts from must not depend on the job that ends first.
+    With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
+    Rungs have much the same activations, so a search starts from the bytes of a sample that an earlier job found. It
+    waits for all jobs but those that may run beside it: the job that ends first must not decide where it starts.
     """
     tasks: list[Future[float | None]] = []
 
-    def forecast(number: int, job: _Job) -> float | None:
+    def forecast(number: int, rung: Rung, group: SiteGroup, sites: Sequence[Site]) -> float | None:
         def guess_sample_bytes() -> float | None:
             earlier = [task.result() for task in tasks[: max(0, number + 1 - PARALLEL_ENGINES)]]
             return next((found for found in reversed(earlier) if found is not None), None)
 
-        sites = [site for site in job.sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
-        return run.forecast_rung(job.rung, sites, job.group, guess_sample_bytes if job.search else None)
+        sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
+        return run.forecast_rung(rung, sites, group, guess_sample_bytes if search else None)
 
     pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
     try:
         for number, job in enumerate(jobs):
-            tasks.append(pool.submit(forecast, number, job))
+            tasks.append(pool.submit(forecast, number, *job))
         done = wait(tasks, return_when=FIRST_EXCEPTION).done
         for task in tasks:
             if task in done:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import get_key
+from ..config.profiles import find_toml
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..schema import read_checked, read_toml
@@ -208,11 +208,7 @@ class Experiment:
 def read_experiment(name: str) -> Experiment:
     """Read a shipped experiment by name, or a TOML file by path. Raises InputError."""
     folder = data_folder("configs") / "experiments"
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
-        raise InputError(f"there is no experiment {name!r}", hint=f"give one of {known}, or the path of a .toml file")
-    hint = f"compare with {folder / 'stages.toml'}"
+    path, hint = find_toml(name, folder, "experiment"), f"compare with {folder / 'stages.toml'}"
 
     def check(experiment: Experiment) -> None:
         if not experiment.vary or not all(experiment.vary.values()):

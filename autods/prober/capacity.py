@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from ..events import Listener
-from ..journal import History, Journal, trial_key
+from ..journal import TrialStore, trial_key
 from ..report import text
 from ..report.results import Capacity, CellResult
 from ..schema import read_as
@@ -106,8 +106,7 @@ class CapacitySearch:
 
     question: ProbeSettings
     facts: FactsUnder
-    journal: Journal
-    past: History
+    store: TrialStore
     listen: Listener
     simulators: Simulators
     run: Callable[[Trial, Bench], Record]
@@ -128,7 +127,7 @@ class CapacitySearch:
             return self._search_cell(cell, trial, forecasts[cell.number], lambda trial: self.run(trial, bench))
 
         def replay(trial: Trial) -> Record:
-            return self.past.records[trial_key(trial)]
+            return self.store.past.records[trial_key(trial)]
 
         results: dict[int, CellResult] = {}
         for cell in to_search:
@@ -141,7 +140,7 @@ class CapacitySearch:
         """Return the forecast of each cell, from the journal or from the simulator."""
         known: dict[int, CapacityForecast] = {}
         for number, trial in trials.items():
-            if (row := self.past.forecasts.get(trial_key(trial))) is not None:
+            if (row := self.store.past.forecasts.get(trial_key(trial))) is not None:
                 known[number] = read_as(CapacityForecast, row)
         if self.question.settings.forecast:
             known |= forecast_cells(
@@ -150,7 +149,7 @@ class CapacitySearch:
                 facts=self.facts,
                 simulators=self.simulators,
                 listen=self.listen,
-                keep=lambda number, forecast: self.journal.write_forecast(trials[number], asdict(forecast)),
+                keep=lambda number, forecast: self.store.journal.write_forecast(trials[number], asdict(forecast)),
             )
         return {number: known.get(number, CapacityForecast(largest=None)) for number in trials}
 
@@ -158,7 +157,7 @@ class CapacitySearch:
         """Search from the forecast outwards until a size that fits is next to one that does not."""
         facts = self.facts(trial.conditions)
         settings = settings_under_conditions(self.question, trial.conditions, facts)
-        sizes = list_micro_batches(self.question, trial, facts)
+        sizes = list_micro_batches(settings, facts)
         boundary = Boundary(sizes=sizes, usable_bytes=settings.device_bytes)
         size: int | None = sizes[max(0, bisect_right(sizes, forecast.largest or 1) - 1)]
         while size is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..config.deepspeed import compose, without_monitors
 from ..config.plan_settings import NVME_PLACE, spread_ranks
+from ..config.settings import Settings
 from ..events import Listener, Note
 from ..forecast.allocator import read_alloc_conf
 from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
@@ -18,7 +19,7 @@ from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import EngineSpec, Simulator, StartSimulator
 from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
-from ..types import Device, Knobs, ModelFacts, Scalar, Trial, WorkloadSource
+from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_to_source
 from .grid import compose_cell_config, settings_under_conditions
 from .request import ProbeSettings
@@ -29,10 +30,9 @@ _MOST_SIMULATORS = 3  # that are open at a time
 class Simulators:
     """Simulators by workload. Each starts when it is needed, and a few stay open for the next use."""
 
-    def __init__(self, device: Device, start: StartSimulator | None = None) -> None:
-        self._device, self._start = device, start
+    def __init__(self, start: StartSimulator | None = None) -> None:
+        self._start = start or ProcessSimulator
         self._open: dict[str, tuple[Simulator, ExitStack]] = {}
-        self._facts: dict[str, ModelFacts] = {}
 
     def get(self, source: WorkloadSource) -> Simulator:
         """Return the simulator of this workload."""
@@ -40,14 +40,8 @@ class Simulators:
             while len(self._open) >= _MOST_SIMULATORS:
                 self._open.pop(next(iter(self._open)))[1].close()
             stack = ExitStack()
-            self._open[source.digest] = stack.enter_context((self._start or ProcessSimulator)(source)), stack
+            self._open[source.digest] = stack.enter_context(self._start(source)), stack
         return self._open[source.digest][0]
-
-    def facts(self, source: WorkloadSource) -> ModelFacts:
-        """Return the facts of this workload's model; they are read once."""
-        if source.digest not in self._facts:
-            self._facts[source.digest] = self.get(source).facts(self._device)
-        return self._facts[source.digest]
 
     def close(self) -> None:
         """End them all: none may run during trials."""
@@ -138,7 +132,7 @@ def _forecast_cell(
     )
     try:
         with forecaster.open(spec) as engine:
-            largest = engine.find_largest(list_micro_batches(question, trial, facts), limits)
+            largest = engine.find_largest(list_micro_batches(settings, facts), limits)
             if largest.micro_batch is None:
                 return CapacityForecast(largest=None, reason=engine.forecast(min(largest.measured), limits).reason)
     except SimulationFailed as failed:
@@ -165,8 +159,7 @@ def source_under_conditions(question: ProbeSettings, conditions: Mapping[str, Sc
     return replace(source, base_config=config)
 
 
-def list_micro_batches(question: ProbeSettings, trial: Trial, facts: ModelFacts) -> Sequence[int]:
+def list_micro_batches(settings: Settings, facts: ModelFacts) -> Sequence[int]:
     """Return the micro batches that a cell may have, ascending."""
-    settings = settings_under_conditions(question, trial.conditions, facts)
     most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
     return micro_batches(settings.global_batch, facts.replicas(settings.gpus), most)

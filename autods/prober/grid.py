@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.base_config import precision_name
@@ -11,13 +11,12 @@ from ..config.deepspeed import compose, required_ops, start_settings
 from ..config.settings import Settings, apply_script_config
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..journal import History, Journal, trial_key
+from ..journal import trial_key
 from ..report.text import format_value
-from ..schema import read_as
 from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
-from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
-from ..workload.conditions import apply_conditions, apply_to_source, is_condition
+from ..types import Knobs, ModelFacts, Scalar, Trial
+from ..workload.conditions import apply_conditions, is_condition
 from .axes import AXES, PINS, Value, why_ineffective
 from .request import ProbeSettings
 
@@ -185,30 +184,3 @@ def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
         if value is not None:
             words.append(f"{axis.name.rpartition('.')[2]} {format_value(value)}")
     return ", ".join(words)
-
-
-@dataclass(slots=True, kw_only=True)
-class SurveyStore:
-    """Surveys of the workload by the digest of its source. `look` makes one that the journal does not have."""
-
-    source: WorkloadSource
-    journal: Journal
-    past: History
-    look: Survey
-    known: dict[str, Surveyed] = field(default_factory=dict)
-
-    def get(self, conditions: Mapping[str, Scalar]) -> Surveyed:
-        """Return the survey under these conditions."""
-        digest = apply_to_source(self.source, conditions).digest
-        if digest not in self.known:
-            before = self.past.surveys.get(digest)
-            if before is not None:
-                self.known[digest] = read_as(ModelFacts, before["facts"]), before["op_problems"]
-            else:
-                facts, problems = self.known[digest] = self.look(conditions)
-                self.journal.write_survey(digest, {"facts": asdict(facts), "op_problems": dict(problems)})
-        return self.known[digest]
-
-    def facts(self, conditions: Mapping[str, Scalar]) -> ModelFacts:
-        """Return the model's facts under these conditions."""
-        return self.get(conditions)[0]

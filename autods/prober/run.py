@@ -14,15 +14,17 @@ from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import StartSimulator
-from ..journal import JOURNAL, History, Journal, TrialStore, check_disk_space, workspace
+from ..journal import JOURNAL, Journal, TrialStore, check_disk_space, workspace
 from ..planner.plan import make_user_error
 from ..report.results import CellResult, ProbeReport
 from ..report.serialize import write_probe
+from ..schema import read_as
 from ..system.host import installed_versions, read_hardware
-from ..types import Failed, Fit, Record, Scalar, Trial, is_machines_fault
+from ..types import Failed, Fit, ModelFacts, Record, Scalar, Trial, is_machines_fault
+from ..workload.conditions import apply_to_source
 from .capacity import CapacitySearch
 from .forecasts import Simulators, source_under_conditions
-from .grid import Surveyed, SurveyStore, list_cells
+from .grid import Surveyed, list_cells
 from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
 from .request import ProbeSettings, list_notes
 
@@ -97,9 +99,14 @@ def probe(
         if not question.forecast_only:
             benches = (start or _on_ray)(settings, listen)
         try:
-            with benches as bench, closing(Simulators(settings.device, simulate)) as simulators:
-                run = _ProbeRun(question, journal, past, listen, bench, simulators)
-                cells, reference = run.run_cells()
+            with benches as bench, closing(Simulators(simulate)) as simulators:
+
+                def execute(trial: Trial, id: int) -> Record:
+                    assert bench is not None
+                    return bench.run(trial, id=id)
+
+                store = TrialStore(journal, past, execute, listen)
+                cells, reference = _ProbeRun(question, store, listen, bench, simulators).run_cells()
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except SimulationFailed as failed:
@@ -108,37 +115,30 @@ def probe(
             check_disk_space(out)
             raise
         earlier_s = sum(record.seconds for record in past.records.values())
-        report = build_report(question, cells, reference, run.store.records, time.monotonic() - began + earlier_s)
+        report = build_report(question, cells, reference, store.records, time.monotonic() - began + earlier_s)
         write_probe(report, out)
         return report
 
 
 class _ProbeRun:
-    """A probe that is under way."""
+    """A probe that is under way. Without a bench it only forecasts."""
 
     def __init__(
-        self,
-        question: ProbeSettings,
-        journal: Journal,
-        past: History,
-        listen: Listener,
-        bench: Bench | None,
-        simulators: Simulators,
+        self, question: ProbeSettings, store: TrialStore, listen: Listener, bench: Bench | None, simulators: Simulators
     ) -> None:
-        self.question, self.listen, self.bench, self.simulators = question, listen, bench, simulators
-        self.surveys = SurveyStore(source=question.settings.source, journal=journal, past=past, look=self._look)
-        self.store = TrialStore(journal, past, self._execute, listen)
+        self.question, self.store, self.listen = question, store, listen
+        self.bench, self.simulators = bench, simulators
+        self.surveys: dict[str, Surveyed] = {}  # by the digest of the workload
 
     def run_cells(self) -> tuple[tuple[CellResult, ...], int | None]:
         """Return every cell's result, and the number of the one that the others are compared with."""
         question, bench = self.question, self.bench
-        cells, reference = list_cells(question, self.surveys.get), None
+        cells, reference = list_cells(question, self.survey), None
         if question.capacity:
             search = CapacitySearch(
                 question=question,
-                facts=self.surveys.facts,
-                journal=self.store.journal,
-                past=self.store.past,
+                facts=lambda conditions: self.survey(conditions)[0],
+                store=self.store,
                 listen=self.listen,
                 simulators=self.simulators,
                 run=self._run,
@@ -159,14 +159,21 @@ class _ProbeRun:
             raise make_input_error(faults[0], settings.source.path, settings.out / "logs")
         return share_results(cells, {**results, **refused}), reference
 
-    def _look(self, conditions: Mapping[str, Scalar]) -> Surveyed:
-        if self.bench is not None:
-            return self.bench.survey(conditions)
-        return self.simulators.facts(source_under_conditions(self.question, conditions)), {}
-
-    def _execute(self, trial: Trial, id: int) -> Record:
-        assert self.bench is not None
-        return self.bench.run(trial, id=id)
+    def survey(self, conditions: Mapping[str, Scalar]) -> Surveyed:
+        """Return the survey of the workload under these conditions: from the journal, or made now and kept there."""
+        settings, past = self.question.settings, self.store.past.surveys
+        digest = apply_to_source(settings.source, conditions).digest
+        if digest not in self.surveys and digest in past:
+            self.surveys[digest] = read_as(ModelFacts, past[digest]["facts"]), past[digest]["op_problems"]
+        elif digest not in self.surveys:
+            if self.bench is not None:
+                facts, problems = self.bench.survey(conditions)
+            else:
+                simulator = self.simulators.get(source_under_conditions(self.question, conditions))
+                facts, problems = simulator.facts(settings.device), {}
+            self.surveys[digest] = facts, problems
+            self.store.journal.write_survey(digest, {"facts": asdict(facts), "op_problems": dict(problems)})
+        return self.surveys[digest]
 
     def _run(self, trial: Trial, bench: Bench | None = None) -> Record:
         """Run a trial. A full disk or a lost GPU ends the probe; its finished trials are kept."""
