@@ -194,10 +194,9 @@ def _join_memory(
 ) -> dict[Tier, TierUse]:
     """The peak of each tier: of the fullest rank, or of the fullest node where its ranks share the tier."""
     ranks = [rank for node in nodes for rank in node]
-    host = max(sum(rank.peaks["host"] or 0 for rank in node) for node in nodes)
     peaks: dict[Tier, int | None] = {
         "device": max(rank.peaks["device"] or 0 for rank in ranks),
-        "host": host,
+        "host": max(sum(rank.peaks["host"] or 0 for rank in node) for node in nodes),
         "pinned": _join_known(max, [rank.peaks["pinned"] for rank in ranks]),
         "nvme": _join_known(max, [report.swap_bytes for report in reports]),
     }

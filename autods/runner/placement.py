@@ -71,10 +71,6 @@ class NodeState:
     total: Mapping[str, float]
     free: Mapping[str, float] = field(default_factory=dict)
 
-    def has_room(self, need: Need) -> bool:
-        """Whether the node could hold its part of the need while nobody else uses it."""
-        return all(self.total.get(name, 0.0) >= amount for name, amount in need.bundle.items())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDescription:
@@ -180,8 +176,10 @@ def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:
 
 
 def _check_possible(cluster: RayCluster, need: Need) -> None:
+    """Raise EnvironmentBroken where too few nodes could hold their part while nobody else uses them."""
     nodes, kind = cluster.nodes(), need.resource
-    if sum(node.has_room(need) for node in nodes) >= need.nodes:
+    could = [node for node in nodes if all(node.total.get(name, 0) >= size for name, size in need.bundle.items())]
+    if len(could) >= need.nodes:
         return
     totals = ", ".join(f"{node.address} {node.total.get(kind, 0):g}" for node in nodes) or "none"
     advice = "add nodes with `ray start --address HOST:PORT`, or use fewer ranks (--gpus)"

@@ -37,57 +37,38 @@ class Turns:
         self.stopped = False
         self._changed = threading.Condition()
         self._running: list[Turn] = []
-        self._exclusive = False
+        self._one_is_alone = False
 
     @contextmanager
-    def shared(self, hosts: frozenset[str]) -> Iterator[Turn]:
-        """Run a trial on these machines; others may run at the same time."""
+    def take(self, hosts: frozenset[str] = frozenset(), *, alone: bool = False) -> Iterator[Turn]:
+        """Run a trial on these machines, while others run; or wait for them to end, and hold new ones back."""
         turn = Turn(hosts)
         with self._changed:
-            self._changed.wait_for(lambda: not self._exclusive or self.stopped)
+            self._changed.wait_for(lambda: not self._one_is_alone or self.stopped)
+            self._one_is_alone = alone
             for other in self._running:
                 if other.hosts & hosts:
                     other.neighbours, turn.neighbours = other.neighbours + 1, turn.neighbours + 1
             self._running.append(turn)
-        with self._until_stopped():
-            try:
-                yield turn
-            finally:
-                with self._changed:
-                    self._running.remove(turn)
-                    self._changed.notify_all()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Run a trial alone: wait for the others to end, and hold new ones back."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._exclusive or self.stopped)
-            self._exclusive = True
-        with self._until_stopped():
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._running or self.stopped)
-                yield
-            finally:
-                with self._changed:
-                    self._exclusive = False
-                    self._changed.notify_all()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not alone or self._running == [turn] or self.stopped)
+            if self.stopped:
+                raise KeyboardInterrupt
+            yield turn
+        finally:
+            with self._changed:
+                self._running.remove(turn)
+                self._one_is_alone = self._one_is_alone and not alone
+                self._changed.notify_all()
+            if self.stopped:
+                raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Start no more trials, and let those that run end in KeyboardInterrupt."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
-
-    @contextmanager
-    def _until_stopped(self) -> Iterator[None]:
-        try:
-            if self.stopped:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            if self.stopped:
-                raise KeyboardInterrupt
 
 
 def neighbours_may_be_why(outcome: Outcome) -> bool:
@@ -146,13 +127,13 @@ class RunnerPool:
     def run(self, trial: Trial, *, id: int) -> Record:
         """Run the trial under its conditions; once more and alone, where neighbours can have made it fail."""
         runner = self._choose_runner(trial.conditions)
-        with self.turns.shared(runner.workers.hosts) as turn:
+        with self.turns.take(runner.workers.hosts) as turn:
             runner.switch_to(apply_conditions(self.settings, trial.conditions))
             record = runner.run(trial, id=id)
         if not turn.neighbours or not neighbours_may_be_why(record.outcome):
             return replace(record, neighbours=turn.neighbours)
         self.listen(Note(text=f"trial {id} shared its machine with another when it failed: it runs again, alone"))
-        with self.turns.exclusive():
+        with self.turns.take(alone=True):
             return runner.run(trial, id=id)
 
     def another(self, conditions: Mapping[str, Scalar]) -> AbstractContextManager[RunnerPool]:

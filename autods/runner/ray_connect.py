@@ -52,11 +52,8 @@ def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
     ray = _import_ray(joins=address is not None)
     if ray.is_initialized():
         yield ray
-    elif address is not None:
-        with join_cluster(ray, address):
-            yield ray
     else:
-        with start_local(ray, cpus):
+        with start_local(ray, cpus) if address is None else join_cluster(ray, address):
             yield ray
 
 
@@ -130,21 +127,19 @@ def join_cluster(ray: Any, address: str) -> Iterator[None]:
     except OSError as error:
         text = f"no Ray cluster answers at {host}:{port} ({error.strerror or error})"
         raise InputError(text, place=f"--address {address}", hint=_START_HINT) from None
-    package = Path(__file__).parents[1]
+    # The nodes may not have the package, or another version of it.
+    shipped = {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["__pycache__"]}
     try:
-        _find_token()
-        # The nodes may not have the package, or another version of it.
-        shipped = {"py_modules": [str(package)], "excludes": ["__pycache__"]}
-        _init(ray, host, address=f"{host}:{port}", runtime_env=shipped)
-    except EnvironmentBroken:
-        raise
-    except Exception as error:  # Ray raises exceptions of no particular type here
-        ray.shutdown()
-        raise EnvironmentBroken(
-            f"the Ray cluster at {host}:{port} cannot be joined: {format_ray_error(error)}\n"
-            "  every node needs the same Ray and Python; give the token of a cluster that has one in RAY_AUTH_TOKEN"
-        ) from error
-    try:
+        try:
+            _find_token()
+            _init(ray, host, address=f"{host}:{port}", runtime_env=shipped)
+        except EnvironmentBroken:
+            raise
+        except Exception as error:  # Ray raises exceptions of no particular type here
+            raise EnvironmentBroken(
+                f"the Ray cluster at {host}:{port} cannot be joined: {format_ray_error(error)}\n"
+                "  every node needs the same Ray and Python; give the token of a cluster that has one in RAY_AUTH_TOKEN"
+            ) from error
         yield
     finally:
         ray.shutdown()
@@ -154,10 +149,8 @@ def _parse_address(address: str) -> tuple[str, int]:
     """Host and port. Raises InputError."""
     text, origin = address, f"--address {address}"
     if address == "auto":
-        text = os.environ.get("RAY_ADDRESS", "")
-        origin = f"RAY_ADDRESS={text}"
-        if not text:
-            text = ray_internal("ray._private.utils", "read_ray_address")() or ""
+        given = os.environ.get("RAY_ADDRESS", "")
+        text, origin = given or ray_internal("ray._private.utils", "read_ray_address")(), f"RAY_ADDRESS={given}"
         if not text:
             raise InputError("no Ray cluster runs on this machine", place="--address auto", hint=_START_HINT)
     host, _, port = text.rpartition(":")

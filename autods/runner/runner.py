@@ -259,7 +259,7 @@ class RayRunner:
     def _compose(self, trial: Trial, nvme_path: Path | None) -> dict[str, Any]:
         assert self.facts is not None, "survey first"
         return compose(
-            next(rung for rung in self.settings.ladder if rung.name == trial.rung),
+            self.settings.rung(trial.rung),
             trial.knobs,
             base=self.settings.base,
             world_size=self.facts.replicas(self.settings.gpus),

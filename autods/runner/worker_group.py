@@ -34,7 +34,6 @@ STOP_S = 10.0
 _ABORT_AGAIN_S = 0.5
 _HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
 OnProgress = Callable[[Heartbeat], None]
-CheckReady = Callable[[Ready | LoadFailed | ZygoteDied], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +80,7 @@ class WorkerGroup:
         listen: Callable[[Event], None],
         *,
         environment: Mapping[str, str],
-        check_ready: CheckReady,
+        check_ready: Callable[[Ready | LoadFailed | ZygoteDied], None],
         room_within_s: float | None = None,
     ) -> None:
         self.settings, self.listen, self.environment = settings, listen, environment

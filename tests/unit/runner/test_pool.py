@@ -128,10 +128,10 @@ def test_another_number_of_ranks_needs_no_new_zygote(tmp_path: Path) -> None:
 
 def test_a_trial_counts_its_neighbours() -> None:
     turns = Turns()
-    with turns.shared(frozenset({"a", "b"})) as wide:
-        with turns.shared(frozenset({"b"})) as narrow:
+    with turns.take(frozenset({"a", "b"})) as wide:
+        with turns.take(frozenset({"b"})) as narrow:
             pass
-        with turns.shared(frozenset({"c"})) as apart:
+        with turns.take(frozenset({"c"})) as apart:
             pass
     assert (wide.neighbours, narrow.neighbours, apart.neighbours) == (1, 1, 0)
 
@@ -139,13 +139,13 @@ def test_a_trial_counts_its_neighbours() -> None:
 def test_neighbours_may_end_in_any_order() -> None:
     turns, hosts = Turns(), frozenset({"a"})
     with contextlib.ExitStack() as first, contextlib.ExitStack() as third:
-        one = first.enter_context(turns.shared(hosts))
-        with turns.shared(hosts) as two:
+        one = first.enter_context(turns.take(hosts))
+        with turns.take(hosts) as two:
             pass
         assert (one.neighbours, two.neighbours) == (1, 1)
-        three = third.enter_context(turns.shared(hosts))
+        three = third.enter_context(turns.take(hosts))
         first.close()
-        with turns.shared(hosts) as four:
+        with turns.take(hosts) as four:
             pass
     assert (one.neighbours, three.neighbours, four.neighbours) == (2, 2, 1)
 
@@ -204,7 +204,7 @@ def test_a_trial_that_ran_out_beside_another_runs_again_alone(tmp_path: Path) ->
 
     with answering_pool(tmp_path, long, short) as pool, pool.another({}) as beside:
         thread = threading.Thread(target=pool.run, args=(TRIAL,), kwargs={"id": 1})
-        with pool.turns.shared(frozenset({"10.0.0.1"})):  # so that the two surely overlap
+        with pool.turns.take(frozenset({"10.0.0.1"})):  # so that the two surely overlap
             thread.start()
             assert begun.wait(WAITS_S)  # else the other could be alone before it
             record_of = threading.Thread(target=lambda: records.append(beside.run(TRIAL, id=2)))
