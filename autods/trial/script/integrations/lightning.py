@@ -15,6 +15,7 @@ from typing import Any
 
 from ....config.deepspeed import to_lightning_config
 from ...patching import declare_all
+from ..data import Batches
 from ..engine_config import LibraryConfig
 from ..engine_hooks import skip_methods
 from ..session import Session
@@ -63,7 +64,9 @@ def install(session: Session) -> None:
         patches, initial = _PATCHES[package], f"{entry}.__init__"
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
-            patches[f"{_STRATEGY}.__init__"].wrap(_replace_config, session, config, entry == "Trainer")
+            patches[f"{_STRATEGY}.__init__"].wrap(
+                _replace_config, config, session.batches if entry == "Trainer" else None
+            )
             skip_methods(session, f"{package}.{_STRATEGY}", "save_checkpoint")
             if entry == "Trainer":
                 patches[initial].wrap(_skip_validation)
@@ -96,21 +99,15 @@ def _skip_validation(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) 
 
 
 def _replace_config(
-    session: Session,
-    config: LibraryConfig,
-    for_trainer: bool,
-    original: Any,
-    strategy: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    config: LibraryConfig, batches: Batches | None, original: Any, strategy: Any, /, *args: Any, **kwargs: Any
 ) -> None:
+    """`batches` is None for Fabric, whose training step is the script's."""
     original(strategy, *args, **kwargs)
     strategy.config = config.replace(dict(strategy.config or {}))
-    if for_trainer:
+    if batches is not None:
         strategy.config = to_lightning_config(strategy.config)
-        strategy.config["train_micro_batch_size_per_gpu"] = session.job.micro_batch
-        session.batches.forward = functools.partial(_repeat_training_step, strategy)
+        strategy.config["train_micro_batch_size_per_gpu"] = config.job.micro_batch
+        batches.forward = functools.partial(_repeat_training_step, strategy)
 
 
 def _repeat_training_step(strategy: Any, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

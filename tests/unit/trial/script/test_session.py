@@ -1,10 +1,22 @@
-"""A script's steps are timed from boundary to boundary, without evaluation and saving."""
+"""A script's steps are timed without evaluation and saving; a parity trial records its samples and losses."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from autods.trial.script.session import StepClock
+import pytest
+import torch
+
+from autods.trial.distributed import Ranks
+from autods.trial.loss_parity import Incomparable
+from autods.trial.script.session import LossRecorder, StepClock
+
+ALONE = Ranks(rank=0, world_size=1)
+
+
+class OneOfTwo(Ranks):
+    def mean(self, value: float) -> float:
+        return value / 2  # the other rank has 0
 
 
 def test_a_step_includes_the_wait_for_its_data():
@@ -63,3 +75,98 @@ def test_work_of_the_trial_itself_does_not_count():
     clock.begin_forward(101.0)
     clock.end_step(102.0, boundary=True)
     assert clock.times == [1.0, 1.0]
+
+
+def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
+    return SimpleNamespace(module=torch.nn.Sequential(*layers), basic_optimizer=None)
+
+
+def sample_mark(*batches: object, draws: bool = False) -> str | None:
+    recorder = LossRecorder(ALONE)
+    for batch in batches:
+        recorder.begin_forward((), {"batch": batch})
+        if draws:
+            torch.rand(1)
+        recorder.end_forward()
+    samples: str | None = recorder.describe()["samples"]
+    return samples
+
+
+def test_samples_differ_by_values_shapes_and_order():
+    ones, twos = torch.ones(4, 8), torch.full((4, 8), 2.0)
+    assert sample_mark(ones, twos) == sample_mark(ones.clone(), twos.clone())
+    others = (
+        sample_mark(twos, ones),
+        sample_mark(ones),
+        sample_mark(ones.reshape(8, 4), twos),
+        sample_mark(ones.to(torch.bfloat16), twos),
+    )
+    assert len({sample_mark(ones, twos), *others}) == 5
+
+
+def test_samples_may_have_any_dtype():
+    for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float64):
+        assert sample_mark(torch.ones(3, dtype=dtype)) is not None
+    assert sample_mark({"ids": [torch.ones(2)], "name": "x"}, torch.tensor(1.0), torch.empty(0)) is not None
+
+
+def test_without_tensors_the_samples_are_unknown():
+    assert sample_mark("text") is None
+
+
+def test_random_numbers_that_a_forward_draws_are_samples():
+    torch.manual_seed(1)
+    first = sample_mark(torch.ones(1), draws=True)
+    other = sample_mark(torch.ones(1), draws=True)
+    torch.manual_seed(1)
+    assert sample_mark(torch.ones(1), draws=True) == first != other
+    assert sample_mark(torch.ones(1)) == sample_mark(torch.ones(1))  # the state alone says nothing
+
+
+def test_partitioned_weights_add_up_without_padding():
+    whole = torch.nn.Linear(5, 3, bias=False)
+    recorder = LossRecorder(ALONE)
+    recorder.start(engine_of(whole))
+    parts = []
+    for rank in range(2):
+        part = torch.full((8,), 1e9)
+        mine = whole.weight.detach().reshape(-1)[8 * rank : 8 * rank + 8]
+        part[: len(mine)] = mine
+        part.ds_numel = 8
+        held = torch.nn.Linear(5, 3, bias=False)
+        held.weight.ds_tensor, held.weight.ds_numel = part, 15
+        shared = LossRecorder(OneOfTwo(rank=rank, world_size=2))
+        shared.start(engine_of(held))
+        parts.append(shared.weights)
+    assert sum(parts) == pytest.approx(recorder.weights, rel=1e-12)
+
+
+def test_weights_on_nvme_are_unknown():
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_tensor = SimpleNamespace(final_location="OffloadDeviceEnum.nvme")
+    recorder = LossRecorder(ALONE)
+    recorder.start(engine_of(model))
+    assert recorder.weights is None
+
+
+def test_dropout_is_turned_off():
+    dropout = torch.nn.Dropout(0.5)
+    LossRecorder(ALONE).start(engine_of(torch.nn.Linear(2, 2), dropout))
+    assert dropout.p == 0
+
+
+def test_mixtures_of_experts_are_not_compared():
+    class MoE(torch.nn.Module):
+        num_experts = 4
+
+    with pytest.raises(Incomparable, match="an expert drops tokens"):
+        LossRecorder(ALONE).start(engine_of(MoE()))
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches():
+    recorder = LossRecorder(ALONE)
+    for losses in ((4.0, 2.0), (1.0, None, 2.0), (None,)):
+        for loss in losses:
+            recorder.add_loss(loss)
+        recorder.end_step()
+    assert recorder.losses == [3.0, 1.5]
