@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..requests import ConfigSource
 from ..types import Device, WorkloadSource
 from ..units import parse_bytes
-from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
+from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, read_known_keys
 
 _AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
 # Sections that decide what a trial has to decide: key → the conflict, the way out.
@@ -35,16 +35,6 @@ _DECIDE_THEMSELVES = {
         "leave it out",
     ),
 }
-# The keys at the top of a config that people write (deepspeed/runtime/constants.py and config.py of 0.19).
-_KEYS = (
-    *BATCH_KEYS, "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint",
-    "comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning",
-    "data_efficiency", "data_types", "dataloader_drop_last", "disable_allgather", "dump_state", "elasticity",
-    "flops_profiler", "fp16", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor",
-    "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "progressive_layer_drop", "scheduler",
-    "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "wall_clock_breakdown",
-    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
-)  # fmt: skip
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
 _NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
 _GIVE_JSON = "give --base-config a DeepSpeed JSON file"
@@ -155,7 +145,9 @@ def _find_auto(config: Mapping[str, Any]) -> Iterator[Problem]:
 
 def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return sentences about unknown keys, which DeepSpeed ignores silently, that resemble one of its own."""
-    near = {key: get_close_matches(key, _KEYS, n=1, cutoff=0.85) for key in config if key not in _KEYS}
+    keys = read_known_keys()
+    known = (*BATCH_KEYS, "zero_optimization", *keys.scalars, *keys.sections, *keys.others)
+    near = {key: get_close_matches(key, known, n=1, cutoff=0.85) for key in config if key not in known}
     return tuple(
         f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{names[0]}"?'
         for key, names in near.items()

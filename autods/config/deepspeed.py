@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..schema import read_checked, read_toml
+from ..system.host import data_folder
 from ..types import Knobs, ModelFacts, Scalar
 from .strategies import Rung
 
@@ -17,6 +21,27 @@ DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.99
 # Sections that log to the user's dashboards or profile a step; trials leave them out.
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 _NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKeys:
+    """The keys of a DeepSpeed config, as `configs/deepspeed/keys.toml` lists them."""
+
+    scalars: tuple[str, ...]
+    sections: tuple[str, ...]
+    others: tuple[str, ...]
+    zero_optimization: Mapping[str, tuple[int, ...]]
+    offload: Mapping[str, tuple[str, ...]]
+    instead: Mapping[str, str]
+
+
+@cache
+def read_known_keys() -> KnownKeys:
+    """Read the shipped file."""
+    path = data_folder("configs") / "deepspeed" / "keys.toml"
+    return read_checked(
+        KnownKeys, read_toml(path), lambda keys: None, name="list of keys", place=str(path), hint="reinstall autods"
+    )
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

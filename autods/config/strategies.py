@@ -83,11 +83,6 @@ class Rung:
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
 
-def parse_rung(data: Mapping[str, Any], *, place: str) -> Rung:
-    """Read a rung from its TOML. Raises InputError naming the key that is missing or of the wrong form."""
-    return read_checked(Rung, data, _check, name="rung", place=place, hint="compare with strategies/zero3.toml")
-
-
 def _check(rung: Rung) -> None:
     """Raises ValueError for values that the types alone allow."""
     for state in get_args(State):
@@ -110,7 +105,10 @@ def _check(rung: Rung) -> None:
 
 
 def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
-    """Return every rung by name, fastest first. A rung of the user's folders replaces a shipped one of that name."""
+    """Return every rung by name, fastest first. A rung of the user's folders replaces a shipped one of that name.
+
+    Raises InputError naming the key that is missing or of the wrong form.
+    """
     rungs: dict[str, Rung] = {}
     for folder in (data_folder("strategies"), *folders):
         if not folder.is_dir():
@@ -118,7 +116,8 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
                 "is not a folder of rungs", place=str(folder), hint="give --strategies a folder of .toml files"
             )
         for path in sorted(folder.glob("*.toml")):
-            rung = parse_rung(read_toml(path), place=str(path))
+            hint = "compare with strategies/zero3.toml"
+            rung = read_checked(Rung, read_toml(path), _check, name="rung", place=str(path), hint=hint)
             rungs[rung.name] = rung
     return dict(sorted(rungs.items(), key=lambda item: item[1].order))
 

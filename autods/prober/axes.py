@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
-from ..config.deepspeed import get_key
+from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.strategies import Rung
 from ..errors import InputError
@@ -21,25 +20,6 @@ from ..workload.protocol import FUNCTIONS
 
 ZERO = "zero_optimization"
 PINS = tuple(f"{ZERO}.offload_{part}.pin_memory" for part in ("param", "optimizer"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """The keys of a DeepSpeed config, as the file lists them."""
-
-    scalars: tuple[str, ...]
-    sections: tuple[str, ...]
-    zero_optimization: Mapping[str, tuple[int, ...]]
-    offload: Mapping[str, tuple[str, ...]]
-    instead: Mapping[str, str]
-
-
-@cache
-def read_known_keys() -> Keys:
-    """Read the shipped file."""
-    path = data_folder("configs") / "deepspeed" / "keys.toml"
-    hint = "reinstall autods"
-    return read_checked(Keys, read_toml(path), lambda keys: None, name="list of keys", place=str(path), hint=hint)
 
 
 def list_keys() -> tuple[str, ...]:

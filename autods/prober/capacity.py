@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from ..events import Listener
 from ..journal import TrialStore, trial_key
 from ..report import text
 from ..report.results import Capacity, CellResult
-from ..schema import read_as
 from ..tuner.batch_curve import BatchCurve
 from ..tuner.trials import accumulation_for, fits_well, run_with_retry
 from ..types import Failed, OutOfMemory, Record, Run, Trial
@@ -100,76 +99,58 @@ class Boundary:
         return f"{boundary}; the forecast of {forecast.largest} was too {'low' if fits > forecast.largest else 'high'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapacitySearch:
-    """Finds the largest micro batch of cells. `run` runs a trial on a bench."""
+def search_capacities(
+    question: ProbeSettings,
+    cells: Sequence[Cell],
+    bench: Bench | None,
+    *,
+    facts: FactsUnder,
+    simulators: Simulators,
+    store: TrialStore,
+    listen: Listener,
+    run: Callable[[Trial, Bench], Record],
+) -> dict[int, CellResult]:
+    """Return results by the number of the cell. Without a bench they are forecasts; `run` runs a trial on a bench.
 
-    question: ProbeSettings
-    facts: FactsUnder
-    store: TrialStore
-    listen: Listener
-    simulators: Simulators
-    run: Callable[[Trial, Bench], Record]
+    Cells that are refused or the same as another have none.
+    """
+    trials = {cell.number: cell.trial for cell in cells if cell.trial is not None and cell.same_as is None}
+    to_search = [cell for cell in cells if cell.number in trials]
+    forecasts = forecast_cells(question, trials, facts=facts, simulators=simulators, store=store, listen=listen)
+    if bench is None:
+        return {cell.number: _forecast_result(cell, forecasts[cell.number]) for cell in to_search}
 
-    def search(self, cells: Sequence[Cell], bench: Bench | None) -> dict[int, CellResult]:
-        """Return results by the number of the cell. Without a bench they are forecasts.
-
-        Cells that are refused or the same as another have none.
-        """
-        trials = {cell.number: cell.trial for cell in cells if cell.trial is not None and cell.same_as is None}
-        to_search = [cell for cell in cells if cell.number in trials]
-        forecasts = self._forecast(trials)
-        if bench is None:
-            return {cell.number: _forecast_result(cell, forecasts[cell.number]) for cell in to_search}
-
-        def search_cell(cell: Cell, bench: Bench) -> CellResult:
-            trial = trials[cell.number]
-            return self._search_cell(cell, trial, forecasts[cell.number], lambda trial: self.run(trial, bench))
-
-        def replay(trial: Trial) -> Record:
-            return self.store.past.records[trial_key(trial)]
-
-        results: dict[int, CellResult] = {}
-        for cell in to_search:
-            with suppress(KeyError):  # a search of which the journal has every trial needs no bench
-                results[cell.number] = self._search_cell(cell, trials[cell.number], forecasts[cell.number], replay)
-        left = [cell for cell in to_search if cell.number not in results]
-        return results | search_in_parallel(left, search_cell, bench, most=self.question.parallel, listen=self.listen)
-
-    def _forecast(self, trials: Mapping[int, Trial]) -> dict[int, CapacityForecast]:
-        """Return the forecast of each cell, from the journal or from the simulator."""
-        known: dict[int, CapacityForecast] = {}
-        for number, trial in trials.items():
-            if (row := self.store.past.forecasts.get(trial_key(trial))) is not None:
-                known[number] = read_as(CapacityForecast, row)
-        if self.question.settings.forecast:
-            known |= forecast_cells(
-                self.question,
-                {number: trial for number, trial in trials.items() if number not in known},
-                facts=self.facts,
-                simulators=self.simulators,
-                listen=self.listen,
-                keep=lambda number, forecast: self.store.journal.write_forecast(trials[number], asdict(forecast)),
-            )
-        return {number: known.get(number, CapacityForecast(largest=None)) for number in trials}
-
-    def _search_cell(self, cell: Cell, trial: Trial, forecast: CapacityForecast, run: Run) -> CellResult:
+    def search_cell(cell: Cell, run: Run) -> CellResult:
         """Search from the forecast outwards until a size that fits is next to one that does not."""
-        facts = self.facts(trial.conditions)
-        settings = settings_under_conditions(self.question, trial.conditions, facts)
-        sizes = list_micro_batches(settings, facts)
+        trial, forecast = trials[cell.number], forecasts[cell.number]
+        model = facts(trial.conditions)
+        settings = settings_under_conditions(question, trial.conditions, model)
+        sizes = list_micro_batches(settings, model)
         boundary = Boundary(sizes=sizes, usable_bytes=settings.device_bytes)
         size: int | None = sizes[max(0, bisect_right(sizes, forecast.largest or 1) - 1)]
         while size is not None:
             knobs = replace(trial.knobs, micro_batch=size)
             if settings.global_batch is not None:
-                accumulation = accumulation_for(settings.global_batch, size, facts.replicas(settings.gpus))
+                accumulation = accumulation_for(settings.global_batch, size, model.replicas(settings.gpus))
                 knobs = replace(knobs, accumulation=accumulation)
             record = run_with_retry(replace(trial, knobs=knobs), run)[-1]
             boundary.records[size] = record
             # A failure that has nothing to do with memory shows no boundary.
             size = None if isinstance(record.outcome, Failed) else boundary.next_size()
         return _search_result(cell, boundary, forecast)
+
+    results: dict[int, CellResult] = {}
+    for cell in to_search:
+        with suppress(KeyError):  # a search of which the journal has every trial needs no bench
+            results[cell.number] = search_cell(cell, lambda trial: store.past.records[trial_key(trial)])
+    left = [cell for cell in to_search if cell.number not in results]
+    return results | search_in_parallel(
+        left,
+        lambda cell, bench: search_cell(cell, lambda trial: run(trial, bench)),
+        bench,
+        most=question.parallel,
+        listen=listen,
+    )
 
 
 def _search_result(cell: Cell, boundary: Boundary, forecast: CapacityForecast) -> CellResult:

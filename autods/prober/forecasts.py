@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from ..config.deepspeed import compose, without_monitors
 from ..config.plan_settings import NVME_PLACE, spread_ranks
@@ -17,6 +17,8 @@ from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, PARALLE
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import EngineSpec, Simulator, StartSimulator
+from ..journal import TrialStore, trial_key
+from ..schema import read_as
 from ..tuner.candidates import why_not_forecast
 from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
@@ -71,29 +73,35 @@ def forecast_cells(
     *,
     facts: FactsUnder,
     simulators: Simulators,
+    store: TrialStore,
     listen: Listener,
-    keep: Callable[[int, CapacityForecast], None],
 ) -> dict[int, CapacityForecast]:
-    """Return the forecast of each cell by its number; `keep` gets each one as soon as it is known."""
+    """Return the forecast of each cell by its number: from the journal, or simulated now and written there."""
+    forecasts: dict[int, CapacityForecast] = {}
     by_source: dict[str, tuple[WorkloadSource, list[int]]] = {}
     for number, trial in trials.items():
-        source = source_under_conditions(question, trial.conditions)
-        by_source.setdefault(source.digest, (source, []))[1].append(number)
+        if (row := store.past.forecasts.get(trial_key(trial))) is not None:
+            forecasts[number] = read_as(CapacityForecast, row)
+        elif not question.settings.forecast:
+            forecasts[number] = CapacityForecast(largest=None)
+        else:
+            source = source_under_conditions(question, trial.conditions)
+            by_source.setdefault(source.digest, (source, []))[1].append(number)
     expandable = question.settings.device == "cuda" and read_alloc_conf(os.environ).expandable
-    forecasts: dict[int, CapacityForecast] = {}
     for source, numbers in by_source.values():
         forecaster = Forecaster(simulators.get(source), expandable)
         pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
         try:
             tasks = {
-                pool.submit(_forecast_cell, question, trial, facts(trial.conditions), forecaster): number
+                pool.submit(
+                    _forecast_cell, question, trials[number], facts(trials[number].conditions), forecaster
+                ): number
                 for number in numbers
-                if (trial := trials[number])
             }
             for task in as_completed(tasks):
                 number, forecast = tasks[task], task.result()
                 forecasts[number] = forecast
-                keep(number, forecast)
+                store.journal.write_forecast(trials[number], asdict(forecast))
                 result = f"up to micro batch {forecast.largest}" if forecast.largest else forecast.reason
                 listen(Note(text=f"forecast of cell {number}, {trials[number].rung}: {result}"))
         finally:

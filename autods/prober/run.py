@@ -22,7 +22,7 @@ from ..schema import read_as
 from ..system.host import installed_versions, read_hardware
 from ..types import Failed, Fit, ModelFacts, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import apply_to_source
-from .capacity import CapacitySearch
+from .capacity import search_capacities
 from .forecasts import Simulators, source_under_conditions
 from .grid import Surveyed, list_cells
 from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
@@ -135,15 +135,16 @@ class _ProbeRun:
         question, bench = self.question, self.bench
         cells, reference = list_cells(question, self.survey), None
         if question.capacity:
-            search = CapacitySearch(
-                question=question,
+            results = search_capacities(
+                question,
+                cells,
+                bench,
                 facts=lambda conditions: self.survey(conditions)[0],
+                simulators=self.simulators,
                 store=self.store,
                 listen=self.listen,
-                simulators=self.simulators,
                 run=self._run,
             )
-            results = search.search(cells, bench)
         else:
             assert bench is not None
             records = measure_in_turns(cells, self._run, repeats=question.repeats, order=bench.order)
