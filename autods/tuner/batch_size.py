@@ -14,10 +14,6 @@ from .trials import FitContext, fit_steps_to_budget, median_step_s, run_with_ret
 _MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
 _LONGER_STEPS = 2  # a step may take so many times the shortest one, even where that exceeds the trial's budget
 _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with steps near the longest is not worth it
-# The walk times a single step. Its micro batch counts as slower where it is so many times slower than the best; where
-# other trials time hardly more steps, the smaller ratio counts.
-_SURELY_SLOWER = 1.5
-_SLOWER_IN_SHORT_TRIALS = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +58,10 @@ class Growth:
     # Trials
 
     def run(self) -> Growth:
-        """Grow until `stop` is set. Then time the smallest size as well, should it turn out to be the fastest."""
+        """Grow until `stop` is set. Then time the smallest size, should no other have left the headroom."""
         while self.stop is None and self.try_next():
             pass
-        if self._should_time_smallest():
+        if not any(map(self.context.fits, self.records)):
             self.measure(self.first.knobs.micro_batch)
         return self
 
@@ -219,21 +215,6 @@ class Growth:
         if not self.records and self.context.settings.global_batch is None:
             most = min(most, _MOST_AT_FIRST)
         return max((size for size in curve.open_sizes(self.context.sizes) if size <= most), default=None)
-
-    def _should_time_smallest(self) -> bool:
-        """Whether nothing larger was timed, or the smallest timed size is the fastest and the walk's may be faster."""
-        timed = [record for record in self.records if self.context.fits(record)]
-        if not timed:
-            return True
-        best = max(timed, key=self.context.score)
-        # With a global batch the walk's trial shows nothing: it took fewer micro batches a step than growth does.
-        if self.walked is not None and self.context.settings.global_batch is None:
-            ratio = _SLOWER_IN_SHORT_TRIALS if self.steps.most_timed <= 2 else _SURELY_SLOWER
-            if ratio * samples_per_second(self.walked) < samples_per_second(best):
-                return False
-        smallest = min(record.trial.knobs.micro_batch for record in timed)
-        is_fastest = best.trial.knobs.micro_batch == smallest > self.first.knobs.micro_batch
-        return is_fastest and len(self.records) < self.most_trials
 
     def _stop_when_saturated(self, curve: BatchCurve) -> Stop | None:
         """A stop where the last trial at least doubled a micro batch and its throughput grew too little."""

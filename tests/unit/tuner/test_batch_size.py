@@ -154,36 +154,6 @@ def test_growth_stops_when_throughput_saturates() -> None:
     assert len(growth.trials) <= 4
 
 
-def test_growth_returns_to_one_sample_when_larger_is_slower() -> None:
-    limit = 2**40
-
-    def answer(trial: Trial) -> Outcome:
-        size = trial.knobs.micro_batch
-        return surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=0.0, sample_s=size)(trial)
-
-    growth = growing(answer, limit=limit)
-    assert growth.best.trial.knobs.micro_batch == 1
-    assert growth.best.trial.steps == TIMED
-
-
-@pytest.mark.parametrize(
-    ("overhead_s", "global_batch", "timed_again"),
-    [(1.0, None, False), (0.004, None, True), (1.0, 64, True)],
-    ids=["it was far slower", "noise could be all of it", "it took fewer micro batches a step"],
-)
-def test_a_far_slower_micro_batch_one_is_not_timed_again(
-    overhead_s: float, global_batch: int | None, timed_again: bool
-) -> None:
-    limit = 1100 * MIB  # for 8 or so samples: the first that growing tries is its last
-    answer = surface(
-        limit_bytes=limit, state_bytes=MIB, sample_bytes=120 * MIB, step_overhead_s=overhead_s, sample_s=0.01
-    )
-    limits = GrowLimits(most_trials=4, most_micro_batch=8, gain=1.03)
-    growth = growing(answer, limit=limit, global_batch=global_batch, limits=limits)
-    assert (growth.sizes[-1] == 1) is timed_again
-    assert growth.best.trial.knobs.micro_batch == 8
-
-
 def test_a_micro_batch_that_does_not_leave_the_headroom_is_not_chosen() -> None:
     limit = (100 + 2 * 10) * MIB  # 2 fit, without any headroom
     growth = growing(steep(limit), limit=limit)
