@@ -110,15 +110,14 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
     if examined is None:
         reason = "the longest batch, evaluation and the checkpoint were not checked: the trial ran its steps only"
         return replace(certificate, not_checked=(reason,))
-    left_out = [] if examined.evaluated else ["evaluation was not run"]
-    if examined.save_s is None:
-        left_out.append("no checkpoint was saved")
-    elif examined.load_s is None:
-        left_out.append("the checkpoint was not loaded")
-    elif examined.restored is None:
-        left_out.append("the loss after loading the checkpoint was not compared")
-    if examined.gathered is False:
-        left_out.append("the whole weights were not gathered")
+    missing = {
+        "evaluation was not run": not examined.evaluated,
+        "no checkpoint was saved": examined.save_s is None,
+        "the checkpoint was not loaded": examined.save_s is not None and examined.load_s is None,
+        "the loss after loading the checkpoint was not compared": examined.load_s is not None
+        and examined.restored is None,
+        "the whole weights were not gathered": examined.gathered is False,
+    }
     saved = Checkpoint(
         bytes=examined.checkpoint_bytes,
         save_s=examined.save_s,
@@ -134,7 +133,7 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
         evaluated=examined.evaluated,
         checkpoint=None if examined.save_s is None else saved,
         failures=(mismatch,) if examined.restored is False else (),
-        not_checked=examined.left_out or tuple(left_out),
+        not_checked=examined.left_out or tuple(sentence for sentence, is_missing in missing.items() if is_missing),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..config.base_config import precision_name
 from ..types import Failed, Fit, Record, Trial
@@ -55,8 +56,11 @@ def certify(
     if limits.most_trials < 1:
         return None
     tolerance = max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions))
-    plain = None if limits.parity is None else _largest_reference(reference, context).trial
-    has_comparison = plain is not None and not is_same_maths(winner.trial, plain)
+    # At micro batch 1 the winner's samples take far longer, so the reference has its largest one that is known to fit.
+    usual = [record for record in context.memory.records if record.trial.exam is None and record.trial.limited]
+    same = [record for record in usual if is_same_maths(record.trial, reference.trial) and context.fits(record)]
+    plain = max([reference, *same], key=lambda record: record.trial.knobs.micro_batch).trial
+    has_comparison = limits.parity is not None and not is_same_maths(winner.trial, plain)
     search = _ExamSearch(
         context=context,
         known=(winner, *alternates, reference, *context.memory.records),
@@ -67,7 +71,7 @@ def certify(
         if (proven := search.prove(config)) is None:
             continue
         parity = ParityResult()
-        if plain is not None and limits.parity is not None:
+        if limits.parity is not None:
             parity = compare_losses(
                 proven.best.trial,
                 plain,
@@ -92,17 +96,6 @@ def certify(
     if search.left < 1:
         certificate = replace(certificate, not_checked=(f"no config was proven: {search.spent}",))
     return search.result(winner, certificate)
-
-
-def _largest_reference(reference: Record, context: FitContext) -> Record:
-    """The reference at the largest micro batch known to fit: at micro batch 1 the winner's samples take far longer."""
-
-    def config(record: Record) -> Trial:
-        knobs = replace(record.trial.knobs, micro_batch=1, accumulation=1)
-        return replace(record.trial, knobs=knobs, purpose="walk", steps=reference.trial.steps, repeat=0)
-
-    same = [record for record in context.memory.records if config(record) == config(reference) and context.fits(record)]
-    return max([reference, *same], key=lambda record: record.trial.knobs.micro_batch)
 
 
 def _configs(search: _ExamSearch, alternates: Sequence[Record], untried: Sequence[Candidate]) -> Iterator[Trial]:
@@ -132,8 +125,7 @@ def _name(config: Trial) -> str:
     return f"{config.rung} (micro batch {config.knobs.micro_batch}{recomputing})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvenConfig:
+class _ProvenConfig(NamedTuple):
     """A config that does not lack memory on the longest batch: its timed trial and its exam."""
 
     best: Record
@@ -209,7 +201,7 @@ class _ExamSearch:
 
     # The search
 
-    def prove(self, config: Trial) -> ProvenConfig | None:
+    def prove(self, config: Trial) -> _ProvenConfig | None:
         """The config at the largest micro batch that holds; None when none does or trials are spent.
 
         No size above that of `config` is tried. An exam that fails for another reason than memory counts as
@@ -224,7 +216,7 @@ class _ExamSearch:
                 if (record := self._time(self.timed_trial(exam.trial))) is None:
                     return None
                 if record is self.winner or fits_well(record):
-                    return ProvenConfig(best=record, exam=exam)
+                    return _ProvenConfig(record, exam)
                 # The exam held, but the timed trial ran short: the search starts afresh from its size.
                 short, too_large = record, [exam.trial.knobs.micro_batch]
             self.short.append(short)
@@ -304,13 +296,20 @@ class _ExamSearch:
         return exam
 
     def _smaller_size(self, config: Trial, too_large: Sequence[int]) -> int | None:
-        return next_smaller_size(
-            too_large,
-            self._sizes_below(too_large[-1]),
-            line=usual_memory_line(config, self.known),
-            usable_bytes=self.context.usable_bytes,
-            longest_ratio=self.context.facts.longest_ratio,
-        )
+        """The micro batch to examine next; `too_large` ran out of memory on the longest batch, in this order.
+
+        The first step down scales the memory line of the usual batch by the longest one's length. Further steps divide
+        by 4, 8, ….
+        """
+        longest_ratio, target = self.context.facts.longest_ratio, too_large[-1] / 2 ** len(too_large)
+        if len(too_large) == 1 and longest_ratio >= _LONGER:
+            line = usual_memory_line(config, self.known)
+            target = too_large[-1] / longest_ratio
+            if line is not None:
+                line = replace(line, bytes_each=line.bytes_each * longest_ratio)
+                target = line.largest(self.context.usable_bytes)
+        sizes = self._sizes_below(too_large[-1])
+        return max((size for size in sizes if size <= target), default=sizes[0] if sizes else None)
 
     def _sizes_below(self, size: int) -> Sequence[int]:
         """Smaller micro batches, without those that the model cannot be trained with."""
@@ -322,7 +321,7 @@ class _ExamSearch:
 
     # Results
 
-    def certified(self, proven: ProvenConfig, parity: ParityResult) -> CertifyResult:
+    def certified(self, proven: _ProvenConfig, parity: ParityResult) -> CertifyResult:
         """The result with the certificate of a config that holds."""
         limit_bytes, usable_bytes = self.context.settings.device_bytes, self.context.usable_bytes
         certificate = certificate_of_exam(proven.exam, limit_bytes=limit_bytes, usable_bytes=usable_bytes)
@@ -363,25 +362,3 @@ def usual_memory_line(config: Trial, records: Iterable[Record]) -> MemoryLine | 
     least = max((size for size in peaks if 2 * size <= most), default=min(peaks))  # the peak bends upwards
     line = MemoryLine.through(peaks, least, most)
     return replace(line, fixed_bytes=max(0.0, line.fixed_bytes)) if line.bytes_each > 0 else None
-
-
-def next_smaller_size(
-    too_large: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    line: MemoryLine | None,
-    usable_bytes: float,
-    longest_ratio: float,
-) -> int | None:
-    """Return the micro batch to examine next, one of `sizes` (ascending); None when there is none.
-
-    `too_large` are the sizes that ran out of memory on the longest batch, in order. The first step down scales `line`,
-    the memory line on the usual batch, by `longest_ratio`, the elements of a sample of the longest batch over those of
-    a usual one. Further steps divide by 4, 8, ….
-    """
-    target = too_large[-1] / 2 ** len(too_large)
-    if len(too_large) == 1 and longest_ratio >= _LONGER:
-        target = too_large[-1] / longest_ratio
-        if line is not None:
-            target = replace(line, bytes_each=line.bytes_each * longest_ratio).largest(usable_bytes)
-    return max((size for size in sizes if size <= target), default=sizes[0] if sizes else None)

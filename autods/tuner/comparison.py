@@ -174,16 +174,8 @@ def _name(record: Record) -> str:
     return f"{record.trial.rung} with micro batch {record.trial.knobs.micro_batch}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmResult:
-    """The config to take, and the reason."""
-
-    best: Record
-    reason: str
-
-
-def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) -> ConfirmResult:
-    """Take the best of the leaders (best first) if it beats the start by enough when measured again in turn.
+def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) -> tuple[Record, str]:
+    """The best of the leaders (best first) if it beats the start by enough when measured again in turn, and the reason.
 
     A leader whose first measurement lacks the gain is not measured again.
     """
@@ -193,25 +185,20 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     too_little = f"less than the {limits.gain:g} that counts"
     if not promising:
         claim = max(map(score, leaders)) / max(score(start), 1e-12)
-        return ConfirmResult(
-            best=start, reason=f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
-        )
+        return start, f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
     final = finals((start, *promising), context, turns=limits.turns)
     remeasured = [place for place in final.measured if place > 0]
     if not remeasured:
-        reason = f"the {best} of them did not fit when it was run again"
-        return ConfirmResult(best=start, reason=reason)
+        return start, f"the {best} of them did not fit when it was run again"
     if 0 not in final.measured:
-        reason = "the start did not fit when it was run again"
-        return ConfirmResult(best=final.best, reason=reason)
+        return final.best, "the start did not fit when it was run again"
     compared = final.winner or max(remeasured, key=lambda place: final.scores[place])
     pairs = zip(final.measured[compared], final.measured[0], strict=False)
     ratio = median(score(leader) / score(started) for leader, started in pairs)
     words = f"{ratio:.2f} {times} as the start"
     if final.winner == 0 or ratio < limits.gain:
-        reason = f"the {best} of them was {words} when measured again in turn, {too_little}"
-        return ConfirmResult(best=start, reason=reason)
-    return ConfirmResult(best=final.best, reason=f"measured again in turn, {words}")
+        return start, f"the {best} of them was {words} when measured again in turn, {too_little}"
+    return final.best, f"measured again in turn, {words}"
 
 
 def relative_spread(rates: Sequence[float]) -> float | None:

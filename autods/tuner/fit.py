@@ -23,7 +23,7 @@ from ..report import serialize, text
 from ..report.results import ClosestRung, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, read_hardware, threads_per_rank
-from ..types import Failed, Fit, ModelFacts, Record, Trial, WorkloadSource, is_machines_fault
+from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
 from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast
 from .certify import CertifyResult, certify
@@ -73,7 +73,11 @@ def fit(
             return serialize.read(out)
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
-        for note in (*workload_notes(settings.source), *find_misspelt_keys(settings.base)):
+        if settings.source.kind == "script":
+            script = f"{Path(settings.source.path).name} is {KIND_DESCRIPTIONS[settings.source.script_kind]}"
+            kept_out = "it runs unmodified, and its output files are kept out of your folders"
+            listen(Note(text=f"{script} (--kind says otherwise); {kept_out}"))
+        for note in find_misspelt_keys(settings.base):
             listen(Note(text=note))
         began = time.monotonic()
         earlier_s = sum(record.seconds for record in past.records.values())
@@ -234,16 +238,6 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
             "tune": result.tuned.reason,
             **({} if certified is None else {"certify": certified.reason}),
         },
-    )
-
-
-def workload_notes(source: WorkloadSource) -> tuple[str, ...]:
-    """Sentences that a user should read before the first trial of this workload."""
-    if source.kind != "script":
-        return ()
-    return (
-        f"{Path(source.path).name} is {KIND_DESCRIPTIONS[source.script_kind]} (--kind says otherwise); "
-        "it runs unmodified, and its output files are kept out of your folders",
     )
 
 

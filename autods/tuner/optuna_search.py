@@ -95,8 +95,8 @@ def tune(
     ranked = sorted(better, key=score, reverse=True)[:_MOST_LEADERS]
     # A leader that lies further behind than the noise of two measurements is not measured again.
     leaders = [record for record in ranked if score(record) * (1 + PRIOR_NOISE * sqrt(2)) >= score(ranked[0])]
-    final = confirm_gain(start, leaders, context)
-    return TuneResult(best=final.best, importances=importances, reason=f"{summary}; {final.reason}")
+    best, reason = confirm_gain(start, leaders, context)
+    return TuneResult(best=best, importances=importances, reason=f"{summary}; {reason}")
 
 
 @dataclass(slots=True, kw_only=True)

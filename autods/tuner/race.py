@@ -264,14 +264,13 @@ class _Race:
         return bound.rate * self.context.world_size / _WITHOUT_RECOMPUTING >= self.score_to_beat()
 
     def sample_s(self, contestant: Contestant) -> float:
-        """Seconds of one more sample: by configs that recompute as this one does, else by all of them."""
-        curves: dict[bool, list[BatchCurve]] = {True: [], False: []}
-        for rival in self.contestants:
-            curves[rival.candidate.knobs.checkpointing].append(rival.growth.curve)
+        """Seconds of one more sample, at least: by configs that recompute as this one does, else by the others."""
         recomputes = contestant.candidate.knobs.checkpointing
-        if cost := least_sample_s(curves[recomputes]):
-            return cost
-        return least_sample_s((*curves[True], *curves[False])) / (1 if recomputes else _WITHOUT_RECOMPUTING)
+        alike: list[BatchCurve] = []
+        others: list[BatchCurve] = []
+        for rival in self.contestants:
+            (alike if rival.candidate.knobs.checkpointing is recomputes else others).append(rival.growth.curve)
+        return least_sample_s(alike) or least_sample_s(others) / (1 if recomputes else _WITHOUT_RECOMPUTING)
 
     def _may_go_on(self) -> bool:
         """Whether one more trial leaves enough to measure the leaders again."""

@@ -9,7 +9,7 @@ import pytest
 
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.batch_curve import MemoryLine
-from autods.tuner.certify import CertifyResult, next_smaller_size, usual_memory_line
+from autods.tuner.certify import CertifyResult, usual_memory_line
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
 
@@ -164,5 +164,9 @@ def test_a_flat_peak_makes_no_memory_line() -> None:
         Record(id=size, trial=trial("zero1", size), outcome=fit(peak_bytes=600 * MIB), seconds=1.0) for size in (1, 14)
     ]
     assert usual_memory_line(trial("zero1", 14), flat) is None
-    sizes = range(1, 14)
-    assert next_smaller_size([14], sizes, line=None, usable_bytes=USABLE, longest_ratio=8.0) == 1
+
+    def answer(asked: Trial) -> Outcome:
+        short = asked.exam == "worst_case" and asked.knobs.micro_batch > 1
+        return out_of_memory() if short else passes(asked, 600 * MIB)
+
+    assert certified_by(answer, (1, 14), longest_ratio=8.0)[1] == [14, 1]

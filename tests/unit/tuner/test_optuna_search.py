@@ -20,7 +20,7 @@ from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import ConfirmResult, confirm_gain
+from autods.tuner.comparison import confirm_gain
 from autods.tuner.forecasts import NoForecaster
 from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, TuneResult, has_converged, space_of, tune
 from autods.tuner.trials import FitContext, memory_score
@@ -102,7 +102,7 @@ def tuning_context(run: Run, path: Path, *, trials: int = 8, headroom: float = 0
     return make_context(run, study=path, headroom=headroom, profile=profile, device_bytes=LIMIT, **options)
 
 
-def confirming(start: Record, leaders: list[Record], run: Run) -> ConfirmResult:
+def confirming(start: Record, leaders: list[Record], run: Run) -> tuple[Record, str]:
     return confirm_gain(start, leaders, tuning_context(run, Path("unused")))
 
 
@@ -355,9 +355,9 @@ def test_leaders_within_the_noise_are_measured_again() -> None:
     runner = ScriptedRunner(
         lambda trial: fit(peak_bytes=1, samples_per_second=speeds[trial.knobs.settings.get(OVERLAP)])  # type: ignore[index]
     )
-    confirmed = confirming(start, [lucky, steady], runner.run)
-    assert confirmed.best.trial.knobs == steady.trial.knobs
-    assert confirmed.reason == "measured again in turn, 1.18 times as fast as the start"
+    best, reason = confirming(start, [lucky, steady], runner.run)
+    assert best.trial.knobs == steady.trial.knobs
+    assert reason == "measured again in turn, 1.18 times as fast as the start"
 
 
 def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
@@ -370,40 +370,40 @@ def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
 def test_a_start_that_does_not_fit_again_gives_way() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == start.trial.knobs else leader.outcome)
-    confirmed = confirming(start, [leader], runner.run)
-    assert confirmed.best.trial.knobs == leader.trial.knobs
-    assert confirmed.reason == "the start did not fit when it was run again"
+    best, reason = confirming(start, [leader], runner.run)
+    assert best.trial.knobs == leader.trial.knobs
+    assert reason == "the start did not fit when it was run again"
 
 
 def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 101.0, 101.0, 102.0])))
-    confirmed = confirming(start, [leader], runner.run)
-    assert confirmed.best is start
+    best, reason = confirming(start, [leader], runner.run)
+    assert best is start
     assert len(runner.trials) == 4
-    assert "1.01 times as fast" in confirmed.reason
+    assert "1.01 times as fast" in reason
 
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
     start, leader = measured(100.0, {}), measured(102.0, {OVERLAP: True})
     runner = ScriptedRunner(hill)
-    assert confirming(start, [leader], runner.run).best is start
+    assert confirming(start, [leader], runner.run)[0] is start
     assert runner.trials == []
 
 
 def test_a_confirmed_leader_has_its_new_measurement() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(noisy(iter([100.0, 112.0, 100.0, 110.0])))
-    confirmed = confirming(start, [leader], runner.run)
-    assert confirmed.best.trial.knobs == leader.trial.knobs
-    assert isinstance(confirmed.best.outcome, Fit)
-    assert confirmed.best.outcome.samples_per_second == 110.0
+    best, _ = confirming(start, [leader], runner.run)
+    assert best.trial.knobs == leader.trial.knobs
+    assert isinstance(best.outcome, Fit)
+    assert best.outcome.samples_per_second == 110.0
 
 
 def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == leader.trial.knobs else start.outcome)
-    assert confirming(start, [leader], runner.run).best is start
+    assert confirming(start, [leader], runner.run)[0] is start
 
 
 def test_the_space_starts_where_the_config_stands() -> None:
