@@ -16,8 +16,7 @@ from ..schema import read_known
 from ..system import processes
 from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
-from ..trial.job import RankJob
-from ..trial.progress import Beat, Heartbeats
+from ..trial.job import Beat, Heartbeats, RankJob
 from ..types import Device
 from ..units import format_bytes
 from .protocol import LostBecause, RankExit

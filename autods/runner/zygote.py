@@ -26,8 +26,7 @@ from ..diagnosis.trial_outcome import RESULT_UNWRITTEN_EXIT
 from ..schema import read_as
 from ..system import processes
 from ..trial import ops, preload
-from ..trial.job import RankJob, describe_error
-from ..trial.progress import Beat, Heartbeats
+from ..trial.job import Beat, Heartbeats, RankJob, describe_error
 from ..trial.worker import environment, run_rank
 from ..types import WorkloadSource
 from ..workload.load import load

@@ -1,14 +1,18 @@
-"""The job of a trial's ranks, and the description of an exception that ended one of them."""
+"""The job of a trial's ranks, their heartbeats in memory that outlives them, and what an exception tells of its end."""
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import struct
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..types import Device, Exam, Steps, WorkloadSource
+from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
 JobKind = Literal["train", "survey", "ops"]
@@ -104,3 +108,50 @@ def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
         "contract": contract,
         "hint": error.hint if isinstance(error, WorkloadError) else None,
     }
+
+
+_BEAT = struct.Struct("IId")  # index of the phase, step, seconds
+_STRIDE = 64  # bytes; a cache line for each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The last heartbeat of one rank; `at_s` is on the monotonic clock."""
+
+    phase: Phase
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeats:
+    """The heartbeats of a node's ranks in shared memory: each rank writes its slot, the monitor reads all of them."""
+
+    shared: mmap.mmap
+    fd: int
+
+    @classmethod
+    def create(cls, slots: int) -> Heartbeats:
+        """Create a board before the ranks are forked."""
+        fd = os.memfd_create("autods-heartbeat")
+        os.ftruncate(fd, _STRIDE * slots)
+        return cls(mmap.mmap(fd, _STRIDE * slots), fd)
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Heartbeats:
+        """Open the board of another process by an inherited descriptor."""
+        return cls(mmap.mmap(fd, os.fstat(fd).st_size), fd)
+
+    def close(self) -> None:
+        """Release the memory and its descriptor; the monitor does so at the end of the trial."""
+        self.shared.close()
+        os.close(self.fd)
+
+    def beat(self, slot: int, phase: Phase, step: int) -> None:
+        """Write the heartbeat of a rank."""
+        _BEAT.pack_into(self.shared, _STRIDE * slot, PHASES.index(phase), step, time.monotonic())
+
+    def read(self, slot: int) -> Beat:
+        """Read the last heartbeat of a rank."""
+        phase, step, at_s = _BEAT.unpack_from(self.shared, _STRIDE * slot)
+        return Beat(PHASES[phase], step, at_s)

@@ -1,4 +1,4 @@
-"""Measure and limit the memory of a rank: the protocol of meters, and a meter for each device."""
+"""Measure and limit the memory of a rank: a meter for each device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import resource
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..system.gpus import read_used_bytes
 from ..units import format_bytes
@@ -21,39 +21,43 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
 
 
-class Meter(Protocol):
+class Meter:
     """Limits and measures the memory of one rank. Its trial calls `sample` at every change of phase."""
 
     def start(self) -> None:
         """Set the limit and begin to count."""
 
     def lift(self) -> None:
-        """Remove the limit, so that a rank that ran out can still write its result."""
+        """Remove the limit, if it could keep a rank that ran out from writing its result."""
 
     def sample(self) -> None:
-        """Look at the memory once; this must be cheap."""
+        """Look at the memory once, if the device does not record its peak itself; this must be cheap."""
 
     def peaks(self) -> dict[str, int | None]:
         """Return peak bytes by tier, and further figures of the device."""
+        raise NotImplementedError
 
     def free_bytes(self) -> int | None:
         """Return how much of the limit is left now."""
+        raise NotImplementedError
 
     def begin_steps(self) -> None:
         """The engine is initialised: allocation retries from here on would come in every step."""
 
     def leave_device(self) -> dict[str, int]:
         """From here on the host works on a checkpoint. Return the device's peak until now, if it counts alone."""
+        return {}
 
     def allocator(self) -> dict[str, int]:
         """Return `idle_bytes`, reserved on the device without a tensor, and `alloc_retries` of the steps."""
+        return {}
 
     def synchronize(self) -> None:
-        """Wait until the device is done, so that clocks can be read."""
+        """Wait until the device is done, so that clocks can be read. CPU operators are done when they return."""
 
 
 @dataclass(slots=True)
-class CpuMeter:
+class CpuMeter(Meter):
     """The meter of a CPU rank: `limit_bytes` becomes a hard limit of the process's private memory."""
 
     limit_bytes: int | None
@@ -105,24 +109,15 @@ class CpuMeter:
         # Before an exception is caught, the objects under construction are freed: only the high-water mark has them.
         return max(0, self.limit_bytes - max(now, self.peaks()["device"] or 0))
 
-    def begin_steps(self) -> None:
-        """Malloc does not count retries."""
-
     def leave_device(self) -> dict[str, int]:
         """Lift the limit: a checkpoint passes through host memory, which is no part of a device's budget."""
         peak = self.peaks()["device"] or 0
         self.lift()
         return {"device": peak}
 
-    def allocator(self) -> dict[str, int]:
-        return {}
-
-    def synchronize(self) -> None:
-        """Return at once: CPU operators are done when they return."""
-
 
 @dataclass(slots=True)
-class CudaMeter:
+class CudaMeter(Meter):
     """The meter of a CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit.
 
     The CUDA context, NCCL and the code of kernels lie outside the allocator. Their bytes are those that NVML counts on
@@ -155,12 +150,6 @@ class CudaMeter:
         cuda.reset_peak_memory_stats(self.local_rank)
         self._private_at_start = _private_bytes()
 
-    def lift(self) -> None:
-        """Keep the limit: results are written from host memory."""
-
-    def sample(self) -> None:
-        """Do nothing: the allocator records the peak itself."""
-
     def peaks(self) -> dict[str, int | None]:
         """`device` is the peak of reserved bytes, which a limit counts; `device_card` adds `device_beside`."""
         cuda = self.cuda
@@ -179,10 +168,6 @@ class CudaMeter:
             "pinned": None if pinned is None else int(pinned),
             **self.allocator(),
         }
-
-    def leave_device(self) -> dict[str, int]:
-        """Return nothing: memory for gathering the weights counts as the card's."""
-        return {}
 
     def begin_steps(self) -> None:
         self._update_outside_bytes()

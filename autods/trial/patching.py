@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -43,28 +42,9 @@ class Patch:
     optional: bool = False
     adds: bool = False
 
-    @property
-    def library(self) -> str:
-        """The library's top module."""
-        return self.symbol.partition(".")[0]
-
-    @property
-    def name(self) -> str:
-        """The attribute that is replaced."""
-        return self.symbol.rpartition(".")[2]
-
     def original(self) -> Any:
         """The symbol's current value, or None if it may be absent and is. Raises SymbolMissing."""
-        owner = self._owner()
-        try:
-            value = getattr(owner, self.name)
-        except AttributeError:  # such as a descriptor that answers for instances only
-            value = inspect.getattr_static(owner, self.name, _ABSENT)
-        if value is not _ABSENT:
-            return value
-        if self.optional or self.adds or self.name in getattr(owner, "__annotations__", {}):
-            return None
-        raise SymbolMissing(self._complaint())
+        return self._find()[1]
 
     def install(self, replacement: Any, *, owner: Any = None, everywhere: bool = False) -> Any:
         """Replace the symbol for the rest of this process and return its former value. Raises SymbolMissing.
@@ -72,16 +52,16 @@ class Patch:
         With `owner`, an instance of the class in `symbol`, only this instance is changed. With `everywhere`, modules
         that have imported the symbol under its own name get the replacement as well.
         """
-        former = self.original()
-        if former is None and self.optional:
+        holder, former = self._find()
+        if holder is None:
             return None
+        name = self.symbol.rpartition(".")[2]
         if owner is not None:
-            former = getattr(owner, self.name)
-        setattr(owner if owner is not None else self._owner(), self.name, replacement)
-        if everywhere:
-            for module in list(sys.modules.values()):
-                if module is not None and getattr(module, "__dict__", {}).get(self.name) is former:
-                    setattr(module, self.name, replacement)
+            holder, former = owner, getattr(owner, name)
+        setattr(holder, name, replacement)
+        for module in list(sys.modules.values()) if everywhere else ():
+            if module is not None and getattr(module, "__dict__", {}).get(name) is former:
+                setattr(module, name, replacement)
         return former
 
     def wrap(self, wrapper: Callable[..., Any], *context: Any, everywhere: bool = False) -> None:
@@ -103,47 +83,45 @@ class Patch:
     @contextlib.contextmanager
     def installed(self, replacement: Any) -> Iterator[Any]:
         """Replace the symbol until the block ends; yields its former value. Raises SymbolMissing."""
-        former = self.original()
-        if former is None and self.optional:
+        holder, former = self._find()
+        if holder is None:
             yield None
             return
-        owner = self._owner()
-        stored = vars(owner).get(self.name, _ABSENT)  # absent: inherited from a base class
-        setattr(owner, self.name, replacement)
+        name = self.symbol.rpartition(".")[2]
+        stored = vars(holder).get(name, _ABSENT)  # absent: inherited from a base class
+        setattr(holder, name, replacement)
         try:
             yield former
         finally:
             if stored is _ABSENT:
-                delattr(owner, self.name)
+                delattr(holder, name)
             else:
-                setattr(owner, self.name, stored)
+                setattr(holder, name, stored)
 
-    def problem(self) -> str | None:
-        """A sentence if the installed library lacks the symbol; None if all is well or the library is not installed."""
-        if importlib.util.find_spec(self.library) is None:
-            return None
+    def _find(self) -> tuple[Any, Any]:
+        """The module or class that holds the symbol, and its value; None for each that may be absent and is."""
+        path, _, name = self.symbol.rpartition(".")
         try:
-            self.original()
-        except SymbolMissing as missing:
-            return str(missing)
-        return None
-
-    def _owner(self) -> Any:
-        """The module or class that holds the symbol, or None if an optional one's holder is absent."""
-        try:
-            return pkgutil.resolve_name(self.symbol.rpartition(".")[0])
+            holder = pkgutil.resolve_name(path)
         except (ImportError, AttributeError):
-            if self.optional:
-                return None
-            raise SymbolMissing(self._complaint()) from None
-
-    def _complaint(self) -> str:
-        distribution = _DISTRIBUTIONS.get(self.library, self.library)
+            holder = None
+        if holder is not None:
+            value = getattr(holder, name, _ABSENT)
+            if value is _ABSENT:  # such as a descriptor that answers for instances only
+                value = inspect.getattr_static(holder, name, _ABSENT)
+            if value is not _ABSENT:
+                return holder, value
+            if self.adds or name in getattr(holder, "__annotations__", {}):
+                return holder, None
+        if self.optional:
+            return None, None
+        library = path.partition(".")[0]
+        distribution = _DISTRIBUTIONS.get(library, library)
         try:
             version = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             version = "(unknown version)"
-        return (
+        raise SymbolMissing(
             f"{distribution} {version} has no {self.symbol}, which autods replaces: {self.why}\n"
             "  install the versions of constraints.txt, and report this version of the library to autods"
         )

@@ -15,22 +15,62 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.deepspeed import get_key
 from ..system.host import find_interface, threads_per_rank
+from ..types import Phase
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
-from .job import JobKind, RankJob, describe_error
+from .job import Heartbeats, JobKind, RankJob, describe_error
 from .memory import CpuMeter, CudaMeter, Meter
 from .model_facts import seed_all
 from .preload import preload
-from .progress import Heartbeats, Observer
 
 Result = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Observer:
+    """Called at each phase of a trial: writes a heartbeat, samples the meter, and times building and initialising.
+
+    `training_peaks` has the measurements that count for training alone, whatever an exam does after it.
+    """
+
+    board: Heartbeats
+    slot: int
+    meter: Meter
+    phase: Phase = "start"
+    step: int = 0
+    build_s: float = 0.0
+    init_s: float = 0.0
+    training_peaks: dict[str, int] = field(default_factory=dict)
+    _build_began_s: float = 0.0
+    _init_began_s: float = 0.0
+
+    def __call__(self, phase: Phase, step: int) -> None:
+        now = time.perf_counter()
+        if phase == "build":
+            self._build_began_s = now
+        elif phase == "init":
+            self.build_s, self._init_began_s = now - self._build_began_s, now
+        elif self.phase == "init":
+            self.init_s = now - self._init_began_s
+            self.meter.begin_steps()
+        elif phase == "evaluate" and not self.training_peaks:
+            self.training_peaks = self.meter.allocator()
+        elif phase == "save":
+            self.training_peaks |= self.meter.leave_device()
+        self.touch(phase, step)
+
+    def touch(self, phase: Phase, step: int) -> None:
+        """Write a heartbeat for work between the trial's own phases, such as an evaluation that a script does."""
+        self.phase, self.step = phase, step
+        self.meter.sample()
+        self.board.beat(self.slot, phase, step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

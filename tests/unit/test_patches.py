@@ -9,14 +9,20 @@ import pytest
 
 # In a process of its own: it imports torch, DeepSpeed and the other patched libraries.
 _LIST = """
-import importlib, pathlib, autods
+import importlib.util, pathlib, autods
 root = pathlib.Path(autods.__file__).parents[1]
 for path in sorted((root / "autods").rglob("*.py")):
     if "patching import" in path.read_text():
         importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 from autods.trial import patching
 for patch in patching.declared():
-    print(patch.symbol, patch.problem() or "found", sep="\\t")
+    problem = "found"
+    if importlib.util.find_spec(patch.symbol.partition(".")[0]) is not None:
+        try:
+            patch.original()
+        except patching.SymbolMissing as missing:
+            problem = str(missing)
+    print(patch.symbol, problem, sep="\\t")
 """
 
 

@@ -64,7 +64,7 @@ def install(ledger: Ledger, mode: Any) -> None:
     _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
     _FAKE_TENSOR["numpy"].install(_refuse_values)
     for patch in _DEFAULTS.values():
-        patch.install(mode if patch.name == "fake_mode" else None)
+        patch.install(mode if patch.symbol.endswith(".fake_mode") else None)
     _APPLY.install(_apply_in_place)
     if not ledger.one_memory:
         _RAW_STREAM.install(lambda device: 0)

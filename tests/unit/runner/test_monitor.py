@@ -15,8 +15,7 @@ import pytest
 
 from autods.runner.monitor import GpuMonitor, RankMonitor, RunningRank
 from autods.system import processes
-from autods.trial.job import RankJob
-from autods.trial.progress import Beat, Heartbeats
+from autods.trial.job import Beat, Heartbeats, RankJob
 from autods.types import Phase, WorkloadSource
 
 GIB = 2**30

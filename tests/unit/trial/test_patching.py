@@ -99,10 +99,6 @@ def test_annotated_attributes_of_instances_count(library: types.ModuleType) -> N
     assert library.Child().size == 3
 
 
-def test_a_library_that_is_not_installed_is_no_problem() -> None:
-    assert patch("no_such_library.name").problem() is None
-
-
 def test_declared_patches_are_listed() -> None:
     ours = declare("json.decoder.JSONDecoder.decode", "a test")
     several = declare_all("json", ("loads", "dumps"), "a test")
