@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..schema import read_as
 from ..types import Action, Tier
-from .rules import read_toml
+from .rules import expand, read_toml
 from .values import Kind
 
 
@@ -51,43 +51,13 @@ def explain_exit_code(code: int) -> Meaning:
     return meanings.get(signals.get(code, str(code)), meanings["other"])
 
 
-_NAMES = {
-    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6, "terminated": 15, "illegal instruction": 4,
-    "floating point exception": 8, "hangup": 1, "interrupt": 2, "quit": 3, "sigkill": 9, "sigsegv": 11, "sigbus": 7,
-    "sigabrt": 6, "sigterm": 15, "sigill": 4, "sigfpe": 8, "sighup": 1, "sigint": 2,
+_SIGNALS = {
+    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6,
+    "terminated": 15, "illegal instruction": 4, "floating point exception": 8, "hangup": 1, "interrupt": 2, "quit": 3,
+    "sigkill": 9, "sigsegv": 11, "sigbus": 7, "sigabrt": 6, "sigterm": 15, "sigill": 4, "sigfpe": 8, "sighup": 1,
+    "sigint": 2,
 }  # fmt: skip
-_NAME = "|".join(_NAMES)
-_REPORTS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        # deepspeed: the command is that of the host's last rank, whoever failed; if that is 0 there is only one.
-        r"'--local_rank=(?P<rank>0)'.*exits with return code = (?P<code>-?\d+)",
-        r"exits with return code = (?P<code>-?\d+)",
-        r"\(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)",  # torchrun
-        r"^\s*exitcode\s*: (?P<code>-?\d+) ",  # torchrun's summary
-        r"Signal (?P<code9>\d+) \(SIG\w+\) received by PID",
-        r"process (?P<rank>\d+) terminated with signal (?P<name>SIG\w+)",  # torch.multiprocessing
-        r"process (?P<rank>\d+) terminated with exit code (?P<code>\d+)",
-        r"died with <Signals\.(?P<name>SIG\w+)",  # subprocess
-        r"returned non-zero exit status (?P<code>\d+)",
-        r"process rank (?P<rank>\d+) .*exited on signal (?P<code9>\d+)",  # mpirun
-        r"exited on signal (?P<code9>\d+)",
-        r"(?:was|been) sent (?P<name>SIGKILL|SIGSEGV|SIGABRT)",  # gunicorn, systemd
-        r"rank (?P<rank>\d+)\)? (?:was )?(?:terminated|killed) (?:with|by|on) signal (?P<code9>\d+)",  # jsrun and others
-        r"^signal (?P<code9>\d+) \(\w+[\w ]*\)\.$",  # the rest of mpirun's sentence
-        r"(?:rank|task|process|PID)s? (?P<rank>\d+)\b.{0,80}exited (?:with|on) (?:exit |non-zero )?(?:code|status):? (?P<code>-?\d+)",
-        r"task (?P<rank>\d+): (?P<name>" + _NAME + r")\b",  # srun
-        r"tasks [\d,-]+: (?P<name>" + _NAME + r")\b",
-        r"task (?P<rank>\d+): Exited with exit code (?P<code>\d+)",
-        r"tasks [\d,-]+: Exited with exit code (?P<code>\d+)",
-        r"Process name: .*,\s?(?P<rank>\d+)\]",
-        r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",  # Lightning
-        r"(?:exit ?code|exited with code|exit status|ExitCode|return code|terminated with code)\W{0,4}(?P<code>-?\d+)",
-        r"^(?:.*: line \d+: *|\w*sh: )?(?:\[\d+\]\+? +)?(?:\d+ +)?(?P<name>"
-        + _NAME
-        + r")(?: \(core dumped\))?(?: {2,}.*| *(?:/\S*|\w*sh |\./\S*|nohup |env |exec )?(?:python|sh|bash|torchrun|deepspeed|accelerate|srun|mpirun).*)?$",  # a shell
-    )
-)
+_REPORTS = tuple(re.compile(expand(pattern), re.IGNORECASE) for pattern in read_toml("log_lines")["exit_reports"])
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
 _MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .* exited on$")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
@@ -132,7 +102,7 @@ class ExitCodes:
     def _parse(self, groups: dict[str, str | None], text: str) -> Exit:
         """The exit that a report names. Its rank may stand in a line before."""
         if name := groups.get("name"):
-            code = -_NAMES.get(name.lower(), -1)
+            code = -_SIGNALS.get(name.lower(), -1)
         elif number := groups.get("code9"):
             code = -int(number)
         else:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Literal
 
-from .rules import read_signatures
+from .rules import expand, read_signatures, read_toml
 
 # Words that tracebacks, launchers and shells use. The rows of `signatures/` add their own.
 _STRUCTURE = (
@@ -146,46 +146,7 @@ _LEVELS: dict[str, Level] = {
     "e": "error", "error": "error", "err": "error", "c": "error", "critical": "error", "f": "error", "fatal": "error",
     "severe": "error", "exception": "error",
 }  # fmt: skip
-_LEVEL = r"(?P<level>DEBUG|TRACE|INFO|NOTICE|WARN(?:ING)?|ERR(?:OR)?|CRITICAL|FATAL|SEVERE)"
-# All are tried at the line's start until none matches, because prefixes come in any order.
-_PREFIXES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # torch.distributed's exception hook, torchrun --tee, Lightning, Megatron.
-        r"\[(?:rank|default|trainer|worker|Rank|RANK)[ :=]?\s?(?P<rank>\d+)\]:? ?",
-        r"\[?(?:rank|RANK|Rank)[ :=]{0,2}(?P<rank>\d+)\]? ?(?:[:|]|- ) ?",
-        r"\[\d+,\s?(?P<rank>\d+)\]<std(?:err|out)>: ?",  # mpirun --tag-output
-        r"\[(?P<rank>\d{1,4})\]:? (?=\S|  )",
-        r" ?(?P<rank>\d{1,4}): (?!\d)",  # srun --label
-        # A Ray worker, a pod, a container, a host (pdsh).
-        r"\[(?P<stream>[a-z]+\d+\|(?P<rank>\d+))\]: ?",  # torchx: [trainer0|3]:
-        r"(?P<stream>\(\w[\w.:-]* pid=\d+(?:, ip=[\w.:-]+)?\))(?: \[repeated[^\]]*\])? ?",
-        r"(?P<stream>\[pod/[^\]\s]+\]) ?",
-        r"(?P<stream>[a-z][\w.-]*[-_]\d+)\s+\| ",
-        r"(?P<stream>(?:[a-z][\w-]*\d(?:\.[a-z\d.-]+)?|(?:\d{1,3}\.){3}\d{1,3})): (?!\d+: )",
-        # Times.
-        r"\[?(?P<time>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)(?:Z|[+-]\d\d:?\d\d)?\]?:? ?(?:[-|] )?",
-        r"\[?(?P<time>\d\d/\d\d/(?:\d{4}|\d\d) \d\d:\d\d:\d\d(?:[.,]\d+)?)\]?(?: [AP]M)?:? ?(?:[-|] )?",
-        r"(?P<time>(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d+ \d\d:\d\d:\d\d) ",
-        r"\[?(?P<time>\d\d:\d\d:\d\d(?:[.,]\d+)?)\]?:? (?:[-|] )?",
-        # glog and torch's C++ logger: E0505 12:00:00.123456 140 file.cc:12]
-        r"\[?(?:(?P<rank>\d+)\]:\[)?(?P<level>[DIWEF])\d{3,4} (?P<time>[\d:.]+) +\d* ?[\w./-]+:\d+\] ?",
-        r"\[(?P<level>[DIWEF]) [\w./-]+:\d+\] ?",
-        r"(?:\[[A-Z][A-Za-z]{1,9}\] ?)?\[(?P<level>[DIWEF])\] ",  # TensorRT
-        r"\[?(?P<time>\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d)\]? ?",
-        # Levels and places.
-        r"(?P<level>[DIWEF]) \w+/[\w./-]+:\d+\] ",  # tensorflow
-        r"\[" + _LEVEL + r"\|[^\]]*\] ?(?:[\w.]+:\d+ >> )?",  # transformers
-        r"\[" + _LEVEL + r"\s*\](?: ?[:|-] )? ?",
-        _LEVEL + r"(?::[\w.]+)?:(?: |(?=\w))",
-        _LEVEL + r"\s+(?:\| |- )?",
-        r"\[[\w./-]+\.py:\d+(?::[\w<>.-]*)*\] ?",
-        r"[\w.<>]+:[\w<>.]+:\d+ - ",
-        r"[\w./-]+\.(?:py|cc|cpp|cu|h):\d+\]?:? (?:[-|] )?",
-        r"- (?=\S)",
-        r"\| (?=\S)",
-    )
-)
+_PREFIXES = tuple(re.compile(expand(pattern)) for pattern in read_toml("log_lines")["prefixes"])
 _MOST_PREFIXES = 7
 
 

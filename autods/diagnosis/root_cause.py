@@ -11,7 +11,7 @@ from .exit_codes import Exit, ExitCodes, explain_exit_code, normalize_exit_code
 from .messages import REPORTS_FAILURE, Message
 from .ranks import Ranks
 from .reader import Clock
-from .rules import Signature
+from .rules import Signature, read_toml
 from .values import Diagnosis, Kind, parse_shortage
 
 _EVIDENCE_LINES = 4
@@ -122,16 +122,10 @@ def _survived(finding: Finding, summary: LogSummary) -> bool:
 def _finished(summary: LogSummary) -> bool:
     """Whether a line says that the run ended well, and no failure follows it."""
     done = [finding.message for finding in summary.findings if finding.row.weight == "done"]
-    return (
-        bool(done)
-        and summary.first_exit.code == 0
-        and not any(
-            finding.row.weight in _STRENGTH
-            and finding.message.file == done[-1].file
-            and finding.message.order > done[-1].order
-            for finding in summary.findings
-        )
-    )
+    if not done or summary.first_exit.code != 0:
+        return False
+    failed = (finding.message for finding in summary.findings if finding.row.weight in _STRENGTH)
+    return not any(message.file == done[-1].file and message.order > done[-1].order for message in failed)
 
 
 def _is_about_other_program(
@@ -245,29 +239,13 @@ def _telling_lines(finding: Finding) -> list[str]:
     return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *matched[:1]))]
 
 
-_PHASES = tuple(
-    (re.compile(pattern), phase)
-    for pattern, phase in (
-        (r"in (?:save_checkpoint|save_16bit_model|_save_checkpoint|save_model|save_pretrained)|torch/serialization.*in save", "checkpoint"),
-        (r"in (?:evaluate|validation_step|evaluation_loop|prediction_step|predict)\b", "evaluation"),
-        (r"in (?:_worker_loop|fetch|__getitem__|collate\w*|_next_data|_try_get_data|default_collate)\b", "data"),
-        (r"in (?:backward|_engine_run_backward|run_backward|loss_backward)\b", "backward"),
-        (r"in (?:optimizer_step|_optimizer_step|_take_model_step|_step|clip_grad\w*|step_post_hook|_multi_tensor_adamw?|_initialize_state)\b", "step"),
-        (r"in (?:from_pretrained|load_state_dict|_load_pretrained_model|load_checkpoint|build_model|load_model)\b", "load"),
-        (r"in (?:initialize|_configure_\w+|_configure_zero_optimizer|initialize_optimizer_states|init_process_group|_prepare_deepspeed|prepare|_broadcast_model|setup)\b", "init"),
-        (r"in (?:forward|_call_impl|_wrapped_call_impl|compute_loss|training_step)\b", "forward"),
-        (r"in step\b", "step"),
-    )
-)  # fmt: skip
+_PHASES = [(re.compile(pattern), phase) for pattern, phase in read_toml("log_lines")["phases"]]
 
 
 def _phase(message: Message) -> str | None:
     """The phase of training that the innermost telling frame belongs to."""
-    for frame in reversed(message.frames):
-        for pattern, phase in _PHASES:
-            if pattern.search(frame):
-                return phase
-    return None
+    phases = (phase for frame in reversed(message.frames) for pattern, phase in _PHASES if pattern.search(frame))
+    return next(phases, None)
 
 
 def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:

@@ -94,12 +94,18 @@ def read_toml(name: str) -> dict[str, Any]:
 
 
 @cache
-def read_signatures() -> tuple[Signature, ...]:
-    """All rows in the order in which they are tried. The values at a file's top hold for each of its rows.
+def _fragments() -> dict[str, str]:
+    return {name: f"(?:{'|'.join(words)})" for name, words in read_toml("fragments").items()}
 
-    A {name} in a regular expression stands for the fragment of that name in `fragments.toml`.
-    """
-    fragments = {name: f"(?:{'|'.join(words)})" for name, words in read_toml("fragments").items()}
+
+def expand(pattern: str) -> str:
+    """Replace each {name} in a regular expression by the fragment of that name in `fragments.toml`."""
+    return _FRAGMENT.sub(lambda match: _fragments()[match[1]], pattern)
+
+
+@cache
+def read_signatures() -> tuple[Signature, ...]:
+    """All rows in the order in which they are tried. The values at a file's top hold for each of its rows."""
     signatures = []
     for file in FILES:
         shared = read_toml(file)
@@ -108,7 +114,7 @@ def read_signatures() -> tuple[Signature, ...]:
             if values["kind"] != shared["kind"] and "tier" not in row:
                 values["tier"] = None
             for name in ("pattern", "also", "stack", "unless"):
-                values[name] = _FRAGMENT.sub(lambda match: fragments[match[1]], values.get(name, ""))
+                values[name] = expand(values.get(name, ""))
             signatures.append(read_as(Signature, values))
     return tuple(signatures)
 

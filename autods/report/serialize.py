@@ -57,11 +57,18 @@ def write(report: Report, folder: Path) -> None:
 
     Raises InputError naming the file when the folder cannot be written or the disk is full.
     """
-    for name, text in _configs(report).items():
-        if text is None:
-            _remove(folder / name)  # a file of an earlier fit would pass for a result of this one
+    texts: dict[str, str] = {}
+    if report.ds_config is not None:
+        texts[DS_CONFIG] = as_json(report.ds_config)
+        texts[DS_CONFIG_HF] = as_json(to_trainer_config(report.ds_config))
+        texts[ACCELERATE] = accelerate_yaml(report, str(Path(report.out) / DS_CONFIG))
+        if report.script is not None and report.script.kind == "lightning":
+            texts[DS_CONFIG_LIGHTNING] = as_json(to_lightning_config(report.ds_config))
+    for name in (DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE):
+        if name in texts:
+            write_whole(folder / name, texts[name])
         else:
-            write_whole(folder / name, text)
+            _remove(folder / name)  # a file of an earlier fit would pass for a result of this one
     write_whole(folder / REPORT, as_json(to_dict(report)))  # last, because its presence means that the fit is finished
     _remove(folder / SO_FAR)
 
@@ -80,19 +87,6 @@ def read(folder: Path) -> Report:
         raise InputError(f"cannot be read: {error.strerror}", place=str(path)) from None
     except (ValueError, InputError):
         raise InputError("is not the report of a fit", place=str(path), hint="start over with --fresh") from None
-
-
-def _configs(report: Report) -> dict[str, str | None]:
-    """Return the text of each file by its name; None for a file that does not apply."""
-    if report.ds_config is None:
-        return dict.fromkeys((DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE))
-    lightning = report.script is not None and report.script.kind == "lightning"
-    return {
-        DS_CONFIG: as_json(report.ds_config),
-        DS_CONFIG_HF: as_json(to_trainer_config(report.ds_config)),
-        DS_CONFIG_LIGHTNING: as_json(to_lightning_config(report.ds_config)) if lightning else None,
-        ACCELERATE: accelerate_yaml(report, str(Path(report.out) / DS_CONFIG)),
-    }
 
 
 def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def _plain(value: Any) -> Any:
         case CellResult():
             return _plain(_fields(value)) | {"memory": _all_tiers(value.memory)}
         case Ratio():
-            return _fields(value) | {"differs": value.differs}
+            return _plain(_fields(value)) | {"differs": value.differs}
         case Capacity():
             row = _fields(value)
             return row | {"said": row.pop("explanation")}  # the key that readers of probe.json know
