@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..schema import read_as
@@ -51,12 +52,7 @@ def explain_exit_code(code: int) -> Meaning:
     return meanings.get(signals.get(code, str(code)), meanings["other"])
 
 
-_SIGNALS = {
-    "killed": 9, "out of memory": 9, "segmentation fault": 11, "bus error": 7, "aborted": 6, "abort": 6,
-    "terminated": 15, "illegal instruction": 4, "floating point exception": 8, "hangup": 1, "interrupt": 2, "quit": 3,
-    "sigkill": 9, "sigsegv": 11, "sigbus": 7, "sigabrt": 6, "sigterm": 15, "sigill": 4, "sigfpe": 8, "sighup": 1,
-    "sigint": 2,
-}  # fmt: skip
+_SIGNALS: Mapping[str, int] = read_toml("fragments")["signal_name"]
 _REPORTS = tuple(re.compile(expand(pattern), re.IGNORECASE) for pattern in read_toml("log_lines")["exit_reports"])
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
 _MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .* exited on$")

@@ -22,31 +22,19 @@ _CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")
-    confidence = format_confidence(diagnosis.confidence)
-    console.print(Text.assemble((headline(diagnosis), f"bold {style}"), (f"  ({confidence})", "dim")))
-    for line in diagnosis.evidence:
-        console.print(Text(f"  {line}", style="dim"))
-    for place in diagnosis.places:
-        console.print(Text(f"  at {place}", style="dim"))
-    if diagnosis.advice:
-        console.print(Text.assemble(("What to do: ", "bold"), diagnosis.advice))
-
-
-def headline(diagnosis: Diagnosis) -> str:
-    """'Out of device memory on rank 3 in backward'."""
+    """Print, say, 'Out of device memory on rank 3 in backward  (likely, 0.60)', the evidence and the advice."""
+    place = f" on rank {diagnosis.rank}" if diagnosis.rank is not None else ""
+    place += f" in {diagnosis.phase}" if diagnosis.phase else ""
+    headline = f"{_KINDS.get(diagnosis.kind, diagnosis.kind)}{place}"
     if diagnosis.kind == "unknown":
         failed = "The run" if diagnosis.rank is None else f"Rank {diagnosis.rank}"
-        return f"{failed} failed; the cause is not in the log"
-    if diagnosis.kind == "out_of_memory" and diagnosis.tier:
-        cause = f"Out of {TIER_NAMES[diagnosis.tier]}"
-    else:
-        cause = _KINDS.get(diagnosis.kind, diagnosis.kind)
-    rank = f" on rank {diagnosis.rank}" if diagnosis.rank is not None else ""
-    return f"{cause}{rank}{f' in {diagnosis.phase}' if diagnosis.phase else ''}"
-
-
-def format_confidence(confidence: float) -> str:
-    """'likely, 0.60'."""
-    word = next(word for least, word in _CONFIDENCE_WORDS if confidence >= least)
-    return f"{word}, {confidence:.2f}"
+        headline = f"{failed} failed; the cause is not in the log"
+    elif diagnosis.kind == "out_of_memory" and diagnosis.tier:
+        headline = f"Out of {TIER_NAMES[diagnosis.tier]}{place}"
+    style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")
+    sure = next(word for least, word in _CONFIDENCE_WORDS if diagnosis.confidence >= least)
+    console.print(Text.assemble((headline, f"bold {style}"), (f"  ({sure}, {diagnosis.confidence:.2f})", "dim")))
+    for line in (*diagnosis.evidence, *(f"at {place}" for place in diagnosis.places)):
+        console.print(Text(f"  {line}", style="dim"))
+    if diagnosis.advice:
+        console.print(Text.assemble(("What to do: ", "bold"), diagnosis.advice))

@@ -34,9 +34,9 @@ from .text import (
 class LiveView:
     """A context manager that redraws `_current` on a terminal. It writes to `console`, else to standard error."""
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._clock, self._since = clock, clock()
+        self._since = time.monotonic()
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None  # None where lines are printed instead
 
@@ -76,34 +76,28 @@ class Progress(LiveView):
     `label` formats a trial's conditions, which stand beside its rung and batch.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        label: Callable[[Trial], str] = lambda trial: "",
-    ) -> None:
-        super().__init__(console, clock=clock)
+    def __init__(self, console: Console | None = None, *, label: Callable[[Trial], str] = lambda trial: "") -> None:
+        super().__init__(console)
         self._label = label
         self._running: dict[int, _Running] = {}
-        self._doing = Note(text="")
+        self._note = ""
 
     def __call__(self, event: Event) -> None:
         match event:
             case Note():
-                self._doing, self._since = event, self._clock()
+                self._note, self._since = event.text, time.monotonic()
                 self._print(Text(event.text, style="dim"), event.text)
             case Skipped(rung=rung, reason=reason):
                 row = self._row(MARKS["skipped"], rung=rung, text=f"skipped: {reason}")
                 self._print(row, f"skipped {rung}: {reason}")
             case TrialStarted():
-                self._running[event.id] = _Running(event.trial, self._clock())
+                self._running[event.id] = _Running(event.trial, time.monotonic())
             case TrialMoved():
                 if (now := self._running.get(event.id)) is not None:
                     now.phase, now.step = event.phase, event.step
             case TrialFinished(record=record, replayed=replayed):
                 self._running.pop(record.id, None)
-                self._doing = Note(text="")
+                self._note = ""
                 label = self._label(record.trial)
                 row = self._row(
                     MARKS[record.outcome.kind],
@@ -139,14 +133,14 @@ class Progress(LiveView):
         """A line for each running trial, or the last note while nothing runs."""
         running = list(self._running.values())  # others may begin and end meanwhile
         if not running:
-            elapsed = format_seconds(self._clock() - self._since)
-            self._spinner.update(text=Text(f"{self._doing.text or 'deciding'}  {elapsed}", style="dim"))
+            elapsed = format_seconds(time.monotonic() - self._since)
+            self._spinner.update(text=Text(f"{self._note or 'deciding'}  {elapsed}", style="dim"))
         else:
             self._spinner.update(text=Text("\n").join(map(self._line, running)))
         return self._spinner
 
     def _line(self, now: _Running) -> Text:
-        place, elapsed = format_phase(now.phase, now.step), format_seconds(self._clock() - now.since)
+        place, elapsed = format_phase(now.phase, now.step), format_seconds(time.monotonic() - now.since)
         description = f"  {_describe(now.trial)}  {self._label(now.trial)}  "
         return Text.assemble((now.trial.rung, "bold"), description, (place, "cyan"), (f"  {elapsed}", "dim"))
 
@@ -160,8 +154,8 @@ def _describe(trial: Trial) -> str:
 class PlanProgress(LiveView):
     """A `forecast.values.ForecastListener` and a context manager. Events may come from any thread."""
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, clock=clock)
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__(console)
         self._doing: dict[str, str] = {}
         self._note = ""
         self._rows: dict[tuple[str, str], RungForecast] = {}
@@ -199,7 +193,7 @@ class PlanProgress(LiveView):
         with self._lock:
             doing = ", ".join(list(self._doing.values())[-2:]) or self._note
             share, rows = self._share, dict(self._rows)
-        elapsed = format_seconds(self._clock() - self._since)
+        elapsed = format_seconds(time.monotonic() - self._since)
         self._spinner.update(text=Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim")))
         if len({machine for machine, _ in rows}) != 1:
             return self._spinner

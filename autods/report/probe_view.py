@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -185,12 +186,8 @@ def _reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
 
 def _number_ranges(numbers: Iterable[int]) -> str:
     """'1-3, 7'."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    by_offset = itertools.groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_offset]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

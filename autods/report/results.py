@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..config.plan_settings import Site
 from ..forecast.values import RungForecast
+from ..schema import read_as
 from ..types import Device, Knobs, ModelFacts, Record, Scalar, ScriptKind, Skipped, Tier, TierUse, WorkloadSource
 
 
@@ -99,7 +100,7 @@ class Report:
     def script(self) -> ScriptLaunch | None:
         """How to start the training script; None for any other workload."""
         script = self.question.get("script")
-        return ScriptLaunch(**{**script, "argv": tuple(script["argv"])}) if script else None
+        return read_as(ScriptLaunch, script) if script else None
 
 
 Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
