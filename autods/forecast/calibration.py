@@ -51,7 +51,6 @@ class Calibration:
     rungs: Mapping[str, float] = field(default_factory=dict)
 
     def ratios(self, rung: str) -> Ratios:
-        """Return the factors of a rung's forecast."""
         error = self.rungs.get(rung, self.mean)
         half = max(_WIDTH * self.spread, self.least)
         return Ratios(low=math.exp(error - half), middle=math.exp(error), high=math.exp(error + half))

@@ -129,12 +129,9 @@ class Limits:
 
     def by_tier(self, device: Device) -> dict[Tier, int]:
         """Return the limits that are known. CPU ranks have a budget for the device's part only."""
-        limits: dict[Tier, int] = {"device": self.device_bytes}
-        if device == "cuda" and self.host_bytes is not None:
-            limits["host"] = self.host_bytes
-        if self.nvme_bytes is not None:
-            limits["nvme"] = self.nvme_bytes
-        return limits
+        host_bytes = self.host_bytes if device == "cuda" else None
+        limits: dict[Tier, int | None] = {"device": self.device_bytes, "host": host_bytes, "nvme": self.nvme_bytes}
+        return {tier: limit for tier, limit in limits.items() if limit is not None}
 
 
 @dataclass(slots=True)
@@ -162,7 +159,6 @@ class Forecaster:
             return engine.simulate(micro_batch)
 
     def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
-        """Return the result of an earlier simulation."""
         return self._simulations.get((memory_key(spec), micro_batch))
 
     def judge(
@@ -196,7 +192,6 @@ class EngineForecaster:
     _engine: Engine | None = None
 
     def simulate(self, micro_batch: int) -> Simulation:
-        """Simulate one micro batch, if it is not known yet."""
         known = self.forecaster.get(self.spec, micro_batch)
         if known is not None:
             return known
@@ -224,8 +219,8 @@ class EngineForecaster:
     ) -> LargestMicroBatch:
         """Search `sizes` (ascending) for the largest micro batch that fits within the limits.
 
-        `known` is a micro batch and its fill, and `slope` a guess, see `batch_search`. Where a larger micro batch
-        cannot be simulated (the data of a script may end), it counts as too large and stands in `failures`.
+        `known` is a micro batch and its fill, and `slope` a guess, as for the function of this name. Where a larger
+        micro batch cannot be simulated (the data of a script may end), it counts as too large and stands in `failures`.
         """
         spec = on or self.spec
         failures: dict[int, str] = {}

@@ -44,6 +44,13 @@ _ALIGNED = 64 + _BEFORE  # torch asks for 64-byte alignment: malloc adds that, a
 _HEADER = 16
 
 
+def _mapping_bytes(size: int) -> int:
+    return -(-(size + _ALIGNED) // _PAGE) * _PAGE
+
+
+_LEAST_MAPPING = _mapping_bytes(_MAPPED_FROM)
+
+
 def replay_process(trace: Trace) -> Replay:
     """Replay a CPU rank's trace on glibc's malloc.
 
@@ -61,29 +68,20 @@ def replay_process(trace: Trace) -> Replay:
         peak = mapped + small
         peak_reserved = max(peak_reserved, mapped + peak_small)
         for index, event in enumerate(trace.events[first:stop], first):
-            if index in copied:
-                size = copied[index]
-                with_copy = mapped + (_mapping_bytes(size) if size >= _MAPPED_FROM else 0)
+            if copied.get(index, 0) >= _MAPPED_FROM:
+                with_copy = mapped + _mapping_bytes(copied[index])
                 peak, peak_reserved = max(peak, with_copy + small), max(peak_reserved, with_copy + peak_small)
-            if event >= _MAPPED_FROM:
-                size = _mapping_bytes(event)
+            if event < 0:
+                size = -sizes[~event]
+            else:
+                heap_bytes = -(-(event + _ALIGNED + _HEADER) // 16) * 16 if event else 0
+                size = _mapping_bytes(event) if event >= _MAPPED_FROM else heap_bytes
                 sizes.append(size)
+            if abs(size) >= _LEAST_MAPPING:
                 mapped += size
-            elif event > 0:
-                size = -(-(event + _ALIGNED + _HEADER) // 16) * 16
-                sizes.append(size)
+            else:
                 small += size
                 peak_small = max(peak_small, small)
-            elif event == 0:
-                sizes.append(0)
-                continue
-            else:
-                size = sizes[~event]
-                if size >= _MAPPED_FROM:
-                    mapped -= size
-                else:
-                    small -= size
-                continue
             peak, peak_reserved = max(peak, mapped + small), max(peak_reserved, mapped + peak_small)
         allocated[phase] = max(allocated.get(phase, 0), peak)
     return Replay(
@@ -91,7 +89,3 @@ def replay_process(trace: Trace) -> Replay:
         peak_allocated_bytes=max(allocated.values(), default=0),
         allocated_by_phase=allocated,
     )
-
-
-def _mapping_bytes(size: int) -> int:
-    return -(-(size + _ALIGNED) // _PAGE) * _PAGE

@@ -44,7 +44,6 @@ class Overhead:
     share: tuple[float, ...] = ()
 
     def applies_to(self, spec: EngineSpec) -> bool:
-        """Return whether the row counts for this engine."""
         zero = spec.ds_config.get("zero_optimization") or {}
         stage = zero.get("stage", 0)
         if self.device != spec.device or spec.world_size < self.least_world_size or stage < self.least_stage:

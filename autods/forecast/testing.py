@@ -47,8 +47,6 @@ class ScriptedSimulator(Simulator):
 
     @contextmanager
     def engine(self, spec: EngineSpec) -> Iterator[Engine]:
-        """Yield an engine that answers by the script."""
-
         def measure(micro_batch: int) -> Simulation:
             self.measured.append((spec.rung, micro_batch))
             return self.script(spec, micro_batch)
@@ -58,8 +56,6 @@ class ScriptedSimulator(Simulator):
 
 
 def fail_with(kind: str, problem: str, *, place: str | None = None, hint: str | None = None) -> Script:
-    """Return a script that always fails."""
-
     def script(spec: EngineSpec, micro_batch: int) -> Simulation:
         raise SimulationFailed(kind=kind, problem=problem, place=place, hint=hint)
 

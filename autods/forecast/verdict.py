@@ -92,7 +92,6 @@ def judge_memory(
 
 
 def judge_tier(tier: TierForecast) -> Verdict:
-    """Return the verdict of one tier."""
     if tier.limit_bytes is None or tier.high_bytes <= tier.limit_bytes:
         return "fits"
     return "cannot_fit" if tier.low_bytes > tier.limit_bytes else "tight"

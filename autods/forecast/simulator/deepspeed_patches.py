@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
+import itertools
 import math
 import os
 import sys
@@ -14,7 +14,7 @@ import torch
 
 from ...trial.patching import declare, declare_all
 from .ledger import Ledger
-from .protocol import unsupported
+from .protocol import Refused
 
 _IN_PLACE = frozenset({
     "multi_tensor_adam", "multi_tensor_lion",
@@ -88,7 +88,9 @@ class _Ops(types.ModuleType):
             return lambda *args, **kwargs: 0
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise unsupported(f"DeepSpeed's compiled function {self.__name__}.{name} is not simulated")
+            # Its use of memory is not known, and no forecast is better than a wrong one.
+            problem = f"DeepSpeed's compiled function {self.__name__}.{name} is not simulated"
+            raise Refused("unsupported", problem, "forecast with --no-forecast, or measure by a trial (autods fit)")
 
         return refuse
 
@@ -164,10 +166,11 @@ def _reduce_scatter_coalesced(tensors: list[Any], group: Any = None) -> list[Any
         whole = len(tensors) == 1 and not padding
         flat = tensors[0].view(-1) if whole else tensors[0].new_empty(sum(chunks) * world)
         flat.div_(world)
-        piece = flat.narrow(0, 0, sum(chunks))
-        starts = [sum(chunks[:index]) for index in builtins.range(len(chunks))]
-        sizes = [min(chunk, tensor.numel()) for chunk, tensor in zip(chunks, tensors, strict=True)]
-        return [piece.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
+        starts = itertools.accumulate(chunks, initial=0)
+        return [
+            flat.narrow(0, start, min(chunk, tensor.numel()))
+            for start, chunk, tensor in zip(starts, chunks, tensors, strict=False)
+        ]
 
 
 def _wait(handle: Any, real: Any, handle_dependency: bool = True) -> None:
@@ -188,5 +191,5 @@ def _wait(handle: Any, real: Any, handle_dependency: bool = True) -> None:
 def _range(*args: int) -> Any:
     """`range` for partition_parameters: its loop over the world in `_all_gather_dtype` sees rank 0 only."""
     if sys._getframe(1).f_code.co_name == "_all_gather_dtype" and len(args) == 1:
-        return builtins.range(min(args[0], 1))
-    return builtins.range(*args)
+        return range(min(args[0], 1))
+    return range(*args)

@@ -57,8 +57,8 @@ _aten = torch.ops.aten
 _BUILT_IN = {"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims"}
 _device_of = torch.ops.prim.device.default
 _META = torch.device("meta")
-_LARGEST = "the size of a tensor depends on values ({}): the largest possible was taken"
 _CPU = torch.device("cpu")
+_LARGEST = "the size of a tensor depends on values ({}): the largest possible was taken"
 Handler = Callable[[Any, Any, Any], Any]
 
 

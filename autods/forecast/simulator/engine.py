@@ -39,12 +39,12 @@ class SimulationContext:
         torch_patches.install(self.ledger, self._fake)
         padding.install()
         deepspeed_patches.install(self.ledger)
-        self._recorder = Recorder(self.ledger, self._fake)
+        self.recorder = Recorder(self.ledger, self._fake)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Tensors that are made inside the block are fake and recorded."""
-        with self._fake, self._recorder:
+        with self._fake, self.recorder:
             yield
 
     def become_rank(self, spec: EngineSpec) -> None:
@@ -54,10 +54,6 @@ class SimulationContext:
         deepspeed_patches.install_large_worlds(spec.world_size)
         self.ledger.kind_of_new = attribution.kind_by_caller
         self.ledger.begin("init")
-
-    def look_for_padding(self, workload: Workload, batch: Any) -> None:
-        """Find out which attention masks of the batch hold padding, for when the model asks."""
-        self._recorder.masks = padding.inspect_masks(workload.build_batch, batch)
 
 
 class BuiltModel:
@@ -103,7 +99,7 @@ class Engine:
                 gc.collect()
                 ledger.restart()
                 batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
-            self._context.look_for_padding(self._workload, batch)
+            self._context.recorder.masks = padding.inspect_masks(self._workload.build_batch, batch)
             batch = place(batch, self._engine)
             with explain_optimizer_errors(self._config):
                 for index in range(_FIRST_STEPS if first else 1):

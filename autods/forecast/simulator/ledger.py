@@ -122,7 +122,6 @@ class Ledger:
             self._locked.add(known[2])
 
     def is_pinned(self, tensor: Any) -> bool:
-        """Whether the tensor lies in pinned host memory."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         return known is not None and known[1] == PINNED
 
@@ -147,7 +146,6 @@ class Ledger:
         return {phase: tops[_SUM] for phase, tops in self._by_phase.items()}
 
     def trace(self, tier: int) -> Trace:
-        """The allocations of a tier so far."""
         tape, on_device = self._tapes[tier], tier == DEVICE
         return Trace(
             events=array("q", tape.events),

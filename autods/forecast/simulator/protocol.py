@@ -62,11 +62,6 @@ class Refused(Exception):
         self.kind, self.problem, self.hint = kind, problem, hint
 
 
-def unsupported(problem: str, hint: str | None = None) -> Refused:
-    """The error for code with unknown memory use: no forecast is better than a wrong one."""
-    return Refused("unsupported", problem, hint or "forecast with --no-forecast, or measure by a trial (autods fit)")
-
-
 @contextlib.contextmanager
 def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
     """Turn errors of `deepspeed.initialize` or of a step about the config's optimizer into `Refused`."""

@@ -150,14 +150,12 @@ class _ScriptRun:
             steps=_STEPS,
         )
 
-    def __call__(self, phase: Phase, step: int) -> None:
-        """Observer: a phase begins."""
-        self.touch(phase, step)
-
     def touch(self, phase: Phase, step: int) -> None:
         """Observer: the script is in this phase, which may be one that no forecast has."""
         if phase in _PHASES and self.result is None:
             self.context.ledger.begin(_PHASES[phase])
+
+    __call__ = touch
 
     def record(self, engine: Any) -> None:
         """Keep the result at the end of the second step; later allocations do not count."""

@@ -31,11 +31,10 @@ _VALUES = declare_all(
     "scripts log and copy tensors, whose values are zeros here",
 )
 _LOADER = declare("torch.utils.data.DataLoader.__init__", "workers cannot hand over tensors without values")
-_SAMPLERS = (
-    declare("torch.utils.data.RandomSampler.__iter__", "a list of as many zeros as there are samples takes long"),
-    declare("torch.utils.data.SubsetRandomSampler.__iter__", "a list of zeros for all samples takes long"),
-    declare("torch.utils.data.distributed.DistributedSampler.__iter__", "a list of zeros for all samples takes long"),
-)
+_SAMPLERS = [
+    declare(f"torch.utils.data.{sampler}.__iter__", "a list of as many zeros as there are samples takes long")
+    for sampler in ("RandomSampler", "SubsetRandomSampler", "distributed.DistributedSampler")
+]
 _RANDOM_STATE = declare("torch.random.set_rng_state", "a generator takes no state without values")
 _SYNCHRONIZED_STATES = declare_all(
     _ACCELERATE_RANDOM, ("synchronize_rng_state", "synchronize_rng_states"), "a generator takes no state without values"
@@ -104,21 +103,16 @@ class _WeightsFile(_Forwarding):
         self._real.__exit__(*raised)
 
     def get_slice(self, name: str) -> _WeightsSlice:
-        """A tensor that is made when it is sliced."""
         return _WeightsSlice(self._real.get_slice(name), self._device)
 
     def get_tensor(self, name: str) -> Any:
-        """A tensor of the stored shape and type."""
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, Any]:
-        """All tensors by name."""
         return {name: self.get_tensor(name) for name in self._real.keys()}  # noqa: SIM118
 
 
 class _WeightsSlice(_Forwarding):
-    """The result of `get_slice`."""
-
     def __getitem__(self, index: Any) -> Any:
         dtype = _SAFETENSORS_DTYPES.get(self._real.get_dtype())
         if dtype is None:

@@ -104,7 +104,7 @@ def _serve(client: socket.socket, prepared: _Prepared) -> None:
         line, descriptors, _, _ = socket.recv_fds(client, _LONGEST_REQUEST, 1)
         if not line:
             break
-        children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+        children = {pid for pid in children if not _has_ended(pid)}
         request, connection = pickle.loads(line), socket.socket(fileno=descriptors[0])
         shared = _shared_model(request, prepared)
         if shared in builders and _pass_on(builders[shared], line, connection):
@@ -128,8 +128,16 @@ def _serve(client: socket.socket, prepared: _Prepared) -> None:
             _pass_on(builders[shared], line, connection)
         connection.close()
     for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:  # the workload ignores SIGCHLD
+        return True
 
 
 def _shared_model(request: Request, prepared: _Prepared) -> tuple[object, ...] | None:

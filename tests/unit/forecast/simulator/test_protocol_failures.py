@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.forecast.simulator.protocol import Refused, explain_optimizer_errors, failure_of, unsupported
+from autods.forecast.simulator.protocol import Refused, explain_optimizer_errors, failure_of
 from autods.trial.patching import Patch, SymbolMissing
 
 
@@ -41,7 +41,7 @@ def test_other_errors_pass_through() -> None:
 
 
 def test_a_refusal_keeps_its_words() -> None:
-    failure = failure_of(unsupported("no such kernel", "use another"), "model.py")
+    failure = failure_of(Refused("unsupported", "no such kernel", "use another"), "model.py")
     assert (failure.kind, failure.problem, failure.hint) == ("unsupported", "no such kernel", "use another")
 
 
