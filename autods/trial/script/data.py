@@ -33,13 +33,11 @@ class Loader:
 class Batches:
     """The arguments of a script's training forwards.
 
-    `longest_shape` is the shape of the largest tensor in the longest batch. `forward` repeats a forward of the engine
-    with given arguments; a library that calls the engine in another way replaces it.
+    `longest_shape` is the shape of the largest tensor in the longest batch. `forward` takes the arguments of a forward
+    where a library calls the engine in another way; None: the engine takes them.
     """
 
-    forward: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda engine, args, kwargs: engine(
-        *args, **kwargs
-    )
+    forward: Callable[..., Any] | None = None
     seen: int = 0
     tokens_per_sample: int | None = None
     longest_shape: tuple[int, ...] = ()
@@ -115,10 +113,11 @@ class Batches:
 
         if self._longest is None:
             return None
+        args, kwargs = self._longest
         seed_all(0)  # mixture-of-experts layers choose tokens at random in evaluation too
         engine.eval()
         with torch.no_grad():
-            output = self.forward(engine, *self._longest)
+            output = (self.forward or engine)(*args, **kwargs)
         engine.train()
         if (loss := find_loss(output)) is not None:
             return float(loss)

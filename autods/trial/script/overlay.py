@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,7 @@ from ..patching import declare, declare_all
 
 _WHY = "a script's writes are kept out of the user's folders"
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Functions of one path that change or remove what lies there.
-_CHANGES = ("unlink", "remove", "rmdir", "chmod", "chown", "utime", "lchown")
-# Functions of one path that read.
-_READS = ("stat", "lstat", "access", "readlink", "statvfs", "chdir")
-_OTHERS = ("open", "mkdir", "listdir", "scandir", "rename", "replace", "link", "symlink", "truncate")
 _OPENS = (declare("builtins.open", _WHY), declare("io.open", _WHY))
-_OS = declare_all("os", (*_CHANGES, *_READS, *_OTHERS), _WHY)
 
 
 class Overlay:
@@ -42,21 +36,8 @@ class Overlay:
         """Replace the functions for the rest of this process."""
         for patch in _OPENS:
             patch.wrap(self._open)
-        replacements: dict[str, Callable[..., Any]] = {
-            **dict.fromkeys(_CHANGES, self._change),
-            **dict.fromkeys(_READS, self._read),
-            "open": self._os_open,
-            "mkdir": self._mkdir,
-            "rename": self._move,
-            "replace": self._move,
-            "link": self._link,
-            "symlink": self._link,
-            "truncate": lambda original, path, length: original(self.path_to_write(path, keep=True), length),
-        }
-        for name, replacement in replacements.items():
-            _OS[name].wrap(replacement)
-        _OS["listdir"].wrap(self._list, lambda names: list(dict.fromkeys(itertools.chain(*names))))
-        _OS["scandir"].wrap(self._list, _MergedScan)
+        for name, replacement in _REPLACEMENTS.items():
+            _OS[name].wrap(replacement, self)
 
     # Where a path leads.
 
@@ -107,6 +88,9 @@ class Overlay:
     def _read(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self.path_to_read(path, kwargs.get("dir_fd")), *args, **kwargs)
 
+    def _truncate(self, original: Any, path: Any, length: int) -> None:
+        original(self.path_to_write(path, keep=True), length)
+
     def _change(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Change the script's copy; a file that it did not write stays as it is."""
         copy = self._copy_of(path, kwargs.get("dir_fd"))
@@ -129,15 +113,15 @@ class Overlay:
         self.written[os.fsdecode(path)] = None
         os.makedirs(copy, exist_ok=True)
 
-    def _list(self, merge: Callable[[list[Any]], Any], original: Any, path: Any = None) -> Any:
-        """The entries of a folder and of its copy."""
+    def _list(self, original: Any, path: Any = None) -> Any:
+        """The names or entries in a folder and in its copy."""
         copy = self._copy_of("." if path is None else path)
         if copy is None or not os.path.lexists(copy):
             return original(path)
         entries = [original(os.fsencode(copy) if isinstance(path, bytes) else copy)]
         with contextlib.suppress(OSError):  # only the script has this folder
             entries.append(original(path))
-        return merge(entries)
+        return _MergedScan(entries) if original.__name__ == "scandir" else [*dict.fromkeys(itertools.chain(*entries))]
 
     def _move(self, original: Any, src: Any, dst: Any, **fds: Any) -> None:
         source, target = self._copy_of(src, fds.get("src_dir_fd")), self._copy_of(dst, fds.get("dst_dir_fd"))
@@ -167,3 +151,16 @@ class _MergedScan(contextlib.ExitStack):
 
     def __next__(self) -> Any:
         return next(self._entries)
+
+
+_REPLACEMENTS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("unlink", "remove", "rmdir", "chmod", "chown", "utime", "lchown"), Overlay._change),
+    **dict.fromkeys(("stat", "lstat", "access", "readlink", "statvfs", "chdir"), Overlay._read),
+    **dict.fromkeys(("listdir", "scandir"), Overlay._list),
+    **dict.fromkeys(("rename", "replace"), Overlay._move),
+    **dict.fromkeys(("link", "symlink"), Overlay._link),
+    "open": Overlay._os_open,
+    "mkdir": Overlay._mkdir,
+    "truncate": Overlay._truncate,
+}
+_OS = declare_all("os", _REPLACEMENTS, _WHY)

@@ -110,7 +110,7 @@ def _replace_config(
         batches.forward = functools.partial(_repeat_training_step, strategy)
 
 
-def _repeat_training_step(strategy: Any, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _repeat_training_step(strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A Lightning module may have no forward."""
     module = strategy.lightning_module
     module.log = module.log_dict = lambda *args, **kwargs: None  # the Trainer refuses to log between two steps
