@@ -92,7 +92,7 @@ def run_probe(
     subject = f"{'the largest micro batch of ' if probe.capacity else ''}{sum(1 for _ in probe.cells())} cells"
     manner = f"each {probe.repeats} times, in turns" if probe.repeats > 1 else "each once"
     if probe.capacity:
-        manner = "by the forecast" if probe.forecast_only else "by the forecast and by trials"
+        manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
     progress: AbstractContextManager[Listener] = (
         _SILENT if quiet else Progress(label=lambda trial: format_trial_label(probe, trial))
     )

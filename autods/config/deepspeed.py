@@ -37,7 +37,6 @@ class KnownKeys:
 
 @cache
 def read_known_keys() -> KnownKeys:
-    """Read the shipped file."""
     path = data_folder("configs") / "deepspeed" / "keys.toml"
     return read_checked(
         KnownKeys, read_toml(path), lambda keys: None, name="list of keys", place=str(path), hint="reinstall autods"

@@ -47,12 +47,10 @@ class Site:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job."""
         return -(-self.world_size // self.ranks_per_node)
 
     @property
     def precision(self) -> str:
-        """'bf16', 'fp16' or 'fp32'."""
         return precision_name(self.base)
 
 

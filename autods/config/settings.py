@@ -145,7 +145,6 @@ class Settings:
         return -(-self.gpus // self.nodes)
 
     def rung(self, name: str) -> Rung:
-        """Return the rung of the ladder with this name."""
         return next(rung for rung in self.ladder if rung.name == name)
 
     def fingerprint(self) -> str:

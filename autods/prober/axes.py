@@ -92,7 +92,6 @@ def read_axes(
 
 
 def split_axis(line: str) -> tuple[str, str]:
-    """Split 'NAME=A,B' into name and values."""
     name, equals, values = line.partition("=")
     if not equals or not name.strip() or not values.strip():
         raise InputError(f"--vary {line}: it is NAME=A,B,C", hint="such as --vary rung=zero1,zero2")

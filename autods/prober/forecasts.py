@@ -37,7 +37,6 @@ class Simulators:
         self._open: dict[str, tuple[Simulator, ExitStack]] = {}
 
     def get(self, source: WorkloadSource) -> Simulator:
-        """Return the simulator of this workload."""
         if source.digest not in self._open:
             while len(self._open) >= _MOST_SIMULATORS:
                 self._open.pop(next(iter(self._open)))[1].close()

@@ -43,7 +43,6 @@ class Cell:
 
     @property
     def rung(self) -> str:
-        """The name of the rung."""
         return str(self.values["rung"])
 
     @property

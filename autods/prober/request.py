@@ -39,7 +39,7 @@ class ProbeSettings:
     `settings` are those of the most ranks; their ladder holds the rungs that are varied.
     `repeats` is the number of measurements of each cell.
     `capacity` asks for the largest micro batch of each cell, with `parallel` cells at a time.
-    `forecast_only` means forecasts for `machine` instead of trials; None is this machine.
+    `machine` gets forecasts instead of trials; None means trials on this machine.
     `as_written` keeps the buckets of the base config or of DeepSpeed, instead of sizing them as a fit would.
     `assumed` has sentences about values that were not given.
     """
@@ -50,7 +50,6 @@ class ProbeSettings:
     steps: Steps
     capacity: bool = False
     parallel: int = 1
-    forecast_only: bool = False
     as_written: bool = False
     machine: Machine | None = None
     assumed: tuple[str, ...] = ()
@@ -126,7 +125,6 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
         steps=steps,
         capacity=capacity,
         parallel=request.parallel_trials,
-        forecast_only=request.forecast_only,
         as_written=request.as_written,
         machine=machine,
         assumed=assumed,
@@ -291,13 +289,12 @@ def list_notes(question: ProbeSettings) -> tuple[str, ...]:
     if not question.capacity and "micro_batch" not in names:
         micro_batch = question.settings.base.get("train_micro_batch_size_per_gpu")
         notes += [] if isinstance(micro_batch, int) else ["assumed: micro batch 1 (--vary micro_batch=…)"]
-    if question.settings.device != "cpu" or question.forecast_only:
+    if question.settings.device != "cpu" or question.machine is not None:
         return tuple(notes)
     if any(name.startswith("env.NCCL_") for name in names):
         notes.append("CPU ranks talk through gloo: NCCL's variables change nothing here")
     if any("pin_memory" in name for name in names):
         notes.append("on CPU ranks no memory is pinned for the CPU's Adam: pin_memory shows on GPUs")
-    rungs = {rung.name: rung for rung in question.settings.ladder}
-    if any("host" in rung.places.values() for rung in rungs.values()):
+    if any("host" in rung.places.values() for rung in question.settings.ladder):
         notes.append("on CPU ranks the device's memory is host memory: offloading to the CPU saves nothing here")
     return tuple(notes)

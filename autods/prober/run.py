@@ -62,7 +62,7 @@ def build_report(
             "steps": asdict(question.steps),
             "capacity": question.capacity,
             "parallel_trials": question.parallel,
-            "forecast_only": question.forecast_only,
+            "forecast_only": question.machine is not None,
             "machine": None if question.machine is None else question.machine.name,
         },
         versions=installed_versions(),
@@ -96,7 +96,7 @@ def probe(
         if past.records:
             listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
         benches: AbstractContextManager[Bench | None] = nullcontext(None)
-        if not question.forecast_only:
+        if question.machine is None:
             benches = (start or _on_ray)(settings, listen)
         try:
             with benches as bench, closing(Simulators(simulate)) as simulators:
