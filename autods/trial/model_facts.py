@@ -43,11 +43,11 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
 
     Raises WorkloadError if it is no dict or tuple of tensors with `micro_batch` samples.
     """
-    if not isinstance(batch, Mapping | tuple | list):
-        raise WorkloadError(f"{by} returned {type(batch).__name__}", hint="return a dict or a tuple of tensors")
-    tensors = named_tensors(batch)
+    is_container = isinstance(batch, Mapping | tuple | list)
+    tensors = named_tensors(batch) if is_container else {}
     if not tensors:
-        raise WorkloadError(f"{by} returned no tensor", hint="return a dict or a tuple of tensors")
+        problem = "no tensor" if is_container else type(batch).__name__
+        raise WorkloadError(f"{by} returned {problem}", hint="return a dict or a tuple of tensors")
     for name, tensor in tensors.items():
         if tensor.dim() and tensor.shape[0] != micro_batch:
             raise WorkloadError(

@@ -104,16 +104,14 @@ class RankContext:
 
     def write_record(self, end: Result | BaseException) -> int:
         """Write the rank's result or error into its file, whole or not at all; return the exit code."""
-        observer, failed = self.observer, isinstance(end, BaseException)
-        record: dict[str, Any] = {"ok": not failed}
+        observer = self.observer
+        record: dict[str, Any] = {"ok": True, "result": end}
         if isinstance(end, BaseException):
-            record["error"] = describe_error(end, self.job.source.path)
+            record = {"ok": False, "error": describe_error(end, self.job.source.path)}
             with contextlib.suppress(Exception):  # a broken device may not answer; the numbers are only evidence
                 record |= {"free_bytes": observer.meter.free_bytes(), **observer.meter.allocator()}
-        else:
-            record["result"] = end
         observer.meter.lift()
-        if failed:
+        if not record["ok"]:
             print(record["error"]["traceback"], file=sys.stderr)  # users are sent to this log
         record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
         path = Path(self.job.folder) / f"rank{self.job.local_ranks[self.slot]}.json"
@@ -122,7 +120,7 @@ class RankContext:
         os.replace(temporary, path)
         sys.stdout.flush()
         sys.stderr.flush()
-        return int(failed)
+        return 0 if record["ok"] else 1
 
 
 def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:

@@ -121,7 +121,12 @@ def load(source: WorkloadSource) -> Workload:
         case "hf_config":
             workload = load_config(source)
         case "pickle":
-            workload = bind_arguments(_unpickle(source), source)
+            packed = pickle.loads(Path(source.path).read_bytes())
+            sys.path.extend(folder for folder in packed["path"] if folder not in sys.path)
+            unpickled = pickle.loads(packed["workload"])
+            if not isinstance(unpickled, Workload):
+                raise WorkloadError("is not a pickled Workload", place=source.path)
+            workload = bind_arguments(unpickled, source)
         case "script":
             raise WorkloadError("is a training script, and cannot be loaded as a model", place=source.path)
     if source.recompute is False:
@@ -165,15 +170,6 @@ def _build_without_checkpointing(build_model: Callable[[], Any]) -> Any:
     if disable is not None:
         disable()
     return model
-
-
-def _unpickle(source: WorkloadSource) -> Workload:
-    packed = pickle.loads(Path(source.path).read_bytes())
-    sys.path.extend(folder for folder in packed["path"] if folder not in sys.path)
-    workload = pickle.loads(packed["workload"])
-    if not isinstance(workload, Workload):
-        raise WorkloadError("is not a pickled Workload", place=source.path)
-    return workload
 
 
 def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:

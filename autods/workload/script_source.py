@@ -41,8 +41,7 @@ _KIND_RULES: tuple[tuple[ScriptKind, tuple[str, ...], str], ...] = (
 )
 # Names that decide where the script itself uses them; its helper modules may import another library for other purposes.
 _DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentParser|Accelerator|.*Trainer")
-PLACEHOLDERS = ("ds_config", "micro_batch_size", "gradient_accumulation_steps", "train_batch_size")
-_PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
+_PLACEHOLDER = re.compile(r"\{(ds_config|micro_batch_size|gradient_accumulation_steps|train_batch_size)\}")
 _MODULE_PREFIX = "module:"
 _LARGEST_READ = 2**24  # bytes; a larger file on the command line is data
 
