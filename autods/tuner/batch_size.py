@@ -31,8 +31,7 @@ class Growth:
     `first` is its trial at micro batch 1, or at the smallest that can be trained.
     `walked` is the record of that trial if it fitted; it has too few steps to count as timed.
     `records` are the trials of growth.
-    `like` are trials of another config of the same model. They give the shape of the step time until this config has
-    measured two sizes.
+    `like` are trials of another config of the same model. They give the step time until this config has measured one.
     """
 
     context: FitContext
@@ -173,11 +172,8 @@ class Growth:
 
     def _micro_step_at(self, micro_batch: int) -> float:
         """Seconds of a micro step; 0 where nothing is known."""
-        curve, like = self.curve, BatchCurve.from_records(self.like)
-        if len(curve.micro_step_s) == 1 and len(like.micro_step_s) > 1:
-            ((size, seconds),) = curve.micro_step_s.items()
-            return seconds * like.micro_step_at(micro_batch) / like.micro_step_at(size)
-        return (curve if curve.micro_step_s else like).micro_step_at(micro_batch)
+        curve = self.curve
+        return (curve if curve.micro_step_s else BatchCurve.from_records(self.like)).micro_step_at(micro_batch)
 
     # Decisions
 

@@ -53,12 +53,12 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     profile = context.settings.profile
     rung = next(candidate for candidate in rungs if candidate.rung.name == first.trial.rung)
     winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
-    leader = _new_contestant(winner, context, profile.grow.most_trials, profile.timed)
-    leader.growth.first, leader.growth.walked = first.trial, first
+    leader = _make_contestant(winner, context, profile.grow.most_trials, profile.timed)
+    leader.first, leader.walked = first.trial, first
     has_choice = profile.race.checkpointing and winner.knobs.checkpointing
     if profile.race.stop == "first-fit":
         return _take_first_fit(leader, has_choice)
-    leader.growth.run()
+    leader.run()
     race = _Race(context=context, lessons=walked.lessons, contestants=[leader])
     rivals = untried_rungs(rungs, walked)
     if has_choice:
@@ -77,54 +77,52 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Contestant:
+class Contestant(Growth):
     """A config in the race.
 
     `out` is the reason that it left the race; None while it is in.
-    `walked` are the trials that tried it at the smallest micro batch.
+    `entry` are the trials that tried it at the smallest micro batch.
     """
 
     candidate: Candidate
-    growth: Growth
     out: str | None = None
-    walked: tuple[Record, ...] = ()
+    entry: tuple[Record, ...] = ()
 
     @property
     def name(self) -> str:
         """The rung, and how the config differs from its usual knobs."""
-        recomputes = self.growth.context.facts.checkpointing
+        recomputes = self.context.facts.checkpointing
         return config_name(self.candidate.rung.name, self.candidate.knobs, recomputes=recomputes)
 
     @property
     def score(self) -> float:
         """The score of its best trial; 0 where none fitted."""
-        best = self.growth.best()
-        return 0.0 if best is None else self.growth.context.score(best)
+        best = self.best()
+        return 0.0 if best is None else self.context.score(best)
 
     def check_forecast(self, size: int) -> int:
         """The micro batch to enter with: `size` or the forecast's limit. Sets `out` where even the smallest cannot fit.
 
         Where the middle of the forecast leaves the headroom on the device and fits on the other tiers, it is `size`.
         """
-        context, smallest = self.growth.context, self.growth.context.sizes[0]
-        forecast = context.forecaster.forecast(self.growth.trial_at(size))
+        context, smallest = self.context, self.context.sizes[0]
+        forecast = context.forecaster.forecast(self.trial_at(size))
         if forecast is None:
             return smallest
         limits = {tier: use.limit_bytes for tier, use in forecast.memory.items() if use.limit_bytes is not None}
         usable = {tier: context.usable_bytes if tier == "device" else limit for tier, limit in limits.items()}
         if all(forecast.memory[tier].peak_bytes <= limit for tier, limit in usable.items()):
             return size
-        self.out = why_impossible(context.forecaster.forecast(self.growth.trial_at(smallest)))
-        return smallest if self.out else min(size, self.growth.forecast_limit() or smallest)
+        self.out = why_impossible(context.forecaster.forecast(self.trial_at(smallest)))
+        return smallest if self.out else min(size, self.forecast_limit() or smallest)
 
     def enter(self, size: int) -> None:
         """Run the first trials: at `size`, then at smaller ones, at last as the walk tries a rung."""
-        growth, context = self.growth, self.growth.context
-        most_trials = growth.most_trials
+        context, most_trials = self.context, self.most_trials
         for _ in range(_ENTRY_TRIALS):
             if size <= context.sizes[0]:
                 break
-            record = growth.measure(size)
+            record = self.measure(size)
             if context.fits(record):
                 return
             # Half the size, or less where the peak was measured: about half of a peak grows with the micro batch.
@@ -133,26 +131,24 @@ class Contestant:
                 share = max(0.5, 2 * context.usable_bytes / record.outcome.device_peak_bytes - 1)
             smaller = (other for other in context.sizes if other <= min(size - 1, size * share))
             size = max(smaller, default=context.sizes[0])
-            growth.most_trials = most_trials + len(growth.records)  # growth does not pay for a size that was too large
-        self.walked = try_rung(self.candidate, context.run, context.settings.profile.walk)
-        last = self.walked[-1]
+            self.most_trials = most_trials + len(self.records)  # growth does not pay for a size that was too large
+        self.entry = try_rung(self.candidate, context.run, context.settings.profile.walk)
+        last = self.entry[-1]
         if not isinstance(last.outcome, Fit):
             self.out = describe_misfit(last, format_bytes(context.usable_bytes))
             return
         if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: earlier trials ran another config
-            self.walked, growth.records = (*growth.records, *self.walked), []
+            self.entry, self.records = (*self.records, *self.entry), []
             knobs = replace(self.candidate.knobs, settings=last.trial.knobs.settings)
             self.candidate = replace(self.candidate, knobs=knobs, pinned=())
-        growth.first, growth.walked = last.trial, last
-        if not growth.records:
-            growth.try_next()
+        self.first, self.walked = last.trial, last
+        if not self.records:
+            self.try_next()
 
 
-def _new_contestant(candidate: Candidate, context: FitContext, most_trials: int, steps: Steps) -> Contestant:
+def _make_contestant(candidate: Candidate, context: FitContext, most_trials: int, steps: Steps) -> Contestant:
     first = first_trial(candidate, steps)
-    return Contestant(
-        candidate=candidate, growth=Growth(context=context, first=first, most_trials=most_trials, steps=steps)
-    )
+    return Contestant(candidate=candidate, context=context, first=first, most_trials=most_trials, steps=steps)
 
 
 def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
@@ -162,36 +158,35 @@ def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
     Where something else than memory ends that growth, checkpointing has nothing to give. Otherwise both are grown, and
     the faster one is taken.
     """
-    growth, context = contestant.growth, contestant.growth.context
-    candidate = without_checkpointing(contestant.candidate)
-    plain = _new_contestant(candidate, context, growth.most_trials, growth.steps)
+    context, candidate = contestant.context, without_checkpointing(contestant.candidate)
+    plain = _make_contestant(candidate, context, contestant.most_trials, contestant.steps)
     if has_choice and context.settings.objective != "memory" and context.may_run(2):
-        plain.out = why_impossible(context.forecaster.forecast(plain.growth.trial_at(context.sizes[0])))
+        plain.out = why_impossible(context.forecaster.forecast(plain.trial_at(context.sizes[0])))
         context.forecaster.finish()
         if plain.out is None:
             plain.enter(context.sizes[0])
         if plain.out is None:
-            plain.growth.run()
-    if plain.growth.best() is None:
-        growth.run()
+            plain.run()
+    if plain.best() is None:
+        contestant.run()
         return _result(contestant, [], {contestant.name: _FIRST_RUNG, **({plain.name: plain.out} if plain.out else {})})
-    if plain.growth.stop is not None and not plain.growth.stop.is_limit:
+    if plain.stop is not None and not plain.stop.is_limit:
         return _result(plain, [contestant], {plain.name: _WITHOUT})
-    growth.run()
-    first, second = sorted((plain, contestant), key=lambda each: each.score, reverse=True)
-    ratio = f"{second.score / first.score:.2f} times as fast as {first.name}"
-    return _result(first, [second], {first.name: _FIRST_RUNG, second.name: ratio})
+    contestant.run()
+    faster, slower = sorted((plain, contestant), key=lambda each: each.score, reverse=True)
+    ratio = f"{slower.score / faster.score:.2f} times as fast as {faster.name}"
+    return _result(faster, [slower], {faster.name: _FIRST_RUNG, slower.name: ratio})
 
 
 def _result(
     winner: Contestant, others: Iterable[Contestant], reasons: Mapping[str, str], best: Record | None = None
 ) -> RaceResult:
     """The result with the winner's best trial, or with `best`, its last measurement."""
-    best = best or winner.growth.best()
+    best = best or winner.best()
     assert best is not None
-    behind = (contestant.growth.best() for contestant in others)
+    behind = (contestant.best() for contestant in others)
     others_best = tuple(record for record in behind if record is not None)
-    return RaceResult(best=best, growth=winner.growth, others=others_best, reasons=reasons)
+    return RaceResult(best=best, growth=winner, others=others_best, reasons=reasons)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,19 +204,19 @@ class _Race:
         first because simulations would disturb timed trials.
         """
         context, limits, leader = self.context, self.context.settings.profile.race, self.leader()
-        entering = [_new_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
+        entering = [_make_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
         names = {contestant.name for contestant in self.contestants}
         rivals = [rival for rival in entering if rival.name not in names]
-        best, stop = leader.growth.best(), leader.growth.stop
+        best, stop = leader.best(), leader.stop
         if not rivals or best is None:
             return []
         most = best.trial.knobs.micro_batch * (2 if stop is not None and stop.is_limit else 1)
         size = max(size for size in context.sizes if size <= most)
         for rival in rivals:
             # The first contestant has timed small micro batches, too.
-            rival.growth.like = (*self.contestants[0].growth.all_records, *leader.growth.all_records)
+            rival.like = (*self.contestants[0].all_records, *leader.all_records)
             rival.out = self.lessons.reason_to_skip(rival.candidate.rung, rival.candidate.ops)
-        context.forecaster.prepare([rival.growth.trial_at(size) for rival in rivals if rival.out is None])
+        context.forecaster.prepare([rival.trial_at(size) for rival in rivals if rival.out is None])
         entry_sizes = [rival.check_forecast(size) if rival.out is None else size for rival in rivals]
         context.forecaster.finish()
         for rival, entry_size in zip(rivals, entry_sizes, strict=True):
@@ -231,7 +226,7 @@ class _Race:
                 rival.out = "not tried: the budget is spent"
             if rival.out is None:
                 rival.enter(entry_size)
-                decisive = (rival.walked or rival.growth.records)[-1]  # a large batch can fail where the rung does not
+                decisive = (rival.entry or rival.records)[-1]  # a large batch can fail where the rung does not
                 self.lessons = self.lessons.add(rung, decisive.outcome)
             self.contestants.append(rival)
         for contestant in (self.leader(), *rivals):
@@ -254,13 +249,12 @@ class _Race:
 
     def lacks_memory(self, contestant: Contestant) -> bool:
         """Whether it never fitted, or could lead, also while recomputing, if it had memory for any batch."""
-        growth = contestant.growth
-        if growth.best() is None:
+        if contestant.best() is None:
             return True
-        if growth.most_by_memory() >= self.context.sizes[-1]:
+        if contestant.most_by_memory() >= self.context.sizes[-1]:
             return False
         sample_s = self.sample_s(contestant)
-        bound = growth.curve.throughput_bound(growth.most_by_time(sample_s), sample_s)
+        bound = contestant.curve.throughput_bound(contestant.most_by_time(sample_s), sample_s)
         return bound.rate * self.context.world_size / _WITHOUT_RECOMPUTING >= self.score_to_beat()
 
     def sample_s(self, contestant: Contestant) -> float:
@@ -269,7 +263,7 @@ class _Race:
         alike: list[BatchCurve] = []
         others: list[BatchCurve] = []
         for rival in self.contestants:
-            (alike if rival.candidate.knobs.checkpointing is recomputes else others).append(rival.growth.curve)
+            (alike if rival.candidate.knobs.checkpointing is recomputes else others).append(rival.curve)
         return least_sample_s(alike) or least_sample_s(others) / (1 if recomputes else _WITHOUT_RECOMPUTING)
 
     def _may_go_on(self) -> bool:
@@ -283,25 +277,25 @@ class _Race:
             if contestant.out is not None or not self._may_go_on():
                 break
             size = self._promising_size(contestant)
-            if size is None or not contestant.growth.measure_near(size):
+            if size is None or not contestant.measure_near(size):
                 break
         self.context.forecaster.finish()
 
     def _promising_size(self, contestant: Contestant) -> int | None:
         """The micro batch to measure next; sets `out` when even the upper bound is below the leader's score."""
-        context, leader, growth = self.context, self.leader(), contestant.growth
+        context, leader = self.context, self.leader()
         if context.settings.objective == "memory":
             return None
-        curve, sample_s, world_size = growth.curve, self.sample_s(contestant), context.world_size
-        longest = growth.most_by_time(sample_s)
+        curve, sample_s, world_size = contestant.curve, self.sample_s(contestant), context.world_size
+        longest = contestant.most_by_time(sample_s)
         bound = curve.throughput_bound(longest, sample_s)
         if bound.rate * world_size >= self.score_to_beat():  # the memory limit costs a simulation
-            bound = curve.throughput_bound(min(growth.most_by_memory(), longest), sample_s)
+            bound = curve.throughput_bound(min(contestant.most_by_memory(), longest), sample_s)
         if bound.rate * world_size >= self.score_to_beat():
             return bound.size
         if contestant is not leader:
             limit = f"by its steps at most {bound.rate * world_size / leader.score:.2f} times as fast as {leader.name}"
-            contestant.out = f"{growth.describe_best()}; {limit}"
+            contestant.out = f"{contestant.describe_best()}; {limit}"
         return None
 
     def decide(self) -> RaceResult:
@@ -309,8 +303,8 @@ class _Race:
         context, limits, score = self.context, self.context.settings.profile.race, self.context.score
         grows = context.settings.objective != "memory"
         if grows and context.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
-            self.leader().growth.extend(limits.finals, _LAST_TRIALS)
-        fitting = [contestant for contestant in self.contestants if contestant.growth.best() is not None]
+            self.leader().extend(limits.finals, _LAST_TRIALS)
+        fitting = [contestant for contestant in self.contestants if contestant.best() is not None]
         fitting.sort(key=lambda contestant: contestant.score, reverse=True)  # stable: of equals, the ladder's order
         close = self._close_to_leader(fitting)
         finalists = []
@@ -320,7 +314,7 @@ class _Race:
         final = finals(finalists, context, turns=limits.turns if grows else 0, purpose="race", may_run=context.may_run)
         winner = close[final.winner][1]
         stop = Stop(is_limit=False, reason="the race ended before its memory was full")
-        winner.growth.stop = winner.growth.stop or stop
+        winner.stop = winner.stop or stop
         remeasured: dict[str, float] = {}
         for place in final.measured:
             name = close[place][1].name
@@ -328,7 +322,7 @@ class _Race:
         best, times = comparison_words(score)
         reasons = {winner.name: f"{best} of {len(fitting)} that fit: {final.reason}"}
         for contestant in self.contestants:
-            speed, ratio = contestant.growth.describe_best(), contestant.score / winner.score
+            speed, ratio = contestant.describe_best(), contestant.score / winner.score
             if contestant.name in remeasured and remeasured.get(winner.name):
                 speed = f"{speed} at first; measured again in turn"
                 ratio = remeasured[contestant.name] / remeasured[winner.name]
@@ -345,7 +339,7 @@ class _Race:
         Where micro batches of one config are similar, only the largest is kept: it is the fastest but for noise.
         """
         score, least = self.context.score, self.score_to_beat()
-        timed = [(record, contestant) for contestant in fitting for record in contestant.growth.eligible()]
+        timed = [(record, contestant) for contestant in fitting for record in contestant.eligible()]
         close = [(record, contestant) for record, contestant in timed if score(record) >= least]
         close.sort(key=lambda item: score(item[0]), reverse=True)
         kept = list(close)

@@ -69,11 +69,6 @@ def test_a_rivals_longest_step_counts_other_configs() -> None:
     alone = model.growth("zero1")
     alone.measure(24)
     assert alone.longest_step_s == 2 * model.step_s(24)  # its own large batch is all that it knows of
-    while rival.try_next():
-        pass
-    assert max(record.trial.knobs.micro_batch for record in rival.records) <= 28
-    assert rival.stop is not None
-    assert "more than the 8.0 s that timing may take" in rival.stop.reason
 
 
 def test_a_rivals_first_trial_is_as_short_as_its_steps_are_long() -> None:
