@@ -190,4 +190,4 @@ class _ProbeRun:
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Bench]:
     from ..runner.pool import RunnerPool
 
-    return RunnerPool(settings, listen, host_bytes=read_hardware().host_bytes)
+    return RunnerPool(settings, listen)

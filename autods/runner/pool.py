@@ -97,12 +97,11 @@ class RunnerPool:
         settings: Settings,
         listen: Callable[[Event], None],
         *,
-        host_bytes: int | None = None,
         make: Callable[..., RayRunner] = RayRunner,
         number: int = 0,
         turns: Turns | None = None,
     ) -> None:
-        self.settings, self.listen, self.host_bytes, self.make = settings, listen, host_bytes, make
+        self.settings, self.listen, self.make = settings, listen, make
         self.number, self.turns = number, turns or Turns()
         self.others: list[RunnerPool] = []
         self.hosts: frozenset[str] = frozenset()  # machines that it holds
@@ -144,9 +143,7 @@ class RunnerPool:
         """
         self._choose_runner(conditions)  # starts the Ray that both use
         number = len(self.others) + 1
-        other = RunnerPool(
-            self.settings, self.listen, host_bytes=self.host_bytes, make=self.make, number=number, turns=self.turns
-        )
+        other = RunnerPool(self.settings, self.listen, make=self.make, number=number, turns=self.turns)
         self.others.append(other)
         return self._enter_other(other, conditions)
 
@@ -156,7 +153,9 @@ class RunnerPool:
             runner = other._choose_runner(conditions)
             with self._counting:  # pools may be entered in any order: each counts those that have found room
                 pools = [pool for pool in (self, *self.others) if pool.has_room and pool is not other]
-                check_memory(self.settings, [pool.hosts for pool in (*pools, other)], runner.workers.host_free_bytes)
+                check_memory(
+                    self.settings, [pool.hosts for pool in (*pools, other)], runner.workers.host_memory.free_bytes
+                )
                 other.has_room = True
             yield other
 
@@ -186,10 +185,8 @@ class RunnerPool:
             if variables:
                 text = " ".join(f"{name}={value}" for name, value in variables.items())
                 self.listen(Note(text=f"ranks with {text}"))
-            self.runner = self.make(
-                self.settings, self.listen, host_bytes=self.host_bytes, environment=variables, number=self.number
-            ).__enter__()
-            self.variables = variables
+            runner = self.make(self.settings, self.listen, environment=variables, number=self.number)
+            self.runner, self.variables = runner.__enter__(), variables
         self.hosts = self.runner.workers.hosts
         return self.runner
 

@@ -46,11 +46,10 @@ class RayRunner:
         settings: Settings,
         listen: Callable[[Event], None],
         *,
-        host_bytes: int | None = None,
         environment: Mapping[str, str] = _NO_VARIABLES,
         number: int = 0,
     ) -> None:
-        self.settings, self.listen, self.host_bytes, self.number = settings, listen, host_bytes, number
+        self.settings, self.listen, self.number = settings, listen, number
         self.loaded = settings.source  # the workload that the zygotes hold
         self.surveys: dict[str, Survey] = {}  # by the digest of the workload
         self.facts: ModelFacts | None = None
@@ -111,7 +110,7 @@ class RayRunner:
                 job,
                 wall_s=time.monotonic() - training_began,
                 tokens_per_sample=self.facts.tokens_per_sample,
-                host_bytes=self.workers.host_bytes or self.host_bytes,
+                host_bytes=self.workers.host_memory.total_bytes,
             )
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 

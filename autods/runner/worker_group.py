@@ -19,7 +19,7 @@ from ..config.settings import Settings
 from ..errors import EnvironmentBroken
 from ..events import Event, Note
 from ..system import processes
-from ..system.host import read_hardware
+from ..system.host import HostMemory, find_memory_groups, read_host_memory
 from ..trial.job import RankJob
 from .agent import NodeAgent, digest_file
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
@@ -113,15 +113,15 @@ class WorkerGroup:
         return frozenset(node.address for node in self.nodes)
 
     @property
-    def host_bytes(self) -> int | None:
-        """Host memory of the node that has least; None for a Ray of our own."""
-        return min((node.hardware.host_bytes for node in self.descriptions), default=None)
-
-    @property
-    def host_free_bytes(self) -> int:
-        """Free host memory of the node that had least when it was chosen; of this machine now for a Ray of our own."""
-        machines = [node.hardware for node in self.descriptions] or [read_hardware()]
-        return min(hardware.host_free_bytes for hardware in machines)
+    def host_memory(self) -> HostMemory:
+        """The least total and free host memory of a node: when it was chosen, or now for a Ray of our own."""
+        machines = [node.hardware for node in self.descriptions]
+        if not machines:
+            return read_host_memory(find_memory_groups())
+        return HostMemory(
+            total_bytes=min(machine.host_bytes for machine in machines),
+            free_bytes=min(machine.host_free_bytes for machine in machines),
+        )
 
     def start(self) -> None:
         """Reserve nodes, start an agent on each, and wait until their zygotes have loaded everything.

@@ -244,12 +244,12 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
 def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
     from ..runner.runner import RayRunner
 
-    hardware = read_hardware()
     if settings.device == "cuda" and settings.address is None:
+        cards = read_hardware().cards[: settings.gpus]
         names = describe_card_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        for note in (*describe_shared_cards(hardware.cards[: settings.gpus]), *names):
+        for note in (*describe_shared_cards(cards), *names):
             listen(Note(text=note))
-    return RayRunner(settings, listen, host_bytes=hardware.host_bytes)
+    return RayRunner(settings, listen)
 
 
 def _check_that_memory_decided(walked: WalkResult, settings: Settings) -> None:

@@ -16,12 +16,17 @@ from autods.runner import pool as pool_module
 from autods.runner.placement import NoRoom
 from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory, surface
+from autods.system.host import HostMemory
 from autods.types import Knobs, ModelFacts, Outcome, Record, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=20 * MIB)
 TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")
 WAITS_S = 20.0
+
+
+def memory(free_bytes: int) -> HostMemory:
+    return HostMemory(total_bytes=2**40, free_bytes=free_bytes)
 
 
 class Made:
@@ -33,16 +38,14 @@ class Made:
         self.most = 0
         self.ranks: list[int] = []
 
-    def __call__(
-        self, settings: Settings, listen: Any, *, host_bytes: Any, environment: Mapping[str, str], number: int
-    ) -> Any:
+    def __call__(self, settings: Settings, listen: Any, *, environment: Mapping[str, str], number: int) -> Any:
         return Runner(self, environment.get("A", "unset"))
 
 
 class Runner:
     def __init__(self, made: Made, name: str) -> None:
         self.made, self.name = made, name
-        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=2**34, stop=lambda: None)
+        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_memory=memory(2**34), stop=lambda: None)
 
     def __enter__(self) -> Runner:
         self.made.started.append(self.name)
@@ -164,7 +167,7 @@ class AnsweringRunner:
 
     def __init__(self, answer: Callable[[Trial], Outcome], free_bytes: int) -> None:
         self.answer = answer
-        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_free_bytes=free_bytes, stop=lambda: None)
+        self.workers = SimpleNamespace(hosts=frozenset({"10.0.0.1"}), host_memory=memory(free_bytes), stop=lambda: None)
 
     def __enter__(self) -> AnsweringRunner:
         return self
