@@ -351,12 +351,17 @@ def replay(
             retries_at_first = heap.retries
         stepped = stepped or phase == "step"
         heap.peak_allocated = heap.allocated
-        failed = _run(heap, trace, first, stop)
+        for cut in (*(at for at in trace.emptied if first <= at < stop), stop):
+            failed = heap.run(trace.events[first:cut])
+            if failed is not None:
+                ran_out = RanOut(phase=phase, wanted_bytes=trace.events[first + failed])
+                break
+            if cut < stop:
+                heap.release_all()
+            first = cut
         allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
-        if failed is not None:
-            ran_out = RanOut(phase=phase, wanted_bytes=trace.events[failed])
-            break
-        if only_if_well and retries_at_first is not None and heap.retries > retries_at_first:
+        thrashes = retries_at_first is not None and heap.retries > retries_at_first
+        if ran_out is not None or (only_if_well and thrashes):
             break
     return Replay(
         peak_reserved_bytes=heap.peak_reserved * UNIT,
@@ -385,18 +390,6 @@ def find_least_limit(
         else:
             low = middle
     return high, best
-
-
-def _run(heap: Heap, trace: Trace, first: int, stop: int) -> int | None:
-    """Replay events `first` to `stop` and the cache's emptying between them. Returns as `Heap.run` does."""
-    for cut in (*(at for at in trace.emptied if first <= at < stop), stop):
-        failed = heap.run(trace.events[first:cut])
-        if failed is not None:
-            return first + failed
-        if cut < stop:
-            heap.release_all()
-        first = cut
-    return None
 
 
 def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -145,14 +146,15 @@ class _Worker:
         )  # fmt: skip
         worker_end.close()
         os.close(inherited)
-        self._first_answers: list[Ready | Failure | None] = []
+
+    @functools.cached_property
+    def _first_answer(self) -> object:
+        return next(receive(self._socket), None)
 
     def wait_ready(self) -> None:
         """Wait until it is prepared. Raises SimulationFailed, at each call, if that failed."""
         with self._lock:
-            if not self._first_answers:
-                self._first_answers.append(next(receive(self._socket), None))
-            _check(self._first_answers[0], Ready, self.log)
+            _check(self._first_answer, Ready, self.log)
 
     def fork(self, request: Request, connection: socket.socket) -> None:
         """Fork a process for the request, which speaks on that socket."""

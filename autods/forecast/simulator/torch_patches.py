@@ -154,14 +154,28 @@ def _attend_on_gpu(
     """The result of the flash, memory-efficient or plain kernel, as CUDA chooses; None for tensors of the CPU."""
     if query.device.type != "cuda":
         return None
+    pad = torch.nn.functional.pad
     half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    if _are_fusible(query, key, value):
-        if half and mask is None and size <= _LARGEST_HEAD:
-            return _flash(query, key, value, dropout, causal, scale)
-        if not gqa and (half or query.dtype == torch.float32) and size % (8 if half else 4) == 0:
-            return _efficient(query, key, value, mask, dropout, causal, scale)
-    return _aten._scaled_dot_product_attention_math(
-        query, key, value, _as_bias(mask, query.dtype), dropout, causal, None, scale=scale, enable_gqa=gqa
+    fusible = _are_fusible(query, key, value)
+    if fusible and half and mask is None and size <= _LARGEST_HEAD:
+        if size % 8:  # the kernel needs a multiple of 8: torch pads copies of all three and cuts the result
+            query, key, value = (pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
+            scale = scale if scale is not None else 1 / math.sqrt(size)
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
+        return out[..., :size] if size % 8 else out
+    mask = _as_bias(mask, query.dtype)
+    if not fusible or gqa or not (half or query.dtype == torch.float32) or size % (8 if half else 4):
+        return _aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
+        )[0]
+    if mask is not None:
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            # The kernel needs rows that begin at multiples of 8 elements: torch pads a copy.
+            mask = pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    for_backward = any(tensor.requires_grad for tensor in (query, key, value))
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, for_backward, dropout, causal, scale=scale
     )[0]
 
 
@@ -175,31 +189,6 @@ def _attend_on_cpu(
         return None
     return _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=_as_bias(mask, query.dtype), scale=scale
-    )[0]
-
-
-def _flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, scale: float | None) -> Any:
-    size = query.shape[-1]
-    if size % 8 == 0:
-        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
-    # The kernel needs heads of a multiple of 8 elements: torch pads copies of all three and cuts the result.
-    query, key, value = (torch.nn.functional.pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
-    scale = scale if scale is not None else 1 / math.sqrt(size)
-    out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
-    return out[..., :size]
-
-
-def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None) -> Any:
-    if mask is not None:
-        mask = _as_bias(mask, query.dtype)
-        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
-            # The kernel needs rows that begin at multiples of 8 elements: torch pads a copy.
-            length = mask.shape[-1]
-            mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    for_backward = any(tensor.requires_grad for tensor in (query, key, value))
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, for_backward, dropout, causal, scale=scale
     )[0]
 
 
