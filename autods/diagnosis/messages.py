@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .reader import PROGRESS, Line, Prefix
+from .rules import expand
 
 # A message is raised at the end of a traceback, stated by a line that reports a failure itself, mentioned by a line
 # below level ERROR, or quoted in data, arguments or generated text.
@@ -17,21 +18,16 @@ FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
 BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
-_SUFFIX = (
-    r"(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Abort|Abandoned|Unsupported|NotFound|Mismatch|OutOfMemory"
-    r"|OutOfResources|ErrorCode|Denied|Warning)"
-)
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
 EXCEPTION = re.compile(
-    r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*" + _SUFFIX
-    + r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
-)  # fmt: skip
+    expand(
+        r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
+        r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
+    )
+)
 ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")
 NATIVE = re.compile(r"terminate called|(?:\s+)?what\(\):|Fatal Python error|\*\*\* Process received signal")
-_CODE = re.compile(
-    r"(?:>+ *\d* *)?(?:raise\b[^:]*\(|raise \w+$|except\b.*:\s*(?:#.*)?$|from [\w.]+ import |import [\w.]+(?: as \w+)?$|def \w+\(|class \w+.*:$"
-    r"|return\b.*\)$|(?:el)?if .*:$|assert .*[,=]|self\.\w+|with .*:$|for .* in .*:$|while .*:$|try:$|#|\^+$|~+\^)"
-)
+_CODE = re.compile(expand(r"(?:>+ *\d* *)?{source_code}"))
 BOX = "│╭╰┌└├|❱"
 NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 REPORTS_FAILURE = re.compile(
@@ -40,19 +36,19 @@ REPORTS_FAILURE = re.compile(
 )
 # Data that a program prints: a field's name near the line's beginning, or inside an object.
 _QUOTED = re.compile(
-    r"^[^:=(]{0,24}?(?<![\w-])(?:prompt|question|answer|instruction|text|content|sample|input|output|title|query|response|example|completion"
-    r"|generated|prediction|predicted|reference|hypothesis|caption|summary|transcript|namespace|arguments|target|label|doc(?:ument)?|user"
-    r"|assistant|human|gpt|args?|config|usage|help|pattern|tips?|notes?)s?(?: ?#?\d+)?['\"]?\s?[:=(]|^\W{0,3}[QA]\d*\s?[:=]"
-    r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
-    r"|\bNamespace\(|:\s*[{\[]['\"]|^\s*[{\[]['\"]|^\s*--?\w[\w-]*(?:[ =]|$)",
+    expand(
+        r"^[^:=(]{0,24}?(?<![\w-]){printed_field}s?(?: ?#?\d+)?['\"]?\s?[:=(]"
+        r"|^\W{0,3}[QA]\d*\s?[:=]"
+        r"|[{,(]\s*['\"](?:prompt|text|content|output|answer|response|question|sample|completion|label)['\"]\s*:"
+        r"|\bNamespace\("
+        r"|:\s*[{\[]['\"]"
+        r"|^\s*[{\[]['\"]"
+        r"|^\s*--?\w[\w-]*(?:[ =]|$)"
+    ),
     re.IGNORECASE,
 )
 # Advice that torch adds to every CUDA error; it names things that did not happen.
-BOILERPLATE = re.compile(
-    r"\s*(?:Compile with `TORCH_USE|For debugging consider|CUDA kernel errors might|HIP kernel errors might|Device-side assert"
-    r"ion tracking|Search for `cuda|XPU kernel errors|If reserved memory is|See documentation|To execute this test|For more i"
-    r"nformation)"
-)
+BOILERPLATE = re.compile(expand(r"\s*{torch_advice}"))
 RAY_PID = re.compile(r"\(pid=(\d+)")
 SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 ANNOUNCES = re.compile(
@@ -60,17 +56,9 @@ ANNOUNCES = re.compile(
     re.I,
 )
 OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
-# Lines of the kernel, a scheduler or a shell, which never continue an exception's text.
-SYSTEM = re.compile(
-    r"(?:kernel|systemd\S*|dmesg|journalctl\S*|qmaster\S*|kubelet|containerd|dockerd|earlyoom\S*)\b ?[:\[(|]|\[ *\d+\.\d+\] |[$+] \w|"
-    r"(?:Warning|Normal) {2,}|Memory cgroup out|Out of memory: Kill|oom-kill|NVRM|=>> PBS|TERM_[A-Z]+|Exited with exit code|"
-    r"\s*(?:Reason|Status|State|Exit Code|Last State): |LAST SEEN|JobID |exit code\W{1,3}-?\d+$",
-)
-STARTS_ANEW = re.compile(
-    r"make(?:\[\d+\])?: |Sending process|ERROR conda|error: |Error: |\d+ processes|-- Process|Exception in|Waiting for|"
-    r"\[|W\d{4}|E\d{4}|srun:|slurmstepd:|Killed|Killing|wandb:|\*\*\*|===|---|Running |Process |Root Cause|"
-    r"node\S*:\d+:\d+ |\S+:\d+:\d+ \[\d+\] NCCL|\s*\d+%\|"
-)
+# Lines of the kernel, a scheduler or a shell never continue an exception's text.
+SYSTEM = re.compile(expand("{system_line}"))
+STARTS_ANEW = re.compile(expand("{starts_anew}"))
 
 
 def parse_exception_type(text: str) -> str:

@@ -14,14 +14,6 @@ from typing import Any, Literal
 
 from .rules import expand, read_signatures, read_toml
 
-# Words that tracebacks, launchers and shells use. The rows of `signatures/` add their own.
-_STRUCTURE = (
-    "traceback", "error", "exception", "fail", "fatal", "critical", "abort", "crash", "panic", "interrupt", "timeout",
-    "fault", "unsupported", "notfound", "mismatch", "outofmemory", "outofresources", "denied", "abandoned",
-    "exit", "signal", "sigkill", "sigterm", "sigseg", "sigbus", "sigabrt", "sigill", "sigfpe", "sighup", "sigint",
-    "return code", "killed", "terminat", "hangup", "illegal", "root cause",
-    "pid", "local_rank", "world_rank", "rankid", "nnodes", "num_machines", "world info",
-)  # fmt: skip
 _HEAD_CHARS = 160  # of a line: compared where lines differ in more than digits
 _MOST_REPEATS = 12  # lines that differ only in their digits are kept this often
 _MOST_RANK_LINES = 4000  # lines that say which process has which rank are kept this often
@@ -71,7 +63,7 @@ class LineFilter:
 
 @cache
 def _telling_words() -> re.Pattern[bytes]:
-    words = {word for row in read_signatures() for word in row.phrases} | set(_STRUCTURE)
+    words = {word for row in read_signatures() for word in row.phrases} | set(read_toml("fragments")["telling_word"])
     return re.compile(_any_of(words).encode())
 
 
