@@ -160,17 +160,10 @@ class BatchCurve:
             return times[above] * micro_batch / above
         return times[below] + self.slope(below, above) * (micro_batch - below)
 
-    def sample_s(self) -> float:
-        """Seconds of one more sample at the largest micro batch measured; 0 where no smaller one is far enough."""
-        last = max(self.micro_step_s)
-        before = well_below(self.micro_step_s, last)
-        return 0.0 if before is None else self.slope(before, last)
-
     def throughput_bound(self, most: float, sample_s: float) -> ThroughputBound:
         """The most that the config may reach with a micro batch from the largest measured up to `most`.
 
-        `sample_s` is the least that one more sample costs, by other configs. Samples never become cheaper with the
-        micro batch, so times beyond the largest measured one lie above the line through the last two.
+        `sample_s` is the least that one more sample costs, see `least_sample_s`.
         """
         times = self.micro_step_s
         if not times:
@@ -179,7 +172,7 @@ class BatchCurve:
         best = max(size / seconds for size, seconds in times.items())
         if most <= last:
             return ThroughputBound(rate=best)
-        each = SURE * max(sample_s, self.sample_s())
+        each = SURE * sample_s
         if math.isinf(most):
             rate, size = (1 / each if each > 0 else math.inf), 2 * last
         else:

@@ -182,7 +182,11 @@ class Growth:
         sizes, curve, global_batch = self.context.sizes, self.curve, self.context.settings.global_batch
         if (stop := self._stop_when_saturated(curve)) is not None:
             return stop
-        size = self._size_by_forecast(curve) or curve.next_size(sizes)
+        size = curve.next_size(sizes)
+        if not self.records:  # the forecast knows better than the walk's peak alone
+            most = self.forecast_limit() or 0
+            most = min(most, _MOST_AT_FIRST) if global_batch is None else most
+            size = max((other for other in curve.open_sizes(sizes) if other <= most), default=size)
         if size is None:
             return self._stop_without_size(curve)
         if len(self.records) >= self.most_trials:
@@ -202,15 +206,6 @@ class Growth:
             reason=f"a step of micro batch {long} would take about {self._micro_step_at(long):.1f} s, more than the"
             f" {longest_s:.1f} s that timing may take",
         )
-
-    def _size_by_forecast(self, curve: BatchCurve) -> int | None:
-        """The forecast's largest micro batch, until measured peaks show how they grow."""
-        if self.records and (not self._forecast_limits or not math.isinf(curve.line_limit() or 0.0)):
-            return None
-        most = self.forecast_limit() or 0
-        if not self.records and self.context.settings.global_batch is None:
-            most = min(most, _MOST_AT_FIRST)
-        return max((size for size in curve.open_sizes(self.context.sizes) if size <= most), default=None)
 
     def _stop_when_saturated(self, curve: BatchCurve) -> Stop | None:
         """A stop where the last trial at least doubled a micro batch and its throughput grew too little."""

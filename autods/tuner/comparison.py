@@ -63,12 +63,15 @@ def finals(
     score = context.score
     best_word, times = comparison_words(score)
     if len(contestants) == 1 or turns < 1:
-        best = max(contestants, key=score)  # the first of equals
-        unmeasured = f"was the {best_word}, and none was measured again"
-        why = "had no other to be compared with" if len(contestants) == 1 else unmeasured
-        scores = {place: score(record) for place, record in enumerate(contestants)}
-        winner = next(place for place, record in enumerate(contestants) if record is best)
-        return FinalsResult(winner=winner, best=best, reason=f"{_name(best)} {why}", scores=scores, measured={})
+        scores = dict(enumerate(map(score, contestants)))
+        winner = max(scores, key=lambda place: scores[place])  # the first of equals
+        why = (
+            f"was the {best_word}, and none was measured again"
+            if len(scores) > 1
+            else "had no other to be compared with"
+        )
+        reason = f"{_name(contestants[winner])} {why}"
+        return FinalsResult(winner=winner, best=contestants[winner], reason=reason, scores=scores, measured={})
 
     before = [record.trial.repeat for record in contestants if record.trial.purpose == purpose]
     repeat = turns * ceil(max(before, default=0) / turns)

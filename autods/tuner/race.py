@@ -109,9 +109,10 @@ class Contestant(Growth):
         forecast = context.forecaster.forecast(self.trial_at(size))
         if forecast is None:
             return smallest
-        limits = {tier: use.limit_bytes for tier, use in forecast.memory.items() if use.limit_bytes is not None}
-        usable = {tier: context.usable_bytes if tier == "device" else limit for tier, limit in limits.items()}
-        if all(forecast.memory[tier].peak_bytes <= limit for tier, limit in usable.items()):
+        if all(
+            use.limit_bytes is None or use.peak_bytes <= (context.usable_bytes if tier == "device" else use.limit_bytes)
+            for tier, use in forecast.memory.items()
+        ):
             return size
         self.out = why_impossible(context.forecaster.forecast(self.trial_at(smallest)))
         return smallest if self.out else min(size, self.forecast_limit() or smallest)
