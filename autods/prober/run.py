@@ -16,7 +16,7 @@ from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import StartSimulator
 from ..journal import JOURNAL, Journal, TrialStore, check_disk_space, workspace
 from ..planner.plan import make_user_error
-from ..report.results import CellResult, ProbeReport
+from ..report.results import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
 from ..schema import read_as
 from ..system.host import installed_versions, read_hardware
@@ -50,23 +50,23 @@ def build_report(
         compared=None if reference is None else (reference, "tokens" if compares_tokens(question) else "samples"),
         notes=list_notes(question),
         trials=tuple(records),
-        question={
-            "workload": settings.source.name,
-            "gpus": settings.gpus,
-            "nodes": settings.nodes,
-            "device": settings.device,
-            "device_bytes": settings.device_bytes,
-            "global_batch": settings.global_batch,
-            "precision": "its own precision" if settings.source.kind == "script" else precision_name(settings.base),
-            "repeats": question.repeats,
-            "steps": asdict(question.steps),
-            "capacity": question.capacity,
-            "parallel_trials": question.parallel,
-            "forecast_only": question.machine is not None,
-            "machine": None if question.machine is None else question.machine.name,
-        },
+        question=ProbeQuestion(
+            workload=settings.source.name,
+            gpus=settings.gpus,
+            nodes=settings.nodes,
+            device=settings.device,
+            device_bytes=settings.device_bytes,
+            global_batch=settings.global_batch,
+            precision="its own precision" if settings.source.kind == "script" else precision_name(settings.base),
+            repeats=question.repeats,
+            steps=question.steps,
+            capacity=question.capacity,
+            parallel_trials=question.parallel,
+            forecast_only=question.machine is not None,
+            machine=None if question.machine is None else question.machine.name,
+        ),
         versions=installed_versions(),
-        hardware=asdict(read_hardware()),
+        hardware=read_hardware(),
         seconds=seconds,
         out=str(settings.out),
     )

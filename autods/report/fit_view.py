@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.text import Text
 from ..types import TIERS, Failed, Fit, Outcome, OutOfMemory, Record, Scalar, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
 from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
-from .results import ClosestRung, Report
+from .results import Certificate, Checkpoint, ClosestRung, Parity, Report
 from .serialize import REPORT
 from .text import (
     MARKS,
@@ -44,12 +45,18 @@ def print_fit(report: Report, console: Console) -> None:
     console.print(Text.assemble("\n", (_question(report), "bold")))
     console.print(ladder_table(report, wide=wide))
     reasons = _reasons(report)
-    untried = {rung: report.reasons[rung] for rung in report.ladder if rung in report.reasons.keys() - reasons.keys()}
+    untried = {
+        rung: report.reasons[rung] for rung in report.question.ladder if rung in report.reasons.keys() - reasons.keys()
+    }
     for reason in dict.fromkeys(untried.values()):
         rungs = ", ".join(rung for rung in untried if untried[rung] == reason)
         console.print(Text(f"  {reason}: {rungs}\n", style="dim"))
     # Variants of rungs raced too, such as 'zero2 without checkpointing'.
-    names = [name for name in report.reasons if name not in report.ladder and name.partition(" ")[0] in report.ladder]
+    names = [
+        name
+        for name in report.reasons
+        if name not in report.question.ladder and name.partition(" ")[0] in report.question.ladder
+    ]
     for title, pairs in (
         ("", [] if wide else [(rung, Text(reason)) for rung, reason in reasons.items()]),
         ("", [(name, Text(report.reasons[name])) for name in names]),
@@ -65,11 +72,11 @@ def print_fit(report: Report, console: Console) -> None:
         console.print(Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), effort))
         console.print(pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
         return
-    raced = report.question.get("stop") == "fastest"
+    raced = report.question.stop == "fastest"
     claim = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
     console.print(Text.assemble((f"{report.rung}", "bold green"), (claim, "bold"), effort))
     console.print(pairs_grid(_winner_facts(report)))
-    if report.certificate:
+    if report.certificate is not None:
         console.print(certificate_headline(report.certificate))
         console.print(pairs_grid(certificate_lines(report.certificate)))
     console.print(Text("\nNext", style="bold"))
@@ -81,14 +88,14 @@ def print_fit(report: Report, console: Console) -> None:
 def _question(report: Report) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
     question = report.question
-    facts = [f"{format_count(question['parameters'])} parameters"] if question.get("parameters") else []
-    if question.get("pipeline_stages"):
-        facts.append(f"a pipeline of {question['pipeline_stages']} stages")
-    if question.get("experts"):
-        facts.append(f"{question['experts']} experts")
-    workload = ", ".join((question.get("workload", "workload"), *facts)) + ("," if facts else "")
-    memory = f" × {format_bytes(question['device_bytes'])}" if question.get("device_bytes") else ""
-    return f"{workload} on {format_ranks(report.gpus, question.get('device', ''))}{memory}"
+    facts = [f"{format_count(question.parameters)} parameters"] if question.parameters else []
+    if question.pipeline_stages:
+        facts.append(f"a pipeline of {question.pipeline_stages} stages")
+    if question.experts:
+        facts.append(f"{question.experts} experts")
+    workload = ", ".join((question.workload, *facts)) + ("," if facts else "")
+    memory = f" × {format_bytes(question.device_bytes)}" if question.device_bytes else ""
+    return f"{workload} on {format_ranks(question.gpus, question.device)}{memory}"
 
 
 # The ladder.
@@ -143,7 +150,7 @@ def ladder_rows(report: Report) -> dict[str, Record | str]:
 
 
 def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
-    places = {rung: place for place, rung in enumerate(report.ladder)}
+    places = {rung: place for place, rung in enumerate(report.question.ladder)}
     return dict(sorted(rows.items(), key=lambda row: places.get(row[0], len(places))))
 
 
@@ -207,7 +214,7 @@ def communication_lines(report: Report) -> Iterator[tuple[str, Text]]:
 
 def _winner_facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
     assert report.knobs is not None
-    yield "batch", Text(report.reasons.get("batch") or format_batch(report.knobs, report.gpus))
+    yield "batch", Text(report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus))
     if report.throughput:
         tokens = report.throughput.tokens_per_second
         rate = f"{format_rate(report.throughput.samples_per_second)} samples/s"
@@ -235,68 +242,68 @@ def _setting(value: Scalar) -> str:
 # The certificate.
 
 
-def certificate_headline(certificate: Mapping[str, Any]) -> Text:
+def certificate_headline(certificate: Certificate) -> Text:
     """'Certificate: passed'."""
     verdict = ("incomplete, what was checked holds", "bold yellow")
-    if certificate.get("passed"):
+    if certificate.passed:
         verdict = ("passed", "bold green")
-    elif certificate.get("failures"):
+    elif certificate.failures:
         verdict = ("not passed", "bold red")
     return Text.assemble(("\nCertificate: ", "bold"), verdict)
 
 
-def certificate_lines(certificate: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
+def certificate_lines(certificate: Certificate) -> Iterator[tuple[str, Text]]:
     """The checks by name, each with its result; a check that was never reached is left out."""
-    if shape := certificate.get("batch_shape"):
-        draws = certificate.get("draws")
+    if shape := certificate.batch_shape:
+        draws = certificate.draws
         origin = f"the longest of {draws:,} draws" if draws else "by the workload's own build_longest_batch"
         yield "longest batch", Text(f"{' × '.join(f'{size:,}' for size in shape)}, {origin}")
-    if steps := certificate.get("optimizer_steps"):
-        retries = certificate.get("alloc_retries")
+    if steps := certificate.optimizer_steps:
+        retries = certificate.alloc_retries
         full = f", the allocator ran full {retries} times" if retries else " without an allocation retry"
         yield "steps", Text(format_number_of(steps, "optimizer step") + ("" if retries is None else full))
-    if certificate.get("evaluated"):
+    if certificate.evaluated:
         yield "evaluation", Text("fits")
-    if checkpoint := certificate.get("checkpoint"):
+    if checkpoint := certificate.checkpoint:
         yield "checkpoint", Text(", ".join(_checkpoint(checkpoint)))
-    if headroom := certificate.get("headroom_bytes"):
+    if headroom := certificate.headroom_bytes:
         free = ", ".join(f"{tier} {format_bytes(headroom[tier])}" for tier in TIERS if tier in headroom)
         small = " (less than the share of the device that the search leaves free)"
-        yield "headroom", Text(free + (small if certificate.get("headroom_kept") is False else ""))
-    if parity := certificate.get("parity"):
-        yield "parity", Text(_parity(parity), style="" if parity["within"] else "red")
-    for name, key, style in (
-        ("backed off", "backed_off", "yellow"),
-        ("failed", "failures", "red"),
-        ("not checked", "not_checked", "yellow"),
+        yield "headroom", Text(free + (small if certificate.headroom_kept is False else ""))
+    if parity := certificate.parity:
+        yield "parity", Text(_parity(parity), style="" if parity.within else "red")
+    for name, sentences, style in (
+        ("backed off", certificate.backed_off, "yellow"),
+        ("failed", certificate.failures, "red"),
+        ("not checked", certificate.not_checked, "yellow"),
     ):
-        for number, sentence in enumerate(certificate.get(key) or ()):
+        for number, sentence in enumerate(sentences):
             yield "" if number else name, Text(sentence, style=style)
 
 
-def _checkpoint(checkpoint: Mapping[str, Any]) -> Iterator[str]:
-    size, save_s, load_s = checkpoint.get("bytes"), checkpoint.get("save_s"), checkpoint.get("load_s")
+def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+    size, save_s, load_s = checkpoint.bytes, checkpoint.save_s, checkpoint.load_s
     saved = "saved" if size is None else f"{format_bytes(size)} saved"
     yield saved if save_s is None else f"{saved} in {format_seconds(save_s)}"
     if load_s is not None:
         yield f"loaded in {format_seconds(load_s)}"
-    if (restored := checkpoint.get("restored")) is not None:
+    if (restored := checkpoint.restored) is not None:
         yield f"evaluates to {'the same' if restored else 'another'} loss"
-    if (gathered := checkpoint.get("gathered")) is not None:
+    if (gathered := checkpoint.gathered) is not None:
         yield f"whole weights {'' if gathered else 'not '}gathered"
 
 
-def _parity(parity: Mapping[str, Any]) -> str:
-    difference, reference = parity.get("largest_difference"), parity["reference"]
-    if difference is None or difference == float("inf"):  # JSON has no infinity
+def _parity(parity: Parity) -> str:
+    difference, reference = parity.largest_difference, parity.reference
+    if math.isinf(difference):
         result = f"a loss is not finite where {reference}'s is,"
     else:
-        result = f"losses {'within' if parity['within'] else 'differ by'} {format_share(difference)}"
-        result += f" {'of' if parity['within'] else 'from'} {reference}'s"
-    result += f" over {format_number_of(parity['steps'], 'step')}, tolerance {format_share(parity['tolerance'])}"
-    if parity.get("taken_back"):
-        return f"{result}, since {parity['taken_back']}, which changed them, was taken back"
-    return f"{result}; changed by {', '.join(parity['changed_by'])}" if parity.get("changed_by") else result
+        result = f"losses {'within' if parity.within else 'differ by'} {format_share(difference)}"
+        result += f" {'of' if parity.within else 'from'} {reference}'s"
+    result += f" over {format_number_of(parity.steps, 'step')}, tolerance {format_share(parity.tolerance)}"
+    if parity.taken_back:
+        return f"{result}, since {parity.taken_back}, which changed them, was taken back"
+    return f"{result}; changed by {', '.join(parity.changed_by)}" if parity.changed_by else result
 
 
 # Nothing fits.
@@ -331,15 +338,15 @@ def remedies(report: Report) -> Iterator[str]:
         yield _more_memory(report, report.closest, report.closest.missing_bytes)
     else:
         yield "more memory per rank (--gpu-memory)"
-    for rung in report.question.get("lacks_nvme", ()):
+    for rung in report.question.lacks_nvme:
         yield f"--nvme-path DIR on a fast disk: {rung} was skipped because it needs one"
-    yield f"more ranks (--gpus {report.gpus * 2}): ZeRO splits the model over them"
+    yield f"more ranks (--gpus {report.question.gpus * 2}): ZeRO splits the model over them"
     yield "a smaller workload: a shorter sequence in build_batch, or a smaller model"
 
 
 def _more_memory(report: Report, closest: ClosestRung, missing: int) -> str:
-    limit = report.question.get("device_bytes")
-    if closest.tier != "device" or not isinstance(limit, int):
+    limit = report.question.device_bytes
+    if closest.tier != "device" or limit is None:
         return f"{format_bytes(missing)} more {closest.tier} memory"
     enough_mib = -(-int((limit + missing) * _PEAK_VARIATION) // (16 * _MIB)) * 16
     size = f"{enough_mib}MiB" if enough_mib < 10240 else f"{-(-enough_mib // 1024)}GiB"

@@ -41,7 +41,7 @@ _TRAINER_ARGUMENTS = {
 def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
     """The lines with which a user starts the training, each with a name. A line is whole, so that it can be copied."""
     assert report.knobs is not None
-    folder, commands, script = Path(report.out), launch_commands(report), report.script
+    folder, commands, script = Path(report.out), launch_commands(report), report.question.script
     if script is None:
         if report.knobs.checkpointing:
             yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
@@ -70,17 +70,24 @@ def launch_commands(report: Report) -> dict[str, str]:
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
     are GPUs; OMP_NUM_THREADS gives each rank as many threads as it had in trials.
     """
-    script, per_node = report.script, str(report.gpus // report.nodes)
+    script, per_node = report.question.script, str(report.question.gpus // report.question.nodes)
     rendezvous = ["--standalone"]
-    if report.nodes > 1:  # torchrun is started on each node
-        rendezvous = ["--nnodes", str(report.nodes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "FIRST_NODE:29500"]
+    if report.question.nodes > 1:  # torchrun is started on each node
+        rendezvous = [
+            "--nnodes",
+            str(report.question.nodes),
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "FIRST_NODE:29500",
+        ]
     local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
     launchers = {
         "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node],
         "deepspeed": ["deepspeed", *_deepspeed_resources(report, per_node), *local_rank],
         "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)],
     }
-    threads = report.question.get("threads")
+    threads = report.question.threads
     environment = "DS_ACCELERATOR=cpu " * report.on_cpu + (f"OMP_NUM_THREADS={threads} " if threads else "")
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
 
@@ -88,18 +95,18 @@ def launch_commands(report: Report) -> dict[str, str]:
 def _deepspeed_resources(report: Report, per_node: str) -> tuple[str, ...]:
     """The deepspeed launcher's options. HOSTFILE has a line 'NODE slots=N' for each node."""
     option = "--num_accelerators" if report.on_cpu else "--num_gpus"
-    if report.nodes > 1:
-        return ("--hostfile", "HOSTFILE", "--num_nodes", str(report.nodes), option, per_node)
-    cards = [card["index"] for card in report.hardware.get("cards", ())][: report.gpus]
-    if report.on_cpu or len(cards) < report.gpus or cards == list(range(report.gpus)):
-        return (option, str(report.gpus))
+    if report.question.nodes > 1:
+        return ("--hostfile", "HOSTFILE", "--num_nodes", str(report.question.nodes), option, per_node)
+    cards = [card.index for card in (report.hardware.cards if report.hardware else ())][: report.question.gpus]
+    if report.on_cpu or len(cards) < report.question.gpus or cards == list(range(report.question.gpus)):
+        return (option, str(report.question.gpus))
     # Given a number, the launcher takes the first cards, whatever CUDA_VISIBLE_DEVICES says.
     return ("--include", f"localhost:{','.join(map(str, cards))}")
 
 
 def _program(report: Report, launcher: str) -> tuple[str, ...]:
     """The script with its arguments filled in."""
-    script = report.script
+    script = report.question.script
     if script is None:  # accelerate's own file names the config
         config = () if launcher == "accelerate" else ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
         return ("train.py", *config)
@@ -108,7 +115,7 @@ def _program(report: Report, launcher: str) -> tuple[str, ...]:
         "ds_config": str(Path(report.out) / _CONFIG_FILES.get(script.kind, DS_CONFIG)),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
-        "train_batch_size": report.knobs.train_batch(report.gpus),
+        "train_batch_size": report.knobs.train_batch(report.question.gpus),
     }
     module_option = "--module" if launcher == "deepspeed" else "-m"
     program = (module_option, script.module) if script.module else (script.path,)
@@ -170,9 +177,9 @@ compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 deepspeed_config:
   deepspeed_config_file: {json.dumps(config_path)}
-num_machines: {report.nodes}
+num_machines: {report.question.nodes}
 machine_rank: 0
-num_processes: {report.gpus}
+num_processes: {report.question.gpus}
 main_training_function: main
 rdzv_backend: static
 same_network: true

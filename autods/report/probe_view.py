@@ -42,16 +42,16 @@ def _question(report: ProbeReport) -> str:
     """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
     question = report.question
     varies_ranks = len(report.axes.get("gpus", ())) > 1
-    ranks = "ranks" if varies_ranks else format_ranks(question["gpus"], question["device"])
-    nodes = f" of {question['nodes']} nodes" if (question.get("nodes") or 1) > 1 else ""
+    ranks = "ranks" if varies_ranks else format_ranks(question.gpus, question.device)
+    nodes = f" of {question.nodes} nodes" if (question.nodes) > 1 else ""
     details = [_describe_value(name, values[0]) for name, values in report.axes.items() if len(values) == 1]
     if "precision" not in report.axes:
-        details.append(str(question.get("precision")))
-    if not question.get("capacity"):
-        repeats = question.get("repeats")
+        details.append(str(question.precision))
+    if not question.capacity:
+        repeats = question.repeats
         details.append(f"each cell {'once' if repeats == 1 else f'{repeats} times'}")
-    memory = format_bytes(question.get("device_bytes") or 0)
-    return f"{question.get('workload')} on {ranks}{nodes} × {memory}, {', '.join(details)}"
+    memory = format_bytes(question.device_bytes)
+    return f"{question.workload} on {ranks}{nodes} × {memory}, {', '.join(details)}"
 
 
 def _describe_value(name: str, value: Scalar | None) -> str:
@@ -100,7 +100,7 @@ def _columns(report: ProbeReport) -> list[Column]:
     columns = [Column("", lambda cell: str(cell.number))]
     columns += [Column(_heading(name), partial(_axis_value, name), right=False) for name in axes]
     columns.append(Column("", _outcome, right=False))
-    if report.question.get("capacity"):
+    if report.question.capacity:
         columns.append(Column("forecast", lambda cell: _number(cell.capacity.forecast if cell.capacity else None)))
         columns.append(Column("largest\nmicro batch", _largest))
     reference = report.compared[0] if report.compared is not None else None
@@ -197,9 +197,9 @@ def _conclusions(report: ProbeReport) -> Iterator[Text]:
         yield Text.assemble(("no cell fits", "bold red"), (spent, "dim"))
         return
     fitting = [cell for cell in report.cells if cell.status == "fit" and cell.same_as is None]
-    if report.question.get("capacity"):
+    if report.question.capacity:
         best = max(fitting, key=lambda cell: cell.micro_batch or 0)
-        source = "by the forecast" if report.question.get("forecast_only") else "by trials"
+        source = "by the forecast" if report.question.forecast_only else "by trials"
         head = f"largest micro batch: {best.micro_batch:,} with {_distinction(report, best)}, {source}"
         yield Text.assemble((head, "bold green"), (spent, "dim"))
         return

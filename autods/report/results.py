@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from ..config.plan_settings import Site
 from ..forecast.values import RungForecast
-from ..schema import read_as
-from ..types import Device, Knobs, ModelFacts, Record, Scalar, ScriptKind, Skipped, Tier, TierUse, WorkloadSource
+from ..system.host import Hardware
+from ..types import Device, Knobs, ModelFacts, Record, Scalar, Skipped, Steps, Tier, TierUse, WorkloadSource
+from ..workload.script_source import ScriptLaunch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,29 +35,97 @@ class ClosestRung:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptLaunch:
-    """How an unmodified training script is started. `argv` still has its placeholders; -m starts a `module`."""
+class Checkpoint:
+    """A checkpoint of the whole engine; a part that was not done is None. See `types.Examined`."""
 
-    kind: ScriptKind
-    path: str
-    argv: tuple[str, ...]
-    takes_local_rank: bool = True
-    module: str | None = None
+    bytes: int | None
+    save_s: float | None
+    load_s: float | None
+    gathered: bool | None
+    restored: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """The losses compared with a plain config's on the same samples, step by step.
+
+    `reference` is the plain config's rung.
+    `largest_difference` is relative; infinite when only one of two losses is finite.
+    `changed_by` are the knobs that changed the losses; setting back any of them is enough.
+    `taken_back` is the one that was set back. The difference is then that of the config without it.
+    """
+
+    reference: str
+    steps: int
+    tolerance: float
+    largest_difference: float
+    within: bool
+    changed_by: tuple[str, ...] = ()
+    taken_back: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The result of all checks. `passed` means that everything was checked and nothing failed.
+
+    `batch_shape` is the shape of the longest batch's largest tensor; empty when no such batch ran to its end.
+    `draws` is the number of batches that it is the longest of; 0 when the workload names its longest batch.
+    `headroom_bytes` is limit less peak, for each tier with a limit.
+    `headroom_kept` tells whether the longest batch left the search's headroom free on the device.
+    `backed_off`, `failures` and `not_checked` are sentences.
+    """
+
+    passed: bool = False
+    batch_shape: tuple[int, ...] = ()
+    draws: int = 0
+    optimizer_steps: int = 0
+    evaluated: bool = False
+    checkpoint: Checkpoint | None = None
+    alloc_retries: int | None = None
+    headroom_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    headroom_kept: bool | None = None
+    parity: Parity | None = None
+    backed_off: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitQuestion:
+    """What a fit was asked: the workload, the machine and the search.
+
+    `gpus` are the ranks of all nodes, `threads` those of one rank. `ladder` has the names of its rungs in order.
+    `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
+    script; it is None for any other workload.
+    """
+
+    workload: str = "workload"
+    parameters: int | None = None
+    gpus: int = 1
+    nodes: int = 1
+    pipeline_stages: int | None = None
+    experts: int = 0
+    device: Device = "cuda"
+    device_bytes: int | None = None
+    threads: int | None = None
+    global_batch: int | None = None
+    profile: str = ""
+    objective: str = ""
+    stop: str = ""
+    ladder: tuple[str, ...] = ()
+    lacks_nvme: tuple[str, ...] = ()
+    script: ScriptLaunch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a fit. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
-    `memory` has the winner's peaks; a tier that was not measured is absent. `certificate` holds the values of
-    `tuner.certificate.Certificate`. `importances` maps a tuned key to its share of the variation in throughput.
+    `memory` has the winner's peaks; a tier that was not measured is absent. `certificate` is None
+    where nothing was examined. `importances` maps a tuned key to its share of the variation in throughput.
 
     `reasons` maps a rung, or a variant of it, to why it was left or chosen. Its entries "grow", "tune" and "certify"
     say why these steps stopped. "batch" says how many samples an optimizer step trains on, and why.
-
-    `question` has the keys workload, parameters, gpus, nodes, device, device_bytes, threads, global_batch, profile,
-    stop, ladder, lacks_nvme and script. `threads` are those of one rank, and `ladder` has the names in order.
-    `lacks_nvme` are the rungs that need --nvme-path, which was not given.
     """
 
     status: Literal["fit", "nothing_fits"]
@@ -65,7 +134,7 @@ class Report:
     ds_config: Mapping[str, Any] | None = None
     throughput: Throughput | None = None
     memory: Mapping[Tier, TierUse] = field(default_factory=dict)
-    certificate: Mapping[str, Any] = field(default_factory=dict)
+    certificate: Certificate | None = None
     forecast: tuple[Mapping[str, Any], ...] = ()
     trials: tuple[Record, ...] = ()
     skipped: tuple[Skipped, ...] = ()
@@ -74,33 +143,14 @@ class Report:
     largest_micro_batch: int | None = None
     closest: ClosestRung | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    hardware: Mapping[str, Any] = field(default_factory=dict)
-    question: Mapping[str, Any] = field(default_factory=dict)
+    hardware: Hardware | None = None
+    question: FitQuestion = FitQuestion()
     seconds: float = 0.0
     out: str = ""
 
     @property
-    def gpus(self) -> int:
-        """Ranks of all nodes together."""
-        return int(self.question.get("gpus", 1))
-
-    @property
-    def nodes(self) -> int:
-        return int(self.question.get("nodes", 1))
-
-    @property
     def on_cpu(self) -> bool:
-        return self.question.get("device") == "cpu"
-
-    @property
-    def ladder(self) -> tuple[str, ...]:
-        return tuple(self.question.get("ladder", ()))
-
-    @property
-    def script(self) -> ScriptLaunch | None:
-        """How to start the training script; None for any other workload."""
-        script = self.question.get("script")
-        return read_as(ScriptLaunch, script) if script else None
+        return self.question.device == "cpu"
 
 
 Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
@@ -245,11 +295,30 @@ class CellResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeQuestion:
+    """What a probe was asked, besides its axes. `machine` is the one that a probe without trials forecasts for."""
+
+    workload: str
+    gpus: int
+    nodes: int
+    device: Device
+    device_bytes: int
+    global_batch: int | None
+    precision: str
+    repeats: int
+    steps: Steps
+    capacity: bool
+    parallel_trials: int
+    forecast_only: bool
+    machine: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
     """The result of a probe.
 
     `compared` is the number of the reference cell of all ratios, and their measure.
-    `notes` are sentences that hold for all cells. `question` is the request, as plain values.
+    `notes` are sentences that hold for all cells.
     """
 
     status: Literal["done", "nothing_fits"]
@@ -258,8 +327,8 @@ class ProbeReport:
     compared: tuple[int, Literal["samples", "tokens"]] | None = None
     notes: tuple[str, ...] = ()
     trials: tuple[Record, ...] = ()
-    question: Mapping[str, Any] = field(default_factory=dict)
+    question: ProbeQuestion
     versions: Mapping[str, str] = field(default_factory=dict)
-    hardware: Mapping[str, Any] = field(default_factory=dict)
+    hardware: Hardware | None = None
     seconds: float = 0.0
     out: str = ""

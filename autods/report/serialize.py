@@ -39,7 +39,9 @@ def to_dict(report: Report) -> dict[str, Any]:
     if report.ds_config is not None and report.knobs is not None:
         arguments = trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))
         launch = {**launch_commands(report), "trainer_arguments": list(arguments)}
-    return {**_plain(report), "memory": _all_tiers(report.memory), "launch": launch}
+    row = _plain(report)
+    nothing = {name: row[name] or {} for name in ("certificate", "hardware")}
+    return {**row, **nothing, "memory": _all_tiers(report.memory), "launch": launch}
 
 
 def from_dict(data: Mapping[str, Any]) -> Report:
@@ -47,7 +49,11 @@ def from_dict(data: Mapping[str, Any]) -> Report:
     try:
         memory = {tier: use for tier, use in data["memory"].items() if use}
         trials = [_record_from_row(row) for row in data["trials"]]
-        return read_known(Report, {**data, "memory": memory, "trials": trials})
+        certificate = dict(data["certificate"])
+        if (parity := certificate.get("parity")) and parity["largest_difference"] is None:  # JSON has no infinity
+            certificate["parity"] = {**parity, "largest_difference": math.inf}
+        values = {"memory": memory, "trials": trials, "certificate": certificate or None}
+        return read_known(Report, {**data, **values, "hardware": data["hardware"] or None})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"is not the report of a fit: {error!r}", hint="start over with --fresh") from None
 
@@ -62,7 +68,7 @@ def write(report: Report, folder: Path) -> None:
         texts[DS_CONFIG] = as_json(report.ds_config)
         texts[DS_CONFIG_HF] = as_json(to_trainer_config(report.ds_config))
         texts[ACCELERATE] = accelerate_yaml(report, str(Path(report.out) / DS_CONFIG))
-        if report.script is not None and report.script.kind == "lightning":
+        if report.question.script is not None and report.question.script.kind == "lightning":
             texts[DS_CONFIG_LIGHTNING] = as_json(to_lightning_config(report.ds_config))
     for name in (DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE):
         if name in texts:

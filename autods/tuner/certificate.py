@@ -1,68 +1,13 @@
-"""The certificate of a winner as values: from the records of its exams to "certificate" in report.json."""
+"""From the record of an exam to the certificate of the winner."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, Tier, first_line, is_machines_fault
+from ..report.results import Certificate, Checkpoint
+from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, first_line, is_machines_fault
 from ..units import format_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint of the whole engine; a part that was not done is None. See `types.Examined`."""
-
-    bytes: int | None
-    save_s: float | None
-    load_s: float | None
-    gathered: bool | None
-    restored: bool | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parity:
-    """The losses compared with a plain config's on the same samples, step by step.
-
-    `reference` is the plain config's rung.
-    `largest_difference` is relative; infinite when only one of two losses is finite.
-    `changed_by` are the knobs that changed the losses; setting back any of them is enough.
-    `taken_back` is the one that was set back. The difference is then that of the config without it.
-    """
-
-    reference: str
-    steps: int
-    tolerance: float
-    largest_difference: float
-    within: bool
-    changed_by: tuple[str, ...] = ()
-    taken_back: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
-    """The result of all checks. `passed` means that everything was checked and nothing failed.
-
-    `batch_shape` is the shape of the longest batch's largest tensor; empty when no such batch ran to its end.
-    `draws` is the number of batches that it is the longest of; 0 when the workload names its longest batch.
-    `headroom_bytes` is limit less peak, for each tier with a limit.
-    `headroom_kept` tells whether the longest batch left the search's headroom free on the device.
-    `backed_off`, `failures` and `not_checked` are sentences.
-    """
-
-    passed: bool = False
-    batch_shape: tuple[int, ...] = ()
-    draws: int = 0
-    optimizer_steps: int = 0
-    evaluated: bool = False
-    checkpoint: Checkpoint | None = None
-    alloc_retries: int | None = None
-    headroom_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    headroom_kept: bool | None = None
-    parity: Parity | None = None
-    backed_off: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
-    not_checked: tuple[str, ...] = ()
 
 
 def certificate_of_exam(exam: Record, *, limit_bytes: int, usable_bytes: float) -> Certificate:

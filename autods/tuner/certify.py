@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..config.base_config import precision_name
+from ..report.results import Certificate
 from ..types import Failed, Fit, Record, Trial
 from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate
-from .certificate import Certificate, certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
+from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
 from .ladder_walk import try_rung
 from .loss_parity import ParityResult, compare_losses, is_same_maths
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from ..errors import EnvironmentBroken, Interrupted
 from ..events import Listener, Note
 from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
 from ..report import serialize, text
-from ..report.results import ClosestRung, Report, Throughput
+from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, read_hardware, threads_per_rank
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
@@ -175,30 +175,30 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
         trials=tuple(context.memory.records),
         skipped=tuple(walked.skipped),
         forecast=tuple(serialize.rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
-        hardware=asdict(read_hardware()),
+        hardware=read_hardware(),
         versions=installed_versions(),
         seconds=seconds,
         out=str(settings.out),
-        question={
-            "workload": settings.source.name,
-            "parameters": facts.parameters,
-            "gpus": settings.gpus,
-            "nodes": settings.nodes,
-            "pipeline_stages": facts.pipeline_stages,
-            "experts": facts.experts,
-            "device": settings.device,
-            "device_bytes": settings.device_bytes,
-            "threads": settings.threads or threads_per_rank(settings.ranks_per_node),
-            "global_batch": settings.global_batch,
-            "profile": settings.profile.name,
-            "objective": settings.objective,
-            "stop": settings.profile.race.stop,
-            "ladder": [rung.name for rung in settings.ladder],
-            "lacks_nvme": [
+        question=FitQuestion(
+            workload=settings.source.name,
+            parameters=facts.parameters,
+            gpus=settings.gpus,
+            nodes=settings.nodes,
+            pipeline_stages=facts.pipeline_stages,
+            experts=facts.experts,
+            device=settings.device,
+            device_bytes=settings.device_bytes,
+            threads=settings.threads or threads_per_rank(settings.ranks_per_node),
+            global_batch=settings.global_batch,
+            profile=settings.profile.name,
+            objective=settings.objective,
+            stop=settings.profile.race.stop,
+            ladder=tuple(rung.name for rung in settings.ladder),
+            lacks_nvme=tuple(
                 rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None
-            ],
-            "script": describe_launch(settings.source) if settings.source.kind == "script" else None,
-        },
+            ),
+            script=describe_launch(settings.source) if settings.source.kind == "script" else None,
+        ),
     )
     if isinstance(result, NothingFits):
         return replace(report, closest=result.closest)
@@ -227,7 +227,7 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
         ),
         memory=outcome.memory,
         largest_micro_batch=growth.curve.fits,
-        certificate={} if certified is None else asdict(certified.certificate),
+        certificate=None if certified is None else certified.certificate,
         importances=result.tuned.importances,
         reasons={
             **reasons,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..report.results import Parity
 from ..types import Fit, Knobs, Steps, Trial
-from .certificate import Parity
 
 CHECKPOINTING = "checkpointing"
 _TINY = 1e-12  # a loss of 0 has no relative difference

@@ -106,12 +106,23 @@ def has_placeholder(argv: Sequence[str], name: str) -> bool:
     return any(f"{{{name}}}" in word for word in argv)
 
 
-def describe_launch(source: WorkloadSource) -> dict[str, object]:
-    """How to start the script, for the report.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLaunch:
+    """How to start an unmodified training script. `argv` still has its placeholders; -m starts a `module`.
 
     `takes_local_rank` matters to the `deepspeed` launcher: it passes --local_rank to every script, and a parser that
     does not know the option exits.
     """
+
+    kind: ScriptKind
+    path: str
+    argv: tuple[str, ...]
+    takes_local_rank: bool = True
+    module: str | None = None
+
+
+def describe_launch(source: WorkloadSource) -> ScriptLaunch:
+    """How to start the script, for the report."""
     path = Path(source.path)
     text = path.read_bytes() if path.is_file() else b""
     takes_local_rank = (
@@ -119,13 +130,13 @@ def describe_launch(source: WorkloadSource) -> dict[str, object]:
         or re.search(rb"[\"']--local[-_]rank\b", text) is not None
         or has_local_rank_parameter(source)
     )
-    described: dict[str, object] = {
-        "path": source.path,
-        "argv": list(source.argv),
-        "kind": source.script_kind or "deepspeed",
-        "takes_local_rank": takes_local_rank,
-    }
-    return described | ({"module": source.module} if source.module else {})
+    return ScriptLaunch(
+        kind=source.script_kind or "deepspeed",
+        path=source.path,
+        argv=source.argv,
+        takes_local_rank=takes_local_rank,
+        module=source.module,
+    )
 
 
 def has_local_rank_parameter(source: WorkloadSource) -> bool:

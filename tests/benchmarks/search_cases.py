@@ -80,8 +80,8 @@ def short_batch(report: Report) -> str:
     exams = [one for one in report.trials if one.trial.exam == "worst_case"]
     rejected = [one for one in exams if isinstance(one.outcome, OutOfMemory)]
     assert rejected, "the longest batch of the winner fits: the case is too easy"
-    assert report.certificate["passed"], report.certificate
-    assert report.certificate["backed_off"], "nothing was backed off"
+    assert report.certificate.passed, report.certificate
+    assert report.certificate.backed_off, "nothing was backed off"
     return f"{report.reasons['certify']}"
 
 
@@ -89,7 +89,7 @@ def planted(report: Report) -> str:
     assert any(one.trial.knobs.settings.get("skips_half") for one in report.trials if one.trial.purpose == "certify")
     assert report.ds_config is not None
     assert not report.ds_config.get("skips_half"), "the broken knob was kept"
-    said = " ".join(report.certificate["backed_off"])
+    said = " ".join(report.certificate.backed_off)
     assert "skips_half" in said, said
     return said
 

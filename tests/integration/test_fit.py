@@ -141,7 +141,7 @@ def test_functions_and_a_file_give_the_same_kind_of_report(ray, tmp_path):
         workload, gpus=2, device="cpu", gpu_memory="1GiB", config="quick", out=tmp_path, on_event=seen.append
     )
     assert (report.status, report.rung) == ("fit", "ddp")
-    assert report.question["workload"] == "build_model"
+    assert report.question.workload == "build_model"
     assert report.ds_config == json.loads((tmp_path / "ds_config.json").read_text())
     assert seen
 

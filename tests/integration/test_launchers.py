@@ -14,7 +14,9 @@ import pytest
 from autods.config.deepspeed import compose, start_settings
 from autods.config.strategies import read_rungs
 from autods.report import Report, to_dict, write
+from autods.report.results import FitQuestion
 from autods.types import Knobs, ModelFacts
+from autods.workload.script_source import ScriptLaunch
 from tests.support.fits import HERE, free_port
 from tests.support.launchers import cpu_env
 
@@ -45,14 +47,14 @@ def found(
         settings=start_settings(strategy, base=base, device_bytes=2**30, facts=FACTS),
     )
     config = compose(strategy, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
-    asked = {"path": str(script), "argv": list(argv), "kind": kind, "takes_local_rank": kind != "accelerate"}
+    asked = ScriptLaunch(path=str(script), argv=argv, kind=kind, takes_local_rank=kind != "accelerate")
     report = Report(
         status="fit",
         rung=rung,
         knobs=knobs,
         ds_config=config,
         out=str(out),
-        question={"gpus": 2, "device": "cpu", "script": asked},
+        question=FitQuestion(gpus=2, device="cpu", script=asked),
     )
     write(report, out)
     return report
@@ -107,8 +109,8 @@ def test_a_trainer_script_trains_and_finds_no_mismatch(tmp_path, launcher):
 def test_the_arguments_for_the_trainer_are_a_command_line_of_its_own(tmp_path):
     report = found(tmp_path / "out", SCRIPTS / "trainer.py", kind="hf_trainer")
     said = to_dict(report)["launch"]["trainer_arguments"]
-    asked = {**report.question["script"], "argv": [*said, "--max_steps", "2", "--output_dir", "saved"]}
-    done = run(replace(report, question={**report.question, "script": asked}), "torchrun", tmp_path / "work")
+    asked = replace(report.question.script, argv=(*said, "--max_steps", "2", "--output_dir", "saved"))
+    done = run(replace(report, question=replace(report.question, script=asked)), "torchrun", tmp_path / "work")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "trained 2 steps in batches of 4" in done.stdout
 

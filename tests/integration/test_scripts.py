@@ -189,10 +189,10 @@ def test_a_fit_of_a_script_passes_and_resumes(make_settings, users, ray, tmp_pat
     assert any("with_args.py is a DeepSpeed script" in note for note in notes)
     assert not any("no forecast" in note for note in notes)
     certificate = report.certificate
-    assert certificate["failures"] == ()
-    assert certificate["evaluated"]
-    assert certificate["checkpoint"]["restored"] is True
-    assert certificate["passed"]  # quick compares no losses
+    assert certificate.failures == ()
+    assert certificate.evaluated
+    assert certificate.checkpoint.restored is True
+    assert certificate.passed  # quick compares no losses
     assert json.loads((tmp_path / "ds_config.json").read_text()) == report.ds_config
 
     rows = (tmp_path / "journal.jsonl").read_text()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autods.report import Report, Throughput
-from autods.report.results import ClosestRung
+from autods.report.results import ClosestRung, FitQuestion
+from autods.system.host import Hardware
 from autods.types import (
     Failed,
     Fit,
@@ -22,7 +23,8 @@ from autods.types import (
 
 MIB = 2**20
 LIMIT = 416 * MIB
-LADDER = ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme"]
+LADDER = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme")
+HARDWARE = Hardware(cpu="EPYC", cores=2, host_bytes=24 * 2**30, host_free_bytes=20 * 2**30, cards=())
 WINNING = Knobs(
     micro_batch=4,
     accumulation=2,
@@ -107,17 +109,17 @@ def fitting_report(out: str = "autods-out/gpt-2xcpu-1a2b3c") -> Report:
         },
         largest_micro_batch=6,
         versions={"torch": "2.13.0"},
-        hardware={"cpu": "EPYC", "cards": []},
-        question={
-            "workload": "gpt",
-            "parameters": 32_638_976,
-            "gpus": 2,
-            "device": "cpu",
-            "device_bytes": LIMIT,
-            "global_batch": 16,
-            "profile": "quick",
-            "ladder": LADDER,
-        },
+        hardware=HARDWARE,
+        question=FitQuestion(
+            workload="gpt",
+            parameters=32_638_976,
+            gpus=2,
+            device="cpu",
+            device_bytes=LIMIT,
+            global_batch=16,
+            profile="quick",
+            ladder=LADDER,
+        ),
         seconds=83.2,
         out=out,
     )
@@ -133,14 +135,14 @@ def hopeless_report(exact: bool = True) -> Report:
         ),
         skipped=(Skipped(rung="zero3-nvme", reason="no --nvme-path was given"),),
         closest=ClosestRung(rung="zero3", missing_bytes=64 * MIB, exact=exact),
-        question={
-            "workload": "gpt",
-            "gpus": 2,
-            "device": "cpu",
-            "device_bytes": LIMIT,
-            "ladder": LADDER,
-            "lacks_nvme": ["zero3-nvme"],
-        },
+        question=FitQuestion(
+            workload="gpt",
+            gpus=2,
+            device="cpu",
+            device_bytes=LIMIT,
+            ladder=LADDER,
+            lacks_nvme=("zero3-nvme",),
+        ),
         seconds=12.0,
         out="autods-out/gpt-2xcpu-1a2b3c",
     )

@@ -10,9 +10,10 @@ from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import Report, text
 from autods.report.fit_view import describe_shortage, ladder_rows, remedies
 from autods.report.live import Progress
+from autods.system.gpus import Card
 from autods.types import Examined, Knobs, Record, Skipped, TierUse
+from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
-from tests.support.reports import fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.terminal import shown
 
 EVENTS: tuple[Event, ...] = (
@@ -228,6 +229,8 @@ def test_trials_that_run_side_by_side_have_a_line_each() -> None:
 )
 def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...], option: str) -> None:
     report = fitting_report()
-    cards = [{"index": index, "name": "H100", "total_bytes": 1, "free_bytes": 1} for index in visible]
-    on_cards = replace(report, question={**report.question, "device": "cuda"}, hardware={"cards": cards})
+    cards = tuple(Card(index=index, name="H100", total_bytes=1, free_bytes=1) for index in visible)
+    on_cards = replace(
+        report, question=replace(report.question, device="cuda"), hardware=replace(HARDWARE, cards=cards)
+    )
     assert option in shown(on_cards, 120)

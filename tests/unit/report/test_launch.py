@@ -10,7 +10,7 @@ from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_confi
 from autods.report import Report, to_dict, write
 from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
 from autods.workload import make_source
-from autods.workload.script_source import describe_launch
+from autods.workload.script_source import ScriptLaunch, describe_launch
 from tests.support.reports import fitting_report, hopeless_report
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
@@ -26,9 +26,9 @@ CONFIG = {
 
 
 def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_local_rank: bool = True) -> Report:
-    script = {"path": "train.py", "argv": list(argv), "kind": kind, "takes_local_rank": takes_local_rank}
+    script = ScriptLaunch(path="train.py", argv=argv, kind=kind, takes_local_rank=takes_local_rank)
     report = fitting_report("out")
-    return replace(report, ds_config=CONFIG, question={**report.question, "device": device, "script": script})
+    return replace(report, ds_config=CONFIG, question=replace(report.question, device=device, script=script))
 
 
 def test_placeholders_of_a_scripts_command_line_are_filled():
@@ -42,7 +42,7 @@ def test_placeholders_of_a_scripts_command_line_are_filled():
 
 def test_each_rank_gets_the_threads_that_it_had_in_trials():
     report = scripted(device="cpu")
-    report = replace(report, question={**report.question, "threads": 4})
+    report = replace(report, question=replace(report.question, threads=4))
     assert launch_commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
 
 
@@ -66,7 +66,7 @@ def test_cpu_ranks_are_asked_for_by_name_also_where_there_are_gpus():
 
 def test_launchers_get_the_ranks_per_node_on_several_nodes():
     report = scripted()
-    said = launch_commands(replace(report, question={**report.question, "gpus": 8, "nodes": 2}))
+    said = launch_commands(replace(report, question=replace(report.question, gpus=8, nodes=2)))
     assert said["deepspeed"] == "deepspeed --hostfile HOSTFILE --num_nodes 2 --num_gpus 4 train.py"
     assert said["torchrun"].startswith(
         "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --nproc"
@@ -178,5 +178,5 @@ def test_where_nothing_fits_there_is_nothing_to_launch():
 def test_only_a_script_that_knows_local_rank_gets_it(tmp_path: Path, text: str, knows: bool):
     (tmp_path / "train.py").write_text(text)
     said = describe_launch(make_source(tmp_path / "train.py", argv=("--a", "{ds_config}")))
-    assert said["takes_local_rank"] is knows
-    assert said["argv"] == ["--a", "{ds_config}"]
+    assert said.takes_local_rank is knows
+    assert said.argv == ("--a", "{ds_config}")

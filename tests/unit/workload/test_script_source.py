@@ -130,13 +130,13 @@ FIRE = "import deepspeed, fire\ndeepspeed.initialize\ndef train(batch: int = 8{}
 
 def test_a_local_rank_that_fire_reads_is_recognised(write):
     with_it, without = FIRE.format(", local_rank: int = -1"), FIRE.format("")
-    assert describe_launch(make_source(write(with_it)))["takes_local_rank"]
-    assert not describe_launch(make_source(write(without)))["takes_local_rank"]
+    assert describe_launch(make_source(write(with_it))).takes_local_rank
+    assert not describe_launch(make_source(write(without))).takes_local_rank
 
 
 def test_a_local_rank_parameter_alone_is_no_option(write):
     text = "import deepspeed\ndeepspeed.initialize\ndef setup(local_rank): ...\n"
-    assert not describe_launch(make_source(write(text)))["takes_local_rank"]
+    assert not describe_launch(make_source(write(text))).takes_local_rank
 
 
 # Scripts that are started as `python -m package.module`.
@@ -250,7 +250,7 @@ def test_each_launcher_starts_a_module(package):
     package("train.py", PLAIN)
     source = make_source(Path("module:shop.train"), argv=["--batch", "{micro_batch_size}"])
     report = fitting_report("out")
-    commands = launch_commands(replace(report, question={**report.question, "script": describe_launch(source)}))
+    commands = launch_commands(replace(report, question=replace(report.question, script=describe_launch(source))))
     assert commands["torchrun"].endswith("--nproc_per_node 2 -m shop.train --batch 4")
     assert " --module shop.train --batch 4" in commands["deepspeed"]
     assert commands["accelerate"].endswith(" -m shop.train --batch 4")
