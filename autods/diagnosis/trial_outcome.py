@@ -43,7 +43,7 @@ _TOO_SMALL = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
+class HostUsage:
     """The node's memory during the trial, recorded by the process that watches the node's ranks.
 
     `group_kills` counts OOM kills in the fit's cgroup during the trial. `machine_kills` counts those on the whole
@@ -95,7 +95,7 @@ class Evidence:
     hint: str | None = None
     free_bytes: int | None = None
     log_tail: str = ""
-    host: HostMemory | None = None
+    host: HostUsage | None = None
     idle_bytes: int | None = None
 
     @property

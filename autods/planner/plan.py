@@ -77,7 +77,7 @@ _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
 
 def _forecast_all(run: PlanRun) -> None:
-    """Forecast every rung on each site. Of several sites, each is searched only at the rung that is its answer."""
+    """Forecast every rung on each site. Several sites are searched only at the rung that is their answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
     jobs = [(rung, group, group.sites) for group in group_sites(settings.sites) for rung in settings.ladder]
     _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several)
@@ -104,7 +104,7 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
     def forecast(number: int, rung: Rung, group: SiteGroup, sites: Sequence[Site]) -> float | None:
         def guess_sample_bytes() -> float | None:
             earlier = [task.result() for task in tasks[: max(0, number + 1 - PARALLEL_ENGINES)]]
-            return next((found for found in reversed(earlier) if found is not None), None)
+            return next((size for size in reversed(earlier) if size is not None), None)
 
         sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
         return run.forecast_rung(rung, sites, group, guess_sample_bytes if search else None)

@@ -110,13 +110,13 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
     table.add_column("samples/s", justify="right", no_wrap=True)
     if wide:
         table.add_column("why", ratio=1)
-    tried = {record.trial.rung for record in report.trials}
+    on_trial = {record.trial.rung for record in report.trials}
     refused = {row["rung"]: row for row in report.forecast if row["verdict"] == "cannot_fit" and row.get("device")}
     reasons = _reasons(report)
     for rung, row in ladder_rows(report).items():
         winner = report.status == "fit" and rung == report.rung
         memory, rate = Text(), Text()
-        if rung in refused and rung not in tried:
+        if rung in refused and rung not in on_trial:
             mark, device = MARKS["cannot_fit"], refused[rung]["device"]
             use = TierUse(peak_bytes=device["peak_bytes"], limit_bytes=device["limit_bytes"])
             memory = _memory_line("device", use, sign="~")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ..diagnosis.trial_outcome import HostMemory
+from ..diagnosis.trial_outcome import HostUsage
 from ..schema import read_known
 from ..system import processes
 from ..system.gpus import read_used_bytes
@@ -184,10 +184,10 @@ class HostMonitor:
             held, name = processes.read_status(rank.pid).get("RssAnon", "0 kB"), str(rank.rank)
             self.peak_rss_bytes[name] = max(self.peak_rss_bytes.get(name, 0), int(held.split()[0]) * 1024)
 
-    def summarize(self) -> HostMemory:
+    def summarize(self) -> HostUsage:
         """The host's memory since `begin`."""
         group_kills, machine_kills = _count_kills(self.groups)
-        return HostMemory(
+        return HostUsage(
             group_kills=group_kills - self.kills[0],
             machine_kills=machine_kills - self.kills[1],
             limit_bytes=self.limit_bytes,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..diagnosis.trial_outcome import Evidence, HostMemory, explain_failure
+from ..diagnosis.trial_outcome import Evidence, HostUsage, explain_failure
 from ..schema import read_known
 from ..trial.job import RankJob
 from ..trial.training import relative_spread
@@ -135,7 +135,7 @@ def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | F
     return None
 
 
-def evidence_of(rank: RankExit, job: RankJob, host: HostMemory | None) -> Evidence:
+def evidence_of(rank: RankExit, job: RankJob, host: HostUsage | None) -> Evidence:
     """The evidence of a rank for the diagnosis. `host` is the memory of its node."""
     return Evidence(
         rank=rank.rank,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias, cast
 
-from ..diagnosis.trial_outcome import HostMemory
+from ..diagnosis.trial_outcome import HostUsage
 from ..schema import read_as
 from ..types import Phase
 
@@ -106,7 +106,7 @@ class NodeReport:
     kind: Literal["report"] = "report"
     ranks: tuple[RankExit, ...]
     gone_at_s: float
-    host: HostMemory | None = None
+    host: HostUsage | None = None
     killed_because: str | None = None  # why the watcher ended ranks that did not end by themselves
     swap_bytes: int | None = None
     notes: tuple[str, ...] = ()  # sentences for the user
@@ -129,7 +129,7 @@ class ZygoteDied:
     how: str
     phase: Phase = "start"
     step: int = 0
-    host: HostMemory | None = None
+    host: HostUsage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,12 +90,12 @@ def compare_losses(
         return ParityResult(parity=parity, failure=f"{difference}: {why}")
     apart, name, config = min(culprits, key=lambda item: item[0])
     names = tuple(name for _, name, _ in culprits)
-    back, tried = (_show(trial.knobs, name) for trial in (plain, winner))
+    plain_value, winning_value = (_show(trial.knobs, name) for trial in (plain, winner))
     return ParityResult(
         parity=replace(parity, changed_by=names),
         taken_back=config,
         without=replace(parity, changed_by=names, taken_back=name, largest_difference=apart, within=True),
-        changed=f"{name} taken back to {back}: with {tried} {difference}",
+        changed=f"{name} taken back to {plain_value}: with {winning_value} {difference}",
         failure=f"{difference}: changed by {', '.join(names)}",
     )
 

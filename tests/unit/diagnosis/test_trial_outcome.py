@@ -10,7 +10,7 @@ import pytest
 
 from autods.diagnosis.trial_outcome import (
     Evidence,
-    HostMemory,
+    HostUsage,
     explain_failure,
     make_input_error,
     wants_larger_batch,
@@ -76,9 +76,9 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        (HostMemory(limit_bytes=4 * GIB, least_free_bytes=GIB, group_kills=1), "OOM killer of its cgroup"),
-        (HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1), "kernel's OOM killer"),
-        (HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB // 4), "only 256.0 MiB of 64.0 GiB were free"),
+        (HostUsage(limit_bytes=4 * GIB, least_free_bytes=GIB, group_kills=1), "OOM killer of its cgroup"),
+        (HostUsage(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1), "kernel's OOM killer"),
+        (HostUsage(limit_bytes=64 * GIB, least_free_bytes=GIB // 4), "only 256.0 MiB of 64.0 GiB were free"),
     ],
 )
 def test_sigkill_is_host_memory_only_with_further_evidence(host, words):
@@ -90,7 +90,7 @@ def test_sigkill_is_host_memory_only_with_further_evidence(host, words):
 
 
 def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
-    host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
+    host = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
     outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, host=host)])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.action) == ("unknown", "retry")
@@ -98,7 +98,7 @@ def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
 
 
 def test_an_exception_counts_although_an_oom_killer_struck():
-    host = HostMemory(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1)
+    host = HostUsage(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1)
     said = evidence(0, 1.0, exit=1, types=("ValueError",), message="bad value", user_frame="model.py:3", host=host)
     outcome = explain_failure([said])
     assert isinstance(outcome, Failed)

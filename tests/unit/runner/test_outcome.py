@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.diagnosis.trial_outcome import HostMemory
+from autods.diagnosis.trial_outcome import HostUsage
 from autods.runner.outcome import find_failure
 from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
 from autods.trial.job import describe_error
@@ -73,7 +73,7 @@ def test_losses_that_cannot_be_compared_need_no_action() -> None:
 
 
 def test_a_zygote_killed_by_an_oom_killer_ran_out_of_host_memory() -> None:
-    host = HostMemory(limit_bytes=2**30, least_free_bytes=2**29, group_kills=1)
+    host = HostUsage(limit_bytes=2**30, least_free_bytes=2**29, group_kills=1)
     died = ZygoteDied(how="killed by SIGKILL", phase="backward", step=2, host=host)
     out = find_failure([died], JOB)
     assert isinstance(out, OutOfMemory)
@@ -81,7 +81,7 @@ def test_a_zygote_killed_by_an_oom_killer_ran_out_of_host_memory() -> None:
 
 
 def test_a_zygote_killed_for_no_known_reason_is_tried_again() -> None:
-    host = HostMemory(limit_bytes=2**30, least_free_bytes=2**29)
+    host = HostUsage(limit_bytes=2**30, least_free_bytes=2**29)
     lost = find_failure([ZygoteDied(how="killed by SIGKILL", host=host)], JOB)
     assert isinstance(lost, Failed)
     assert (lost.failure, lost.action) == ("infrastructure", "retry")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.diagnosis.trial_outcome import HostMemory
+from autods.diagnosis.trial_outcome import HostUsage
 from autods.runner.protocol import (
     Heartbeat,
     LoadFailed,
@@ -34,7 +34,7 @@ ERROR = {"types": ["ValueError"], "message": "no", "causes": [["KeyError", "'los
             rank_exit(1, error=ERROR, exit_code=1),
             rank_exit(2, exit_code=-9, killed_by_us=True),
             rank_exit(3, lost="stuck", log_tail="its stack"),
-            host=HostMemory(limit_bytes=2**30, least_free_bytes=2**20, peak_rss_bytes={"0": 7}),
+            host=HostUsage(limit_bytes=2**30, least_free_bytes=2**20, peak_rss_bytes={"0": 7}),
             swap_bytes=12,
             notes=("a note",),
         ),
