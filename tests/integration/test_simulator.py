@@ -17,21 +17,38 @@ from autods.workload import make_source
 from tests.support import golden_cases as golden
 from tests.support.watching import wait_for
 
-HEAD = "import torch\nfrom torch import nn\n"
 MODEL = """
+import torch
+from torch import nn
+@torch.library.custom_op("autods_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
     def forward(self, x):
         h = self.first(x)
-        {line}
+{lines}
         return self.last(h).pow(2).mean()
 def build_model():
     return Model(){moved}
 def build_batch(n):
     return {{"x": torch.randn(n, 64)}}
 """
+# Lines in the forward of one model; the size of the micro batch selects one of them.
+PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
+CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
+LINES = {
+    PLAIN: "pass",
+    RAISES: 'raise ValueError("my mistake")',
+    READS_A_VALUE: "h = h * 2 if h.sum().item() > 0 else h",
+    HAS_A_MASK: "h = h[h[:, 0] > 0]",
+    CALLS_AN_OPERATOR: "h = h + torch.ops.autods_test.twice(h.detach())",
+    HAS_A_KERNEL: "h = nn.functional.silu(h)",
+    IN_PARTS: "h = h * torch.sigmoid(h)",
+    DIES: "import os; os._exit(3)",
+}
 
 
 def spec_of(rung: str, **changes: object) -> EngineSpec:
@@ -51,12 +68,39 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
         yield simulator
 
 
-def simulate_line(folder: Path, line: str = "pass", moved: str = "", head: str = HEAD) -> Simulation:
-    """Simulate two steps under ZeRO-1 of a model with that line in its forward."""
+def write_model(folder: Path, lines: str = "", moved: str = "") -> Path:
     path = folder / "model.py"
-    path.write_text(head + MODEL.format(line=line, moved=moved))
+    path.write_text(MODEL.format(lines=lines, moved=moved))
+    return path
+
+
+class Lines:
+    """A simulator of a model with all the lines."""
+
+    def __init__(self, simulator: Simulator, path: Path) -> None:
+        self.simulator, self.path = simulator, path
+
+    def simulate(self, line: int) -> Simulation:
+        """Simulate two steps under ZeRO-1 with that line."""
+        return self.simulator.simulate(spec_of("zero1"), (line,))[0]
+
+    def place(self, line: int) -> str:
+        numbers = [number for number, text in enumerate(self.path.read_text().splitlines(), 1) if LINES[line] in text]
+        return f"{self.path}:{numbers[0]}"
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
+    text = "\n".join(f"        if len(x) == {size}: {line}" for size, line in LINES.items())
+    path = write_model(tmp_path_factory.mktemp("lines"), text)
     with Simulator(make_source(path)) as simulator:
-        return simulator.simulate(spec_of("zero1"), (2,))[0]
+        yield Lines(simulator, path)
+
+
+def simulate_model(path: Path) -> Simulation:
+    """Simulate two steps of a model under ZeRO-1 by a simulator of its own."""
+    with Simulator(make_source(path)) as simulator:
+        return simulator.simulate(spec_of("zero1"), (PLAIN,))[0]
 
 
 def test_facts_come_without_weights(llama: Simulator) -> None:
@@ -151,38 +195,30 @@ def test_every_precision_is_simulated(llama: Simulator, precision: str) -> None:
     assert (result.live_bytes["forward"]["device"] > bf16.live_bytes["forward"]["device"]) == (precision == "fp32")
 
 
-def test_an_error_of_the_model_is_reported_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(SimulationFailed, match=r"model\.py:10: ValueError: my mistake") as failed:
-        simulate_line(tmp_path, 'raise ValueError("my mistake")')
+def test_an_error_of_the_model_is_reported_with_its_line(lines: Lines) -> None:
+    with pytest.raises(SimulationFailed, match=rf"{lines.place(RAISES)}: ValueError: my mistake") as failed:
+        lines.simulate(RAISES)
     assert failed.value.kind == "user_code"
 
 
 @pytest.mark.parametrize(
-    ("line", "note"),
-    [
-        ("h = h * 2 if h.sum().item() > 0 else h", "the value of a tensor is read"),
-        ("h = h[h[:, 0] > 0]", "a mask as index"),
-    ],
+    ("line", "note"), [(READS_A_VALUE, "the value of a tensor is read"), (HAS_A_MASK, "a mask as index")]
 )
-def test_values_that_the_model_reads_are_assumed_and_noted(tmp_path: Path, line: str, note: str) -> None:
-    assumed = simulate_line(tmp_path, line).assumed
+def test_values_that_the_model_reads_are_assumed_and_noted(lines: Lines, line: int, note: str) -> None:
+    assumed = lines.simulate(line).assumed
     assert len(assumed) == 1
-    assert f"{tmp_path}/model.py:10" in assumed[0]
+    assert lines.place(line) in assumed[0]
     assert note in assumed[0]
 
 
-def test_an_operator_without_a_fake_implementation_is_named(tmp_path: Path) -> None:
-    head = HEAD + (
-        '@torch.library.custom_op("autods_test::twice", mutates_args=())\n'
-        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"
-    )
-    (assumed,) = simulate_line(tmp_path, "h = h + torch.ops.autods_test.twice(h.detach())", head=head).assumed
+def test_an_operator_without_a_fake_implementation_is_named(lines: Lines) -> None:
+    (assumed,) = lines.simulate(CALLS_AN_OPERATOR).assumed
     assert "autods_test.twice" in assumed
     assert "not counted" in assumed
 
 
-def test_a_model_that_moves_itself_to_the_gpu_is_simulated(tmp_path: Path) -> None:
-    moved, plain = simulate_line(tmp_path, moved=".cuda()"), simulate_line(tmp_path)
+def test_a_model_that_moves_itself_to_the_gpu_is_simulated(lines: Lines, tmp_path: Path) -> None:
+    moved, plain = simulate_model(write_model(tmp_path, moved=".cuda()")), lines.simulate(PLAIN)
     assert moved.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
 
 
@@ -194,30 +230,25 @@ def test_no_driver_of_this_machine_is_used(tmp_path: Path, monkeypatch: pytest.M
         f"def nvmlInit():\n    Path({str(initialised)!r}).touch()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert simulate_line(tmp_path).live_bytes["step"]["device"] > 0
+    assert simulate_model(write_model(tmp_path)).live_bytes["step"]["device"] > 0
     assert not initialised.exists()
 
 
-def test_operators_with_a_cuda_kernel_are_not_decomposed(tmp_path: Path) -> None:
-    whole = simulate_line(tmp_path, "h = nn.functional.silu(h)")
-    parts = simulate_line(tmp_path, "h = h * torch.sigmoid(h)")
-    allocations = [sum(event >= 0 for event in result.traces["device"].events) for result in (whole, parts)]
+def test_operators_with_a_cuda_kernel_are_not_decomposed(lines: Lines) -> None:
+    results = [lines.simulate(line) for line in (HAS_A_KERNEL, IN_PARTS)]
+    allocations = [sum(event >= 0 for event in result.traces["device"].events) for result in results]
     assert allocations[0] < allocations[1]
 
 
-def test_the_next_engine_works_after_one_died(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(HEAD + MODEL.format(line="import os; os._exit(3) if len(x) == 3 else None", moved=""))
-    with Simulator(make_source(path)) as simulator:
-        with pytest.raises(SimulationFailed, match="died") as failed:
-            simulator.simulate(spec_of("zero1"), (3,))
-        assert failed.value.kind == "crashed"
-        assert simulator.simulate(spec_of("zero1"), (2,))[0].optimizer_elements == 1040
+def test_the_next_engine_works_after_one_died(lines: Lines) -> None:
+    with pytest.raises(SimulationFailed, match="died") as failed:
+        lines.simulate(DIES)
+    assert failed.value.kind == "crashed"
+    assert lines.simulate(PLAIN).optimizer_elements == 1040
 
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(HEAD + MODEL.format(line="import time; time.sleep(1000)", moved=""))
+    path = write_model(tmp_path, "        import time; time.sleep(1000)")
     others = worker_pids()
     with Simulator(make_source(path)) as simulator, simulator.engine(spec_of("zero1")) as engine:
         (group,) = worker_pids() - others
