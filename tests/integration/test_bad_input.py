@@ -45,7 +45,8 @@ class Shared:
             self.runner.settings, self.runner.listen = settings, listen
             return contextlib.nullcontext(self.runner)
 
-        return fit(settings, listen=listen, start=start)
+        # The messages do not depend on a forecast, which costs seconds a fit. The tests of real commands make it.
+        return fit(replace(settings, forecast=False), listen=listen, start=start)
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,7 @@ def test_a_fit_of_a_trainer_script_passes_and_resumes(ray, users, tmp_path):
         "config": "quick",
         "max_trials": 2,
         "ladder": ("zero2",),
+        "forecast": False,
     }
     settings = fit_settings(source, hardware=read_hardware(), out=tmp_path, **settings_options)
     report = fit(settings, listen=ignore)
