@@ -20,6 +20,7 @@ LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 128,
 }  # fmt: skip
+SAMPLES = ("--micro-batch", "32", "--no-largest")
 CARDS = ("--gpus", "2", "--gpu-memory", "16GiB", "--host-memory", "64GiB")
 
 
@@ -32,8 +33,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(llama: Path) -> dict[str, Any]:
-    """All eight rungs of the tiny Llama, as JSON."""
-    command = [sys.executable, "-m", "autods", "plan", str(llama), *CARDS, "--nvme", "1TiB", "--no-largest", "--json"]
+    """All eight rungs of the tiny Llama with recomputed activations, as JSON."""
+    command = [sys.executable, "-m", "autods", "plan", str(llama), *CARDS, "--nvme", "1TiB", *SAMPLES, "--json"]
     done = subprocess.run([*command, "--quiet"], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     data: dict[str, Any] = json.loads(done.stdout)
@@ -73,14 +74,15 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(llama: Path, capsys:
     assert beyond["device"]["peak_bytes"] > 4 * 2**30
 
 
-def test_without_checkpointing_a_rung_needs_more(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", str(llama), *CARDS, "--ladder", "zero2", "--micro-batch", "32", "--json", "--quiet"]
-    activations = []
-    for checkpointing in ("on", "off"):
-        assert main([*argv, "--no-largest", "--checkpointing", checkpointing]) == 0
-        (row,) = json.loads(capsys.readouterr().out)["rungs"]
-        activations.append(row["device"]["live_peak_bytes"])
-    assert activations[1] > activations[0]
+def test_without_checkpointing_a_rung_needs_more(
+    planned: dict[str, Any], llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned["workload"]["checkpointing"] is True
+    argv = ["plan", str(llama), *CARDS, *SAMPLES, "--ladder", "zero2", "--checkpointing", "off", "--json", "--quiet"]
+    assert main(argv) == 0
+    (without,) = json.loads(capsys.readouterr().out)["rungs"]
+    recomputing = next(row for row in planned["rungs"] if row["rung"] == "zero2")
+    assert without["device"]["live_peak_bytes"] > recomputing["device"]["live_peak_bytes"]
 
 
 FAULTY = {

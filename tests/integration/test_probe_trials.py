@@ -166,20 +166,21 @@ def finished(out: Path) -> list[str]:
     return [row["key"] for row in rows if row["kind"] == "finished"]
 
 
-@pytest.mark.parametrize(("stop", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_the_same_command_resumes_a_killed_or_interrupted_probe(held: Held, stop: signal.Signals, code: int) -> None:
-    out = held.folder / "out"
-    held.hold(3)
-    first = started(held)
-    held.wait_in(first)
-    first.send_signal(stop)
-    _, told = first.communicate(timeout=150)
-    assert first.returncode == code
-    if stop is signal.SIGINT:
-        assert "go on with:" in told
-    known = finished(out)
-    assert len(known) == 3
-    assert not (out / "probe.json").exists()
+def test_the_same_command_resumes_a_killed_and_interrupted_probe(held: Held) -> None:
+    out, known = held.folder / "out", list[str]()
+    for stop, code, trials in ((signal.SIGKILL, -9, 2), (signal.SIGINT, 130, 5)):
+        held.hold(trials)
+        driver = started(held)
+        held.wait_in(driver)
+        driver.send_signal(stop)
+        _, told = driver.communicate(timeout=150)
+        assert driver.returncode == code
+        assert ("go on with:" in told) is (stop is signal.SIGINT)
+        assert not known or f"resuming: {len(known)} finished trials are not run again" in told
+        earlier, known = known, finished(out)
+        assert len(known) == trials
+        assert known[: len(earlier)] == earlier
+        assert not (out / "probe.json").exists()
     held.release()
     again = started(held, "--json")
     shown, told = again.communicate(timeout=200)

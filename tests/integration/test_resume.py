@@ -24,7 +24,17 @@ class Fit:
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "autods", "fit", self.model, "--gpus", "2", "--device", "cpu"]
-        command += ["--gpu-memory", "1GiB", "--config", "quick", "--ladder", "zero1", "--out", self.out]
+        command += [
+            "--gpu-memory",
+            "1GiB",
+            "--config",
+            "quick",
+            "--ladder",
+            "zero1",
+            "--no-forecast",
+            "--out",
+            self.out,
+        ]
         return subprocess.Popen(
             command,
             env=self.held.env,
