@@ -144,10 +144,15 @@ def test_a_killed_driver_leaves_nothing(tmp_path):
     assert list(Path("/tmp").glob(f"autods-ray-{scene.driver}-*")) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_driver_that_ends_in_a_forecast_leaves_no_simulation(tmp_path, number):
+@pytest.mark.parametrize(("command", "number"), [("plan", signal.SIGKILL), ("fit", signal.SIGINT)])
+def test_a_driver_that_ends_in_a_forecast_leaves_no_simulation(tmp_path, command, number):
     scene = Scene.at(tmp_path)
-    driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)  # so little that it does not obviously fit
+    # So little memory that nothing obviously fits.
+    if command == "fit":
+        driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)
+    else:
+        arguments = ("--device", "cpu", "--gpus", "2", "--gpu-memory", "96MiB", "--quiet")
+        driver = subprocess.Popen([sys.executable, "-m", "autods", "plan", str(scene.path), *arguments])
     try:
         wait_for(lambda: len(scene.simulators()) > 1, 120)  # the prepared process and an engine
         os.kill(driver.pid, number)
