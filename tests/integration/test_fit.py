@@ -138,7 +138,14 @@ def test_functions_and_a_file_give_the_same_kind_of_report(ray, tmp_path):
     workload = autods.Workload(build_model=build_model, build_batch=build_batch)
     seen: list[object] = []
     report = autods.find_best_config(
-        workload, gpus=2, device="cpu", gpu_memory="1GiB", config="quick", out=tmp_path, on_event=seen.append
+        workload,
+        gpus=2,
+        device="cpu",
+        gpu_memory="1GiB",
+        config="quick",
+        max_trials=3,
+        out=tmp_path,
+        on_event=seen.append,
     )
     assert (report.status, report.rung) == ("fit", "ddp")
     assert report.question.workload == "build_model"
