@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, Interrupted
 from .events import Listener, TrialFinished, TrialStarted
 from .schema import read_as
 from .types import Failed, Fit, Record, Trial, is_machines_fault
@@ -196,7 +196,8 @@ Execute = Callable[[Trial, int], Record]
 def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Create the output folder and lock it, so that no second fit writes into it.
 
-    `fresh` removes the results of an earlier fit first. Raises InputError when the folder cannot be used.
+    `fresh` removes the results of an earlier fit first. Raises InputError when the folder cannot be used or the disk is
+    full, and Interrupted on Ctrl-C.
     """
     _check_not_foreign(out)
     try:
@@ -221,7 +222,13 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
                 path.unlink(missing_ok=True)
             (out / JOURNAL).unlink(missing_ok=True)  # last: it marks the other files as results of a fit
         check_disk_space(out)
-        yield out
+        try:
+            yield out
+        except KeyboardInterrupt:
+            raise Interrupted("stopped; every rank is gone and the journal is kept") from None
+        except OSError:
+            check_disk_space(out)
+            raise
 
 
 def check_disk_space(out: Path) -> None:

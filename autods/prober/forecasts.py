@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from ..config.deepspeed import compose, without_monitors
+from ..config.deepspeed import compose
 from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..events import Listener, Note
@@ -16,10 +16,11 @@ from ..forecast.allocator import read_alloc_conf
 from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
-from ..forecast.values import EngineSpec, Simulator, StartSimulator
+from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
 from ..tuner.candidates import why_not_forecast
+from ..tuner.forecasts import engine_spec
 from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_to_source
@@ -116,21 +117,12 @@ def _forecast_cell(
     if (reason := why_not_forecast(facts)) is not None:
         return CapacityForecast(largest=None, reason=f"cannot be simulated: {reason}", simulated=False)
     machine, settings = question.machine, settings_under_conditions(question, trial.conditions, facts)
-    per_node = settings.ranks_per_node
-    if machine is not None:
-        _, per_node = spread_ranks(settings.gpus, None, machine, settings.device)
     accumulation = min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)
     trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
-    spec = EngineSpec(
-        rung=trial.rung,
-        zero_init=settings.source.zero_init and settings.rung(trial.rung).stage == 3,
-        ds_config=without_monitors(compose_cell_config(question, trial, facts)),
-        world_size=settings.gpus,
-        ranks_per_node=per_node,
-        device_bytes=settings.device_bytes,
-        device=settings.device,
-        checkpointing=trial.knobs.checkpointing,
-    )
+    spec = engine_spec(settings, trial, compose_cell_config(question, trial, facts))
+    if machine is not None:
+        _, per_node = spread_ranks(settings.gpus, None, machine, settings.device)
+        spec = replace(spec, ranks_per_node=per_node)
     limits = Limits(
         device_bytes=settings.device_bytes,
         host_bytes=None if machine is None else machine.host_bytes,

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from ..config.base_config import precision_name
 from ..config.settings import Settings
 from ..diagnosis.trial_outcome import make_input_error
-from ..errors import EnvironmentBroken, Interrupted
+from ..errors import EnvironmentBroken
 from ..events import Listener, Note
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import StartSimulator
-from ..journal import JOURNAL, Journal, TrialStore, check_disk_space, workspace
+from ..journal import JOURNAL, Journal, TrialStore, workspace
 from ..planner.plan import make_user_error
 from ..report.results import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
@@ -107,13 +107,8 @@ def probe(
 
                 store = TrialStore(journal, past, execute, listen)
                 cells, reference = _ProbeRun(question, store, listen, bench, simulators).run_cells()
-        except KeyboardInterrupt:
-            raise Interrupted("stopped; every rank is gone and the journal is kept") from None
         except SimulationFailed as failed:
             raise make_user_error(failed, settings.source, more_samples="--vary micro_batch=2") from None
-        except OSError:
-            check_disk_space(out)
-            raise
         earlier_s = sum(record.seconds for record in past.records.values())
         report = build_report(question, cells, reference, store.records, time.monotonic() - began + earlier_s)
         write_probe(report, out)

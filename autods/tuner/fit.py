@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from ..config.base_config import find_misspelt_keys
 from ..config.settings import Settings, apply_script_config
 from ..diagnosis.trial_outcome import make_input_error
-from ..errors import EnvironmentBroken, Interrupted
+from ..errors import EnvironmentBroken
 from ..events import Listener, Note
-from ..journal import JOURNAL, STUDY, Journal, TrialStore, check_disk_space, workspace
+from ..journal import JOURNAL, STUDY, Journal, TrialStore, workspace
 from ..report import serialize, text
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
@@ -81,32 +81,26 @@ def fit(
             listen(Note(text=note))
         began = time.monotonic()
         earlier_s = sum(record.seconds for record in past.records.values())
-        try:
-            with (start or _start_ray_runner)(settings, listen) as runner:
-                memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
-                facts, op_problems = runner.survey()
-                check_ranks(facts, settings.gpus)
-                settings = apply_script_config(settings, facts)
-                with forecaster(settings, runner.final_config, memory, listen) as opened:
-                    context = FitContext(
-                        settings=settings,
-                        facts=facts,
-                        op_problems=op_problems,
-                        memory=memory,
-                        forecaster=opened,
-                        study=out / STUDY,
-                        final_config=runner.final_config,
-                        check=lambda record: _check_machine(record, settings),
-                        save_best=lambda record: serialize.write_so_far(runner.final_config(record.trial), out),
-                    )
-                    result = search(context)
-                    if isinstance(result, NothingFits):
-                        _check_that_memory_decided(result.walked, settings)
-        except KeyboardInterrupt:
-            raise Interrupted("stopped; every rank is gone and the journal is kept") from None
-        except OSError:
-            check_disk_space(out)
-            raise
+        with (start or _start_ray_runner)(settings, listen) as runner:
+            memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
+            facts, op_problems = runner.survey()
+            check_ranks(facts, settings.gpus)
+            settings = apply_script_config(settings, facts)
+            with forecaster(settings, runner.final_config, memory, listen) as opened:
+                context = FitContext(
+                    settings=settings,
+                    facts=facts,
+                    op_problems=op_problems,
+                    memory=memory,
+                    forecaster=opened,
+                    study=out / STUDY,
+                    final_config=runner.final_config,
+                    check=lambda record: _check_machine(record, settings),
+                    save_best=lambda record: serialize.write_so_far(runner.final_config(record.trial), out),
+                )
+                result = search(context)
+                if isinstance(result, NothingFits):
+                    _check_that_memory_decided(result.walked, settings)
         report = build_report(result, context, seconds=time.monotonic() - began + earlier_s)
         serialize.write(report, out)
         return report

@@ -73,6 +73,20 @@ def lacking_bytes(forecast: RungForecast) -> int:
     return 0 if device is None or device.limit_bytes is None else max(0, device.low_bytes - device.limit_bytes)
 
 
+def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) -> EngineSpec:
+    """The engine to simulate for a trial of these settings with this DeepSpeed config."""
+    return EngineSpec(
+        rung=trial.rung,
+        ds_config=without_monitors(ds_config),
+        world_size=settings.gpus,
+        ranks_per_node=settings.ranks_per_node,
+        device_bytes=settings.device_bytes,
+        device=settings.device,
+        checkpointing=trial.knobs.checkpointing,
+        zero_init=settings.source.zero_init and settings.rung(trial.rung).stage == 3,
+    )
+
+
 @contextmanager
 def open_forecaster(
     settings: Settings,
@@ -93,19 +107,6 @@ def open_forecaster(
     allocator = read_alloc_conf(os.environ) if on_cuda else AllocConf()
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
-    stages = {rung.name: rung.stage for rung in settings.ladder}
-
-    def spec_of(trial: Trial) -> EngineSpec:
-        return EngineSpec(
-            rung=trial.rung,
-            ds_config=without_monitors(config_of(trial)),
-            world_size=settings.gpus,
-            ranks_per_node=settings.ranks_per_node,
-            device_bytes=settings.device_bytes,
-            device=settings.device,
-            checkpointing=trial.knobs.checkpointing,
-            zero_init=settings.source.zero_init and stages[trial.rung] == 3,
-        )
 
     def learn(record: Record) -> Mapping[str, Any] | None:
         if on_cuda and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
@@ -116,7 +117,7 @@ def open_forecaster(
     with (start or Simulator)(settings.source) as simulator:
         forecaster = TrialForecaster(
             forecaster=ForecastService(simulator, allocator.expandable),
-            spec_of=spec_of,
+            spec_of=lambda trial: engine_spec(settings, trial, config_of(trial)),
             key_of=trial_key,
             limits=Limits(
                 device_bytes=settings.device_bytes,
