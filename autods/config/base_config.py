@@ -254,8 +254,10 @@ def parse_device(device: str) -> Device:
     return cast(Device, device)
 
 
-def check_ranks(gpus: int) -> int:
-    """Return `gpus`. Raises InputError for fewer than one rank."""
+def check_ranks(gpus: int, nodes: int = 1) -> int:
+    """Return `gpus`. Raises InputError for fewer than one rank, and for ranks that the nodes cannot share evenly."""
     if gpus < 1:
         raise InputError(f"--gpus {gpus}: at least one rank is needed", hint="give --gpus 1 or more")
+    if gpus % nodes:
+        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
     return gpus

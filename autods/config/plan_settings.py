@@ -170,8 +170,7 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
         if machine.gpus is None:
             raise InputError("say how many ranks to forecast for", hint="give --gpus 8, say")
         return machine.gpus * (nodes or 1), machine.gpus
-    if check_ranks(gpus) % (nodes or 1):
-        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
+    check_ranks(gpus, nodes or 1)
     if nodes is None:
         catalogued = machine.links is not None and machine.gpus is not None
         if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:

@@ -62,8 +62,7 @@ def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: i
         if device == "cpu":
             raise InputError("--device cpu needs the number of ranks", hint="give --gpus 2, say")
         return cards * nodes
-    if check_ranks(gpus) % nodes:
-        raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
+    check_ranks(gpus, nodes)
     if gpus // nodes > cards and device == "cuda":
         reason = f"this machine shows {cards} GPUs"
         if nodes > 1:
