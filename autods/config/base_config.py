@@ -203,10 +203,18 @@ def fills_in_auto(source: WorkloadSource) -> bool:
     return source.script_kind in ("hf_trainer", "accelerate")
 
 
-def resolve_global_batch(given: int | None, base: Mapping[str, Any], ranks: int) -> int | None:
-    """Return the given global batch, else the base config's. Raises InputError where ranks cannot share it evenly."""
-    users = base.get("train_batch_size")
+def resolve_global_batch(
+    given: int | None, base: Mapping[str, Any], ranks: int, *, replicas: int | None = None
+) -> int | None:
+    """Return the given global batch, else the base config's. Raises InputError where ranks cannot share it evenly.
+
+    A base config without train_batch_size implies micro batch × accumulation × `replicas`, as DeepSpeed computes it.
+    The replicas of the model are None until they are known: the ranks of a pipeline share one.
+    """
+    users, micro, accumulation = (base.get(key) for key in BATCH_KEYS)
     total = given if given is not None else users if isinstance(users, int) else None
+    if total is None and replicas is not None and isinstance(micro, int) and isinstance(accumulation, int):
+        return micro * accumulation * replicas
     if total is not None and (total < 1 or total % ranks):
         near = max(ranks, total // ranks * ranks)
         raise InputError(

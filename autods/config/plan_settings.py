@@ -130,7 +130,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
 
 
 def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> PlanSettings:
-    """Return the settings with the DeepSpeed config that a script gives to its engine, see `apply_script_config`."""
+    """Return the settings with the DeepSpeed config that a script gives to its engine, see `apply_survey`."""
     if facts.config is None:
         return settings
     sites = []
@@ -145,7 +145,8 @@ def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> Pl
 
 def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, global_batch: int | None) -> Site:
     """Return the site with this config, and with the batch that follows from it where none is given."""
-    total, users = resolve_global_batch(global_batch, base, site.world_size), base.get("train_micro_batch_size_per_gpu")
+    ranks, users = site.world_size, base.get("train_micro_batch_size_per_gpu")
+    total = resolve_global_batch(global_batch, base, ranks, replicas=ranks)
     micro = micro_batch or (users if isinstance(users, int) else 1)
     if total is not None and total % (micro * site.world_size):
         raise InputError(

@@ -242,17 +242,16 @@ def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...]) -> tuple
     return select_rungs(names or otherwise, read_rungs(tuple(Path(folder) for folder in request.strategies)))
 
 
-def apply_script_config(settings: Settings, facts: ModelFacts) -> Settings:
-    """Return the settings with the DeepSpeed config that the survey saw a script give to its engine.
+def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:
+    """Return the settings with the config that the survey saw a script give to its engine, and with the global batch.
 
-    Options of the request win over that config. Its precision stays unless the request names one, and its
-    train_batch_size is kept like a base config's. Settings of other workloads are returned unchanged. Raises InputError
-    for a config that contradicts itself or the request.
+    Options of the request win over a script's config. Its precision stays unless the request names one, and its global
+    batch is kept like a base config's. Raises InputError for a config that contradicts itself or the request.
     """
-    if facts.config is None:
-        return settings
-    base = merge_script_config(settings.source, facts.config, settings.base, world_size=settings.gpus)
-    global_batch = resolve_global_batch(settings.global_batch, base, settings.gpus)
+    base, ranks = settings.base, settings.gpus
+    if facts.config is not None:
+        base = merge_script_config(settings.source, facts.config, base, world_size=ranks)
+    global_batch = resolve_global_batch(settings.global_batch, base, ranks, replicas=facts.replicas(ranks))
     return replace(settings, base=base, global_batch=global_batch)
 
 

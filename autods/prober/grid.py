@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.base_config import precision_name
 from ..config.deepspeed import compose, required_ops, start_settings
-from ..config.settings import Settings, apply_script_config
+from ..config.settings import Settings, apply_survey
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..journal import trial_key
@@ -85,7 +85,7 @@ def _fill_cell(question: ProbeSettings, cell: Cell, survey: Survey) -> Cell:
     given = values.get("accumulation", base.get("gradient_accumulation_steps"))
     accumulation = given if isinstance(given, int) else 1
     refused = None
-    if settings.global_batch is not None and "accumulation" not in values:
+    if settings.global_batch is not None:
         try:
             accumulation = accumulation_for(settings.global_batch, micro_batch, facts.replicas(settings.gpus))
         except ValueError as error:
@@ -145,8 +145,10 @@ def _why_not(
 
 
 def settings_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
-    """Return the settings under these conditions, with the config that a script brings."""
-    return apply_script_config(apply_conditions(question.settings, conditions), facts)
+    """Return the settings under these conditions, with all that the survey adds. A varied accumulation wins."""
+    settings = apply_survey(apply_conditions(question.settings, conditions), facts)
+    is_varied = any(axis.name == "accumulation" for axis in question.axes)
+    return replace(settings, global_batch=None) if is_varied else settings
 
 
 def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import compose, required_ops, without_monitors
-from ..config.settings import Settings, apply_script_config, describe_script
+from ..config.settings import Settings, apply_survey, describe_script
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
@@ -90,7 +90,7 @@ class RayRunner:
         self.settings = settings
         survey = self.surveys.get(settings.source.digest)
         self.facts, problems = survey or self._survey()
-        self.settings = apply_script_config(settings, self.facts)
+        self.settings = apply_survey(settings, self.facts)
         if survey is None:
             self.surveys[settings.source.digest] = self.facts, problems
             for text in describe_script(self.settings, self.facts):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.base_config import find_misspelt_keys
-from ..config.settings import Settings, apply_script_config
+from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken
 from ..events import Listener, Note
@@ -85,7 +85,7 @@ def fit(
             memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
             facts, op_problems = runner.survey()
             check_ranks(facts, settings.gpus)
-            settings = apply_script_config(settings, facts)
+            settings = apply_survey(settings, facts)
             with forecaster(settings, runner.final_config, memory, listen) as opened:
                 context = FitContext(
                     settings=settings,

@@ -56,7 +56,7 @@ class EngineConfig:
         """The part of the engine's config that is the script's own, not filled in through `{ds_config}`.
 
         Batch sizes that the script computes from its arguments belong to this run and are left out. The global batch
-        size of a config file that the user wrote is kept.
+        size of a config file that the user wrote is kept, or else the two sizes that imply it.
         """
         if self.given is not None:  # the library chooses the precision
             enabled = [name for name in _PRECISIONS if get_key(config, f"{name}.enabled") is True]
@@ -65,8 +65,9 @@ class EngineConfig:
         filled_in = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
         base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
         config = _subtract(config, filled_in, kept=base)
-        kept = BATCH_KEYS[0] if from_file and not filled_in else None
-        return {key: value for key, value in config.items() if key not in BATCH_KEYS or key == kept}
+        is_users = from_file and not filled_in
+        dropped = BATCH_KEYS if not is_users else BATCH_KEYS[1:] if BATCH_KEYS[0] in config else ()
+        return {key: value for key, value in config.items() if key not in dropped}
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The script's keys stay, except those that the rung and the batch decide."""

@@ -111,6 +111,11 @@ def test_the_base_configs_micro_batch_is_the_default() -> None:
     assert asked(gpus=2, gpu_memory="16GiB", base_config=base, micro_batch=2).sites[0].micro_batch == 2
 
 
+def test_micro_batch_and_accumulation_imply_a_global_batch() -> None:
+    base = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    assert asked(gpus=2, gpu_memory="16GiB", base_config=base).sites[0].global_batch == 4 * 8 * 2
+
+
 def test_a_micro_batch_must_divide_the_global_batch() -> None:
     assert asked(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=8).sites[0].global_batch == 64
     assert "does not divide the global batch 64" in refusal(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7)

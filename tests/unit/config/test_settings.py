@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import read_profile
-from autods.config.settings import Settings
-from autods.config.settings import apply_script_config as with_config_of
+from autods.config.settings import Settings, apply_survey
 from autods.errors import EnvironmentBroken, InputError
 from autods.system.gpus import Card
 from autods.system.host import Hardware, data_folder
@@ -24,6 +23,7 @@ EIGHT_CARDS = Hardware(
 )
 NO_CARDS = replace(EIGHT_CARDS, host_bytes=16 * GIB, host_free_bytes=10 * GIB, cards=())
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
+FACTS = ModelFacts(parameters=1, largest_parameter=1, checkpointing=False, tokens_per_sample=None, has_optimizer=False)
 
 
 def asked(**said: Any) -> Settings:
@@ -139,6 +139,17 @@ def test_train_batch_size_is_the_default_global_batch() -> None:
     assert asked(gpus=2, base_config={"train_batch_size": 64}).global_batch == 64
     assert asked(gpus=2, base_config={"train_batch_size": 64}, global_batch=32).global_batch == 32
     assert asked(gpus=2).global_batch is None
+
+
+def test_micro_batch_and_accumulation_imply_a_global_batch() -> None:
+    """By the replicas of the model: the stages of a pipeline share each micro batch."""
+    base = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    settings = asked(gpus=4, base_config=base)
+    assert apply_survey(settings, FACTS).global_batch == 4 * 8 * 4
+    assert apply_survey(settings, replace(FACTS, replica_ranks=2)).global_batch == 4 * 8 * 2
+    assert apply_survey(asked(gpus=4, base_config=base, global_batch=16), FACTS).global_batch == 16
+    del base["gradient_accumulation_steps"]
+    assert apply_survey(asked(gpus=4, base_config=base), FACTS).global_batch is None
 
 
 @pytest.mark.parametrize(
@@ -314,15 +325,7 @@ def of_script(config: dict[str, Any], **asked: Any) -> Settings:
     """The base config of a script that gives this config to its engine."""
     source = WorkloadSource(kind="script", path="/train.py", name="train", digest="")
     settings = fit_settings(source, hardware=NO_CARDS, gpus=2, device="cpu", **asked)
-    facts = ModelFacts(
-        parameters=1,
-        largest_parameter=1,
-        checkpointing=False,
-        tokens_per_sample=None,
-        has_optimizer=False,
-        config=config,
-    )
-    return with_config_of(settings, facts)
+    return apply_survey(settings, replace(FACTS, config=config))
 
 
 def test_a_scripts_precision_stays_unless_one_is_given() -> None:

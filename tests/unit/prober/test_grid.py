@@ -137,10 +137,16 @@ def test_accumulation_keeps_the_global_batch_for_any_ranks(tmp_path: Path) -> No
 
 
 def test_the_base_configs_batch_is_the_default(tmp_path: Path) -> None:
-    (cell,) = cells(
-        tmp_path, base_config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, gpus=2
-    )
-    assert (trial_of(cell).knobs.micro_batch, trial_of(cell).knobs.accumulation) == (2, 3)
+    base = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+
+    def batches(*vary: str, **asked: Any) -> list[tuple[int, int]]:
+        knobs = [trial_of(cell).knobs for cell in cells(tmp_path, *vary, base_config=base, **asked)]
+        return [(each.micro_batch, each.accumulation) for each in knobs]
+
+    assert batches() == [(2, 3)]
+    assert batches("micro_batch=1,3") == [(1, 6), (3, 2)]  # it implies a global batch
+    assert batches("gpus=1,2", gpus=None) == [(2, 3), (2, 3)]
+    assert batches("accumulation=1,4") == [(2, 1), (2, 4)]
 
 
 def test_a_workload_that_one_value_breaks_is_refused_there_alone(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ def test_only_a_config_file_sets_the_global_batch_size():
     config = engine_config()
     assert config.own_part(script, from_file=True) == {"train_batch_size": 64, "steps_per_print": 1}
     assert config.own_part(script, from_file=False) == {"steps_per_print": 1}
+    implying = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
+    assert config.own_part(implying, from_file=True) == implying
+    assert config.own_part(implying, from_file=False) == {}
 
 
 def test_a_library_s_completed_config_is_only_cleared_of_monitors():
