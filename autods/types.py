@@ -293,6 +293,7 @@ class ModelFacts:
 
     `config` is the DeepSpeed config that a script gave to `deepspeed.initialize`, without the keys that autods set.
     `config_place` is the line that gives it if no file holds it; the result has to be put there by hand.
+    `tokens_per_sample` counts all texts of a sample, `seq_len` the tokens of the first one.
     `stood_in` lists the script's uses of GPUs that CPU ranks did without, each with its line.
     """
 
@@ -307,6 +308,7 @@ class ModelFacts:
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
+    seq_len: int | None = None
     longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
     def replicas(self, world_size: int) -> int:

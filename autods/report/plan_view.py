@@ -55,7 +55,7 @@ def _describe_workload(forecast: Forecast) -> str:
     """'llama, 6.74B parameters, sequence 2048, checkpointing on'."""
     facts, source = forecast.facts, forecast.source
     target = f" to {source.target_len}" if source.target_len else ""
-    sequence = f", sequence {facts.tokens_per_sample}{target}" if facts.tokens_per_sample else ""
+    sequence = f", sequence {facts.seq_len}{target}" if facts.seq_len else ""
     checkpointing = "on" if forecast.checkpointing else "off"
     split = ", zero.Init" if forecast.zero_init else ""
     parameters = format_count(facts.parameters)

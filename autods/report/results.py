@@ -214,9 +214,9 @@ class Forecast:
         """Each assumption once: the plan's, the workload's, then those of the rungs."""
         source, facts = self.source, self.facts
         sentences = list(self.assumed)
-        if source.seq_len is None and facts.tokens_per_sample is not None:
+        if source.seq_len is None and facts.seq_len is not None:
             why = "as build_batch makes them" if source.kind != "hf_config" else "the config's longest, at most 2048"
-            sentences.append(f"sequences of {facts.tokens_per_sample} tokens, {why} (--seq-len)")
+            sentences.append(f"sequences of {facts.seq_len} tokens, {why} (--seq-len)")
         if source.kind == "hf_config":
             sentences.append(f"task {source.task} (--task), random weights built in fp32")
         if not facts.checkpointing and source.kind != "script":  # a script decides that by itself

@@ -253,7 +253,6 @@ def _workload(forecast: Forecast) -> dict[str, Any]:
         "kind": source.kind,
         "path": source.path,
         "task": source.task,
-        "seq_len": facts.tokens_per_sample,
         "target_len": source.target_len,
         "checkpointing": forecast.checkpointing,
         "zero_init": forecast.zero_init,

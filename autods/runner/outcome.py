@@ -42,7 +42,7 @@ class TrainResult:
     examined: Examined | None = None
     communication: Communication | None = None
     trained: Trained | None = None
-    tokens_per_sample: int | None = None  # as a script's batches had them
+    tokens_per_sample: float | None = None  # as a script's batches had them
 
 
 def judge_trial(
@@ -60,7 +60,7 @@ def judge_trial(
     counted = min(len(rank.step_s) for rank in ranks)
     step_s = tuple(max(times) for times in zip(*(rank.step_s[:counted] for rank in ranks), strict=True))
     samples_per_second = job.train_batch / statistics.median(step_s)
-    tokens = tokens_per_sample or max(rank.tokens_per_sample or 0 for rank in ranks)
+    tokens = tokens_per_sample or statistics.fmean(rank.tokens_per_sample or 0 for rank in ranks)
     build_s, steps_s = max(rank.build_s for rank in ranks), max(rank.steps_s for rank in ranks)
     return Fit(
         memory=_join_memory(reports, nodes, job, host_bytes),

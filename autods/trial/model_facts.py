@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from .pipeline import build_whole, pipeline_facts
 DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
 # Turn gradient checkpointing on: the name in transformers 5.2x and later, and the name before.
 _CHECKPOINTING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+_TOKEN_IDS = re.compile(r"(^|[._])(input)?ids|tokens")
+_NO_TEXT = re.compile("label|target|type|position|segment|mask")
 
 
 def seed_all(seed: int) -> None:
@@ -57,12 +61,24 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
     return batch
 
 
-def tokens_per_sample(batch: Any) -> int | None:
-    """Return the sequence length of the first integer tensor of shape [micro batch, sequence]; None without one."""
-    for tensor in named_tensors(batch).values():
-        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] > 1:
-            return int(tensor.shape[1])
-    return None
+def text_shapes(batch: Any, *, shifts_labels: bool = False) -> list[tuple[int, int]]:
+    """Return the shapes [rows, tokens] of the texts in a batch: both of a pair, the encoder's and the decoder's.
+
+    Texts are integer tensors that are named like token ids. Without such a name the first one is the text, because the
+    next may be its labels. With `shifts_labels` the model's decoder reads the labels, unless it is given other tokens.
+    """
+    import torch
+
+    integers = {
+        name: (int(tensor.shape[0]), int(tensor.shape[1]))
+        for name, tensor in named_tensors(batch).items()
+        if tensor.dim() == 2 and tensor.shape[1] > 1
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool
+    }
+    texts = [name for name in integers if _TOKEN_IDS.search(name) and not _NO_TEXT.search(name)]
+    if shifts_labels and texts and not any("decoder" in name for name in texts):
+        texts += [name for name in integers if name.endswith("labels")]
+    return [integers[name] for name in texts or list(integers)[:1]]
 
 
 def place(batch: Any, engine: Any) -> Any:
@@ -114,6 +130,11 @@ def largest_shape(batch: Any) -> tuple[int, ...]:
     return tuple(max(named_tensors(batch).values(), key=lambda tensor: tensor.numel()).shape)
 
 
+def shifts_labels(model: Any) -> bool:
+    """Whether the model has an encoder and a decoder, as its Hugging Face config says; its decoder reads the labels."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def is_moe(module: Any) -> bool:
     """Whether this module is a layer of `deepspeed.moe`; DeepSpeed need not be imported for it."""
     return type(module).__name__ == "MoE" and isinstance(getattr(module, "num_experts", None), int)
@@ -147,12 +168,14 @@ def survey(workload: Workload) -> dict[str, Any]:
 
 
 def describe_model(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
-    """Return `ModelFacts` of a model and a batch as a dict. Raises WorkloadError if nothing can be trained."""
+    """Return `ModelFacts` of a model and a batch of one sample as a dict. Raises WorkloadError if nothing trains."""
+    texts = text_shapes(batch, shifts_labels=shifts_labels(model))
     can_checkpoint = any(hasattr(model, name) for name in _CHECKPOINTING_METHODS)
     return {
         **count_parameters(model),
         "checkpointing": can_checkpoint and bool(getattr(model, "supports_gradient_checkpointing", True)),
-        "tokens_per_sample": tokens_per_sample(batch),
+        "tokens_per_sample": sum(rows * tokens for rows, tokens in texts) or None,
+        "seq_len": texts[0][1] if texts else None,
         "has_optimizer": workload.build_optimizer is not None,
     }
 

@@ -20,7 +20,7 @@ SOURCE = WorkloadSource(
 )
 FACTS = ModelFacts(
     parameters=6_738_415_616, largest_parameter=131_072_000, checkpointing=True, tokens_per_sample=2048,
-    has_optimizer=False,
+    has_optimizer=False, seq_len=2048,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..model_facts import seed_all, tokens_per_sample
+from ..model_facts import seed_all, text_shapes
 from ..patching import declare
 from .user_errors import Place, find_caller, script_error
 
@@ -34,12 +34,13 @@ class Batches:
     """The arguments of a script's training forwards.
 
     `longest_shape` is the shape of the largest tensor in the longest batch. `forward` takes the arguments of a forward
-    where a library calls the engine in another way; None: the engine takes them.
+    where a library calls the engine in another way; None: the engine takes them. `tokens` counts those of all forwards:
+    a model may get each text of a pair in a forward of its own.
     """
 
     forward: Callable[..., Any] | None = None
     seen: int = 0
-    tokens_per_sample: int | None = None
+    tokens: int = 0
     longest_shape: tuple[int, ...] = ()
     loaders: list[Loader] = field(default_factory=list)
     _first_sizes: set[int] = field(default_factory=set)
@@ -58,16 +59,15 @@ class Batches:
 
         _LOADER.wrap(init)
 
-    def check(self, arguments: Sequence[Any], micro_batch: int) -> bool:
+    def check(self, arguments: Sequence[Any], micro_batch: int, *, shifts_labels: bool = False) -> bool:
         """Whether a forward's arguments are a whole micro batch; the rest at the end of the data is not.
 
-        Raises WorkloadError when the first batch has another size already.
+        Raises WorkloadError when the first batch has another size already. See `text_shapes` for `shifts_labels`.
         """
         self.seen += 1
-        tensors = list(iter_tensors(arguments))
-        shapes = [tuple(tensor.shape) for tensor in tensors if tensor.dim()]
+        self.tokens += sum(rows * tokens for rows, tokens in text_shapes(arguments, shifts_labels=shifts_labels))
+        shapes = [tuple(tensor.shape) for tensor in iter_tensors(arguments) if tensor.dim()]
         if self.seen == 1:
-            self.tokens_per_sample = tokens_per_sample(tuple(tensors))
             self._check_first(shapes, micro_batch)
             self._first_sizes = {shape[0] for shape in shapes}
         if not shapes or micro_batch not in self._first_sizes:
@@ -97,11 +97,15 @@ class Batches:
             raise script_error(problem, at=place, hint="give it more data")
 
     def keep_longest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep the batch if it is the longest so far."""
+        """Keep the batch if it is the longest so far, without the graph that computed its tensors."""
+        import torch
+        from torch.utils._pytree import tree_map_only
+
         tensors = list(iter_tensors((args, kwargs)))
         elements = sum(tensor.numel() for tensor in tensors)
         if tensors and elements > self._longest_elements:
-            self._longest_elements, self._longest = elements, (args, dict(kwargs))
+            self._longest = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
+            self._longest_elements = elements
             self.longest_shape = tuple(max(tensors, key=lambda tensor: tensor.numel()).shape)
 
     def evaluate(self, engine: Any) -> float | None:

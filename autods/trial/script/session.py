@@ -17,6 +17,7 @@ from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..loss_parity import generator_state, make_comparable
+from ..model_facts import shifts_labels
 from ..training import check_finite, has_enough_steps
 from .data import Batches, find_loss, iter_tensors
 from .engine_config import EngineConfig
@@ -152,8 +153,9 @@ class Session:
             return
         self.clock.begin_forward(now)
         self.traffic.begin()
-        self._whole &= self.batches.check((*args, *kwargs.values()), self.job.micro_batch)
-        if self.job.exam == "worst_case":
+        decodes = shifts_labels(self.engine.module)
+        self._whole &= self.batches.check((*args, kwargs), self.job.micro_batch, shifts_labels=decodes)
+        if self.job.exam == "worst_case" and self._exam is None:  # the exam evaluates one batch, before and after
             self.batches.keep_longest(args, kwargs)
         if self._recorder is not None:
             self._recorder.add_loss(self._loss)  # of the last micro batch: a trainer's step comes after several
@@ -251,6 +253,7 @@ class Session:
         if self.job.job == "survey":
             return dict(self._facts)
         times = self.clock.times
+        samples = self.steps * self.job.micro_batch * self.job.accumulation  # of this rank
         return {
             "step_s": tuple(times[self.job.steps.warmup :]),
             "steps_s": sum(times),
@@ -259,7 +262,7 @@ class Session:
             "trained": self._trained,
             "communication": self.traffic.describe(),
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
-            "tokens_per_sample": self.batches.tokens_per_sample,
+            "tokens_per_sample": self.batches.tokens / samples if samples else None,
         }
 
     def _begin_exam(self) -> WorstCaseExam:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autods.trial.model_facts import DRAWS, largest_shape, longest_batch, survey
+from autods.trial.model_facts import DRAWS, largest_shape, longest_batch, survey, text_shapes
 from autods.workload import Workload, WorkloadError
 
 
@@ -64,3 +64,33 @@ def test_a_longest_batch_that_fails_does_not_fail_the_survey() -> None:
         raise IndexError(micro_batch_size)
 
     assert survey(replace(of_lengths(8, None), build_longest_batch=cannot))["longest_ratio"] == 1.0
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.long)
+
+
+TEXT = {"input_ids": ids(2, 9), "attention_mask": ids(2, 9), "token_type_ids": ids(2, 9), "labels": ids(2, 9)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "texts"),
+    [
+        (TEXT, [(2, 9)]),
+        ((ids(2, 9), ids(2, 9)), [(2, 9)]),  # the second may be labels
+        ([{"input_ids": ids(2, 9)}, {"input_ids": ids(2, 5), "attention_mask": ids(2, 5)}], [(2, 9), (2, 5)]),
+        ({"query": {"input_ids": ids(2, 4)}, "passage": {"input_ids": ids(6, 8)}}, [(2, 4), (6, 8)]),
+        ({"input_ids": ids(2, 9), "decoder_input_ids": ids(2, 3), "labels": ids(2, 3)}, [(2, 9), (2, 3)]),
+        ({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": ids(2)}, []),
+    ],
+    ids=["masks and labels are no texts", "unnamed", "a pair", "groups", "encoder and decoder", "images"],
+)
+def test_every_text_of_a_sample_counts(batch: object, texts: list[tuple[int, int]]) -> None:
+    assert text_shapes(batch) == texts
+
+
+def test_a_decoder_reads_the_labels_that_its_model_shifts() -> None:
+    batch = {"input_ids": ids(2, 9), "attention_mask": ids(2, 9), "labels": ids(2, 5)}
+    assert text_shapes(batch, shifts_labels=True) == [(2, 9), (2, 5)]
+    batch["decoder_input_ids"] = ids(2, 5)
+    assert text_shapes(batch, shifts_labels=True) == [(2, 9), (2, 5)]

@@ -62,10 +62,11 @@ def test_packed_and_time_first_batches_count_as_whole():
     assert batches(4).check([torch.ones(3, 4, 7)], 4)
 
 
-def test_tokens_of_a_sample_come_from_integer_tensors():
+def test_tokens_are_counted_over_all_forwards():
     seen = batches()
-    seen.check([{"input_ids": torch.ones(2, 128, dtype=torch.long)}], 2)
-    assert seen.tokens_per_sample == 128
+    for length in (128, 32):  # the texts of a pair, one after the other
+        seen.check([{"input_ids": torch.ones(2, length, dtype=torch.long)}], 2)
+    assert seen.tokens == 2 * (128 + 32)
 
 
 def test_the_longest_batch_is_kept():
@@ -73,3 +74,14 @@ def test_the_longest_batch_is_kept():
     for length in (3, 9, 5):
         seen.keep_longest((), {"ids": torch.ones(2, length)})
     assert seen.longest_shape == (2, 9)
+
+
+def test_a_kept_batch_holds_no_graph():
+    seen = batches()
+    embedded = torch.ones(2, 9, requires_grad=True) * 2
+    seen.keep_longest((), {"batch": [embedded]})
+    evaluated: list[torch.Tensor] = []
+    seen.forward = lambda batch: evaluated.extend(batch)
+    seen.evaluate(torch.nn.Identity())
+    assert evaluated[0].grad_fn is None
+    assert torch.equal(evaluated[0], embedded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import Incomparable
-from autods.trial.script.session import LossRecorder, StepClock
+from autods.trial.script.session import Enough, LossRecorder, Session, StepClock
+from autods.types import Steps
+from tests.support.script_trials import script_job
 
 ALONE = Ranks(rank=0, world_size=1)
 
@@ -170,3 +173,57 @@ def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches():
             recorder.add_loss(loss)
         recorder.end_step()
     assert recorder.losses == [3.0, 1.5]
+
+
+class Observer:
+    """Has what a session uses of `worker.Observer`."""
+
+    def __init__(self) -> None:
+        self.training_peaks: dict[str, int] = {}
+        self.meter = SimpleNamespace(synchronize=lambda: None, peaks=dict)
+
+    def __call__(self, phase: str, step: int) -> None: ...
+
+    touch = __call__
+
+
+class Engine:
+    """Its loss is the number of elements that it gets; it notes those of its evaluations."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(1, 1)
+        self.evaluated: list[int] = []
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self.evaluated.append(ids.numel())
+        return torch.tensor(float(ids.numel()))
+
+    def eval(self) -> None: ...
+
+    train = eval
+
+    def save_checkpoint(self, folder: str, tag: str) -> None:
+        Path(folder).mkdir()
+
+    def load_checkpoint(self, folder: str, tag: str) -> tuple[str, dict[str, object]]:
+        return folder, {}
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return False
+
+
+def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> None:
+    job = script_job(exam="worst_case", micro_batch=1, checkpoints=str(tmp_path), steps=Steps(warmup=0))
+    session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    session.engine = engine = Engine()
+
+    def train(*lengths: int) -> None:
+        for length in lengths:
+            session.begin_forward((torch.ones(1, length, dtype=torch.long),), {}, training=True)
+            session.end_step(boundary=True)
+
+    with pytest.raises(Enough):
+        train(5, 8, 9)  # the exam begins after the first step
+    examined = session.result()["examined"]
+    assert engine.evaluated == [5, 5]
+    assert (examined["batch_shape"], examined["draws"], examined["restored"]) == ((1, 5), 1, True)
