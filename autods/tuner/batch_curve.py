@@ -56,7 +56,7 @@ class BatchCurve:
     `peak_bytes` has the device peak of each micro batch, those above `usable_bytes` included.
     `micro_step_s` has the seconds of one micro batch's forward and backward with its share of the optimizer step.
     Repeated trials count by their fastest.
-    `fits` is the largest micro batch that leaves the headroom, or 1.
+    `fits` is the largest micro batch that leaves the headroom, or the smallest one of the model.
     `too_large` is the smallest that does not; None when there is none.
     """
 
@@ -67,8 +67,11 @@ class BatchCurve:
     too_large: int | None = None
 
     @classmethod
-    def from_records(cls, records: Iterable[Record], usable_bytes: float = math.inf) -> BatchCurve:
-        """The curve of one config's trials. The last trial of a repeated micro batch decides whether it fits."""
+    def from_records(cls, records: Iterable[Record], usable_bytes: float = math.inf, smallest: int = 1) -> BatchCurve:
+        """The curve of one config's trials. The last trial of a repeated micro batch decides whether it fits.
+
+        `smallest` is the micro batch below which the model cannot be trained.
+        """
         last: dict[int, Record] = {}
         peaks: dict[int, int] = {}
         times: dict[int, float] = {}
@@ -85,8 +88,8 @@ class BatchCurve:
             peak_bytes=peaks,
             micro_step_s=times,
             usable_bytes=usable_bytes,
-            fits=max([1, *fitting]),
-            too_large=min((size for size in last if size > 1 and size not in fitting), default=None),
+            fits=max([smallest, *fitting]),
+            too_large=min((size for size in last if size > smallest and size not in fitting), default=None),
         )
 
     # Memory

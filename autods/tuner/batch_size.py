@@ -28,7 +28,7 @@ class Stop:
 class Growth:
     """The growth of one config, trial by trial, in up to `most_trials` trials of these `steps`.
 
-    `first` is its trial at micro batch 1, or at the smallest that can be trained.
+    `first` is its trial at the smallest micro batch that the model can be trained with.
     `walked` is the record of that trial if it fitted; it has too few steps to count as timed.
     `records` are the trials of growth.
     `like` are trials of another config of the same model. They give the step time until this config has measured one.
@@ -52,7 +52,7 @@ class Growth:
     @property
     def curve(self) -> BatchCurve:
         """Its measurements; at least one trial has fitted."""
-        return BatchCurve.from_records(self.all_records, self.context.usable_bytes)
+        return BatchCurve.from_records(self.all_records, self.context.usable_bytes, self.context.sizes[0])
 
     # Trials
 
@@ -61,7 +61,7 @@ class Growth:
         while self.stop is None and self.try_next():
             pass
         if not any(map(self.context.fits, self.records)):
-            self.measure(self.first.knobs.micro_batch)
+            self.measure(self.context.sizes[0])
         return self
 
     def extend(self, steps: Steps, trials: int) -> None:
@@ -108,14 +108,16 @@ class Growth:
     # Results
 
     def eligible(self) -> list[Record]:
-        """The timed trials that leave the headroom; micro batch 1 need not, because nothing is smaller.
+        """The timed trials that leave the headroom; the smallest micro batch need not, because nothing is smaller.
 
         Where every timed trial failed, the walk's trial with the fit's global batch stands in.
         """
+        smallest = self.context.sizes[0]
         eligible = [
             record
             for record in self.records
-            if isinstance(record.outcome, Fit) and (record.trial.knobs.micro_batch == 1 or self.context.fits(record))
+            if self.context.fits(record)
+            or (isinstance(record.outcome, Fit) and record.trial.knobs.micro_batch == smallest)
         ]
         if eligible or self.walked is None:
             return eligible
@@ -232,8 +234,9 @@ class Growth:
         sizes, global_batch, fits = self.context.sizes, self.context.settings.global_batch, curve.fits
         usable = format_bytes(curve.usable_bytes)
         if curve.peak_bytes[fits] > curve.usable_bytes:
-            peak = format_bytes(curve.peak_bytes[1])
-            return Stop(is_limit=True, reason=f"micro batch 1 already needs {peak}, usable: {usable}")
+            peak = format_bytes(curve.peak_bytes[fits])
+            reason = f"micro batch {fits} already needs {peak}, which does not leave the headroom (usable: {usable})"
+            return Stop(is_limit=True, reason=reason)
         if curve.too_large is not None:
             last = [record for record in self.records if record.trial.knobs.micro_batch == curve.too_large][-1]
             return Stop(is_limit=True, reason=f"micro batch {curve.too_large} {describe_misfit(last, usable)}")

@@ -107,7 +107,7 @@ def _configs(search: _ExamSearch, alternates: Sequence[Record], untried: Sequenc
     def others() -> Iterator[Record]:
         yield from alternates
         for candidate in untried:
-            last = try_rung(candidate, context.run, context.settings.profile.walk)[-1]
+            last = try_rung(candidate, context, context.run)[-1]
             if isinstance(last.outcome, Fit):
                 yield last
 

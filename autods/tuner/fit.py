@@ -140,6 +140,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
     walked = walk_ladder(rungs, context)
     if walked.winner is None:
         return NothingFits(walked=walked, closest=find_closest_rung(walked, context))
+    context = replace(context, least_micro_batch=walked.winner.trial.knobs.micro_batch)
     context.save_best(walked.winner)
     raced = run_race(walked.winner, walked, rungs, context)  # grows the micro batch of each rung that it tries
     context.save_best(raced.best)

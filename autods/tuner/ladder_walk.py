@@ -71,22 +71,21 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
     """
     memory, forecaster, steps = context.memory, context.forecaster, context.settings.profile.walk
     walked = WalkResult()
-    least = 1  # the smallest micro batch that the model can be trained with, as far as is known
     impossible: dict[str, tuple[int, Candidate]] = {}
 
     def try_candidate(candidate: Candidate) -> bool:
         """Run the rung's trials; True when that ends the walk."""
-        nonlocal least
-        walked.records += try_rung(_with_micro_batch(candidate, least), memory.run, steps)
+        nonlocal context
+        walked.records += try_rung(candidate, context, memory.run)
         last = walked.records[-1]
-        least = max(least, last.trial.knobs.micro_batch)
+        context = replace(context, least_micro_batch=last.trial.knobs.micro_batch)
         walked.winner = last if fits_well(last) else None
         walked.stopped = last if _stops_walk(last) else None
         walked.lessons = walked.lessons.add(candidate.rung, last.outcome)
         return walked.winner is not None or walked.stopped is not None
 
     def first_trials(candidates: Sequence[Candidate]) -> list[Trial]:
-        return [first_trial(_with_micro_batch(each, least), steps) for each in candidates if each.skip is None]
+        return [first_trial(each, steps, context.sizes[0]) for each in candidates if each.skip is None]
 
     forecaster.prepare(first_trials(rungs))
     for place, candidate in enumerate(rungs, 1):
@@ -125,31 +124,30 @@ def _stops_walk(record: Record) -> bool:
             return is_machines_fault(outcome)
 
 
-def _with_micro_batch(candidate: Candidate, micro_batch: int) -> Candidate:
-    return replace(candidate, knobs=replace(candidate.knobs, micro_batch=micro_batch))
-
-
-def try_rung(candidate: Candidate, run: Run, steps: Steps) -> tuple[Record, ...]:
-    """Run a rung's first trial; the last record returned has the verdict.
+def try_rung(candidate: Candidate, context: FitContext, run: Run) -> tuple[Record, ...]:
+    """Run a rung's first trial at the smallest micro batch; the last record returned has the verdict.
 
     Where pinned memory runs out, a second trial leaves it unpinned. Where the model cannot be trained with so small a
-    micro batch, the next trial doubles it.
+    micro batch, the next trial takes the next one that is at least twice as large.
     """
-    records = run_with_retry(first_trial(candidate, steps), run)
+    first = first_trial(candidate, context.settings.profile.walk, context.sizes[0])
+    records = run_with_retry(first, run)
     match records[-1].outcome:
         case OutOfMemory(tier="pinned") if candidate.pinned:
             unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
-            pageable = replace(candidate, knobs=replace(candidate.knobs, settings=unpinned), pinned=())
-            return records + run_with_retry(first_trial(pageable, steps), run)
-        case Failed(wants_larger_batch=True) if candidate.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH:
-            return records + try_rung(_with_micro_batch(candidate, 2 * candidate.knobs.micro_batch), run, steps)
+            pageable = replace(first, knobs=replace(first.knobs, settings=unpinned))
+            return records + run_with_retry(pageable, run)
+        case Failed(wants_larger_batch=True) if first.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH:
+            larger = replace(context, least_micro_batch=2 * first.knobs.micro_batch)
+            return records + (try_rung(candidate, larger, run) if larger.sizes else ())
         case _:
             return records
 
 
-def first_trial(candidate: Candidate, steps: Steps) -> Trial:
+def first_trial(candidate: Candidate, steps: Steps, micro_batch: int) -> Trial:
     """The trial that shows whether a rung fits."""
-    return Trial(rung=candidate.rung.name, knobs=candidate.knobs, purpose="walk", steps=steps)
+    knobs = replace(candidate.knobs, micro_batch=micro_batch)
+    return Trial(rung=candidate.rung.name, knobs=knobs, purpose="walk", steps=steps)
 
 
 def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | None:

@@ -133,7 +133,7 @@ class Contestant(Growth):
             smaller = (other for other in context.sizes if other <= min(size - 1, size * share))
             size = max(smaller, default=context.sizes[0])
             self.most_trials = most_trials + len(self.records)  # growth does not pay for a size that was too large
-        self.entry = try_rung(self.candidate, context.run, context.settings.profile.walk)
+        self.entry = try_rung(self.candidate, context, context.run)
         last = self.entry[-1]
         if not isinstance(last.outcome, Fit):
             self.out = describe_misfit(last, format_bytes(context.usable_bytes))
@@ -148,7 +148,7 @@ class Contestant(Growth):
 
 
 def _make_contestant(candidate: Candidate, context: FitContext, most_trials: int, steps: Steps) -> Contestant:
-    first = first_trial(candidate, steps)
+    first = first_trial(candidate, steps, context.sizes[0])
     return Contestant(candidate=candidate, context=context, first=first, most_trials=most_trials, steps=steps)
 
 

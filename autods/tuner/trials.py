@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +32,7 @@ class FitContext:
     `final_config` returns a trial's DeepSpeed config as the user gets it.
     `check` returns a record, or raises when the machine needs repair first.
     `save_best` gets the best config after each step, so that it is on disk should the fit be killed.
+    `least_micro_batch` is the smallest that the model can be trained with, as far as is known.
     """
 
     settings: Settings
@@ -42,6 +44,7 @@ class FitContext:
     op_problems: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Record], Record] = lambda record: record
     save_best: Callable[[Record], None] = lambda record: None
+    least_micro_batch: int = 1
 
     @property
     def usable_bytes(self) -> float:
@@ -61,8 +64,9 @@ class FitContext:
     @property
     def sizes(self) -> Sequence[int]:
         """The micro batches that may be tried, ascending; the smallest alone where memory is the objective."""
-        most = 1 if self.settings.objective == "memory" else self.settings.profile.grow.most_micro_batch
-        return micro_batches(self.settings.global_batch, self.world_size, most)
+        sizes = micro_batches(self.settings.global_batch, self.world_size, self.settings.profile.grow.most_micro_batch)
+        sizes = sizes[bisect_left(sizes, self.least_micro_batch) :]
+        return sizes[:1] if self.settings.objective == "memory" else sizes
 
     def resize(self, knobs: Knobs, micro_batch: int) -> Knobs:
         """The knobs with this micro batch, at the fit's global batch."""

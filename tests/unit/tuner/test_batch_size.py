@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -64,13 +64,15 @@ def growing(
     limits: GrowLimits = LIMITS,
     steps: Steps = TIMED,
     headroom: float = 0.05,
-    walked: Trial = WALKED,
+    least: int = 1,
 ) -> Grown:
     runner = ScriptedRunner(answer)
+    walked = replace(WALKED, knobs=replace(WALKED.knobs, micro_batch=least))
     winner = runner.run(walked)
     context = make_context(
         runner.run, profile={"grow": limits}, headroom=headroom, device_bytes=limit, global_batch=global_batch
     )
+    context = replace(context, least_micro_batch=least)
     growth = Growth(context=context, first=walked, walked=winner, most_trials=limits.most_trials, steps=steps)
     return Grown(growth.run(), runner.trials[1:])
 
@@ -170,7 +172,14 @@ def test_micro_batch_one_is_timed_when_memory_is_full_already() -> None:
     assert growth.sizes == [1]
     assert growth.best.trial.steps == TIMED
     assert growth.is_limit
-    assert "micro batch 1 already needs 110.0 MiB" in growth.reason
+    assert "micro batch 1 already needs 110.0 MiB, which does not leave the headroom" in growth.reason
+
+
+def test_the_smallest_trainable_size_need_not_leave_the_headroom() -> None:
+    growth = growing(steep(121 * MIB), limit=121 * MIB, least=2)
+    assert growth.sizes == [2]
+    assert growth.best.trial.knobs.micro_batch == 2
+    assert growth.reason.startswith("micro batch 2 already needs 120.0 MiB")
 
 
 def test_a_failure_caps_the_micro_batch_and_is_told() -> None:

@@ -231,7 +231,7 @@ def test_a_full_host_rules_out_rungs_with_as_much_on_it(tier: Tier) -> None:
     assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
 
 
-def walked_with_least(least: int) -> tuple[WalkResult, ScriptedRunner]:
+def walked_with_least(least: int, global_batch: int | None = None) -> tuple[WalkResult, ScriptedRunner]:
     """Of a model that needs so many samples; zero2 is the first rung that fits."""
 
     def answer(trial: Trial) -> Outcome:
@@ -239,7 +239,8 @@ def walked_with_least(least: int) -> tuple[WalkResult, ScriptedRunner]:
         return TOO_SMALL if trial.knobs.micro_batch < least else fits_or_not
 
     runner = ScriptedRunner(answer)
-    return walk_ladder(list_candidates(SETTINGS, FACTS, {}), make_context(runner.run)), runner
+    context = make_context(runner.run, global_batch=global_batch)
+    return walk_ladder(list_candidates(context.settings, FACTS, {}), context), runner
 
 
 def test_a_model_that_needs_more_samples_gets_them_once() -> None:
@@ -248,6 +249,15 @@ def test_a_model_that_needs_more_samples_gets_them_once() -> None:
     assert sizes == [1, 2] + [4] * (len(sizes) - 2)
     assert walked.winner is not None
     assert (walked.winner.trial.rung, walked.winner.trial.knobs.micro_batch) == ("zero2", 4)
+
+
+def test_a_model_that_needs_more_samples_keeps_the_global_batch() -> None:
+    walked, runner = walked_with_least(2, global_batch=18)  # a rank's share is 9
+    assert [trial.knobs.micro_batch for trial in runner.trials][:2] == [1, 3]
+    assert walked.winner is not None
+    walked, runner = walked_with_least(2, global_batch=2)
+    assert [trial.knobs.micro_batch for trial in runner.trials] == [1]
+    assert walked.stopped is not None
 
 
 def test_what_wants_ever_more_samples_stops_the_walk() -> None:

@@ -21,7 +21,7 @@ from autods.tuner.forecasts import NO_FORECASTER, Forecaster
 from autods.tuner.trials import FitContext
 from autods.types import Outcome, Record, Tier, Trial
 from tests.support.contexts import make_context
-from tests.support.walks import FACTS, SETTINGS
+from tests.support.walks import FACTS, SETTINGS, TOO_SMALL
 
 GIB = 2**30
 LIMIT = 16 * GIB
@@ -49,9 +49,11 @@ class Machine:
 
     kept_gib: of a sample's activations without checkpointing; recomputing them keeps a quarter of it and takes a third
     more time. fp16: how many times as fast it is as bf16. Says where a measurement was flattered: trial → factor.
+    least: the smallest micro batch that the model can be trained with.
     """
 
     rungs: Mapping[str, Rung]
+    least: int = 1
     kept_gib: float = 2.0
     fp16: float = 1.0
     flattery: Callable[[Trial], float] = lambda trial: 1.0
@@ -68,6 +70,8 @@ class Machine:
         return knobs.accumulation * (rung.fixed_s + sample_s * knobs.micro_batch) / faster
 
     def answer(self, trial: Trial) -> Outcome:
+        if trial.knobs.micro_batch < self.least:
+            return TOO_SMALL
         rung = self.rungs.get(trial.rung)
         if rung is None:
             return out_of_memory(missing_bytes=GIB)
@@ -417,6 +421,19 @@ def test_of_two_close_sizes_only_the_larger_is_remeasured(raced: Callable[..., F
     final = {(trial.rung, trial.knobs.micro_batch) for trial in machine.ran if trial.purpose == "race"}
     sizes = sorted(size for rung, size in final if rung == "ddp")
     assert all(larger >= 1.25 * smaller for smaller, larger in pairwise(sizes))
+
+
+@pytest.mark.parametrize("asked", [{}, {"stop": "first-fit"}, {"objective": "memory"}, {"global_batch": 32}])
+@pytest.mark.parametrize("gib", [3.0, 13.6])  # the second leaves no headroom at micro batch 4
+def test_a_model_that_needs_several_samples_is_searched(
+    raced: Callable[..., FitResult], asked: Mapping[str, Any], gib: float
+) -> None:
+    machine = Machine({"ddp": Rung(gib=gib), "zero3": Rung(gib=gib, fixed_s=2.0)}, least=3)
+    result = raced(machine, checkpointing=True, **asked)
+    walked = result.walked.winner
+    assert walked is not None
+    assert walked.trial.knobs.micro_batch == 4
+    assert (won(result)[1] == 4) is (gib > 13 or asked.get("objective") == "memory")
 
 
 CROWD = Machine({"ddp": Rung(gib=40), "zero2": Rung(gib=9), "zero2-offload": Rung(full="host"), "zero3": Rung(gib=3)})
