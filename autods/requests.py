@@ -155,7 +155,7 @@ class WorkloadRequest(_Request):
     global_batch: Count | None = _option("Workload", "Keep micro batch × accumulation × ranks at N.", "N")
     precision: Text = _option(
         "Workload",
-        "auto (the base config's, else bf16), bf16, fp16 or fp32; bf16,fp32: either may win.",
+        "auto (the base config's, else bf16; fp16 on V100 or T4), bf16, fp16 or fp32; bf16,fp32: either may win.",
         "NAME",
         value="auto",
     )

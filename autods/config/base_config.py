@@ -156,12 +156,13 @@ def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def resolve_base_config(
-    source: WorkloadSource, given: ConfigSource | None, precision: str, *, world_size: int, otherwise: str = "bf16"
+    source: WorkloadSource, given: ConfigSource | None, precision: str, *, world_size: int, bf16: bool
 ) -> dict[str, Any]:
     """Return the base config with a precision: the one `given`, else the workload's. Raises InputError.
 
-    The precision is the one that the config enables, else `precision`, else `otherwise` for "auto". For a script the
-    config holds only the keys that win over the script's own; its precision stays unless one is asked for.
+    The precision is the one that the config enables, else `precision`. For "auto" it is bf16, or fp16 where not `bf16`:
+    the device cannot compute in it. For a script the config holds only the keys that win over the script's own; its
+    precision stays unless one is asked for.
     """
     users = source.base_config if given is None else given
     place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
@@ -178,7 +179,7 @@ def resolve_base_config(
     enabled = enabled_half_precision(base)
     if precision == "auto":
         is_open = source.kind != "script" and not {"bf16", "fp16"} & set(base)
-        return {**base, otherwise: {"enabled": True}} if is_open else base
+        return {**base, "bf16" if bf16 else "fp16": {"enabled": True}} if is_open else base
     if enabled and enabled != precision:
         problem = f"--precision {precision}, but {enabled} is enabled there"
         raise InputError(problem, place=place, hint="drop one of the two")

@@ -80,8 +80,8 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
     elif device_bytes is not None:
         machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
     elif cards:
-        card = min(cards, key=lambda card: card.total_bytes)
-        here = Machine(name=HERE, title=card.name, device_bytes=card.total_bytes, gpus=len(cards))
+        card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
+        here = Machine(name=HERE, title=card.name, device_bytes=card.total_bytes, gpus=len(cards), bf16=bf16)
         machines = (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
     elif device == "cpu":
         raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")

@@ -99,13 +99,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     for named in choose_machines(request, kind, hardware):
         machine = replace(named, nvme_bytes=nvme_bytes or named.nvme_bytes)
         ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, kind)
-        base = resolve_base_config(
-            source,
-            request.base_config,
-            request.precision,
-            world_size=ranks,
-            otherwise="bf16" if machine.bf16 else "fp16",
-        )
+        base = resolve_base_config(source, request.base_config, request.precision, world_size=ranks, bf16=machine.bf16)
         site = Site(
             machine=machine,
             world_size=ranks,

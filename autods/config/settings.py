@@ -188,7 +188,8 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     ranks = resolve_ranks(request.gpus, kind, hardware, nodes)
     asked_bytes = parse_size(request.gpu_memory, "--gpu-memory")
     precision, *others = parse_precisions(request.precision)
-    base = resolve_base_config(source, request.base_config, precision, world_size=ranks)
+    bf16 = kind == "cpu" or all(card.bf16 for card in hardware.cards[: ranks // nodes])
+    base = resolve_base_config(source, request.base_config, precision, world_size=ranks, bf16=bf16)
     global_batch = resolve_global_batch(request.global_batch, base, ranks)
     nvme_path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
     if nvme_path is not None and not (nvme_path.is_dir() and os.access(nvme_path, os.W_OK)):

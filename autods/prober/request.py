@@ -100,7 +100,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
     fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"]})
     settings = resolve_fit(fit, source, hardware=hardware)
     for count in ranks:  # a base config, or a global batch, may suit some and not others
-        base = resolve_base_config(source, request.base_config, request.precision, world_size=count)
+        base = resolve_base_config(source, request.base_config, request.precision, world_size=count, bf16=True)
         resolve_global_batch(request.global_batch, base, count)
         each = settings.ranks_per_node
         if count > each and count % each:
@@ -190,7 +190,8 @@ def _choose_machine(request: ProbeRequest, hardware: Hardware, ranks: tuple[int,
 def _describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
     """Return hardware with as many cards of the machine as there are ranks."""
     size, host = machine.device_bytes, machine.host_bytes or 2**62
-    cards = tuple(Card(index=i, name=machine.title, total_bytes=size, free_bytes=size) for i in range(ranks))
+    card = Card(index=0, name=machine.title, total_bytes=size, free_bytes=size, bf16=machine.bf16)
+    cards = tuple(replace(card, index=index) for index in range(ranks))
     return replace(here, cards=cards, unusable=None, host_bytes=max(host, ranks * size), host_free_bytes=host)
 
 

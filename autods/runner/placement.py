@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.settings import Settings
@@ -259,11 +259,12 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
         usable = sorted(hardware, key=lambda node: len(node.cards), reverse=True)[:nodes]
     fewest = min(usable, key=lambda node: len(node.cards))
     cards = sorted((card for node in usable for card in node.cards), key=lambda card: card.usable_bytes)
+    bf16 = all(card.bf16 for card in cards)
     return Hardware(
         cpu=fewest.cpu,
         cores=min(node.cores for node in usable),
         host_bytes=min(node.host_bytes for node in usable),
         host_free_bytes=min(node.host_free_bytes for node in usable),
-        cards=tuple(cards[:1] * len(fewest.cards)),
+        cards=tuple(replace(card, bf16=bf16) for card in cards[:1]) * len(fewest.cards),
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )

@@ -16,6 +16,8 @@ from ..units import format_bytes
 
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
+# From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
+_COMPUTES_BF16 = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Card:
 
     `index` is NVML's number, or the place of a slice on its card. `total_bytes` is the memory for programs, without the
     driver's reserve, as CUDA counts it. Other processes hold `others_bytes`. `pids` are those that this user may see.
+    `bf16` is False for a card that computes in fp16 and only emulates bf16.
     """
 
     index: int
@@ -34,6 +37,7 @@ class Card:
     pids: tuple[int, ...] = ()
     uuid: str | None = None
     slice: bool = False
+    bf16: bool = True
 
     @property
     def usable_bytes(self) -> int:
@@ -186,6 +190,7 @@ def _read_card(api: Any, handle: Any) -> Card:
         pids=tuple(dict.fromkeys(pids)),
         uuid=uuid,
         slice=uuid is not None and uuid.startswith("MIG-"),
+        bf16=tuple(_query(api, "nvmlDeviceGetCudaComputeCapability", handle) or _COMPUTES_BF16) >= _COMPUTES_BF16,
     )
 
 

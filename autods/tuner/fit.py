@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.base_config import find_misspelt_keys
+from ..config.base_config import find_misspelt_keys, precision_name
 from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken
@@ -244,6 +244,8 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
         names = describe_card_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
         for note in (*describe_shared_cards(cards), *names):
             listen(Note(text=note))
+        if precision_name(settings.base) == "bf16" and (older := [card.name for card in cards if not card.bf16]):
+            listen(Note(text=f"{older[0]} only emulates bf16: try --precision fp16, in which it computes by itself"))
     return RayRunner(settings, listen)
 
 

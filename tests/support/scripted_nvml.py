@@ -12,7 +12,10 @@ GIB = 2**30
 
 @dataclass
 class FakeCard:
-    """total_bytes: what CUDA says, reserved_bytes: beside it, the driver's. slices: MIG devices; None: no MIG mode."""
+    """total_bytes: what CUDA says, reserved_bytes: beside it, the driver's. slices: MIG devices; None: no MIG mode.
+
+    capability: None where the driver does not answer.
+    """
 
     name: str = "A Card"
     uuid: str = "GPU-a"
@@ -22,6 +25,7 @@ class FakeCard:
     pids: tuple[int, ...] = ()
     slices: list[FakeCard | None] | None = None
     knows_mig: bool = True
+    capability: tuple[int, int] | None = (9, 0)
 
 
 class NVMLError(Exception):
@@ -114,6 +118,11 @@ class FakeNvml:
 
     def nvmlDeviceGetName(self, card: FakeCard) -> str | bytes:
         return card.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, card: FakeCard) -> tuple[int, int]:
+        if card.capability is None:
+            raise NVMLError("Not Supported", 3)
+        return card.capability
 
     def nvmlSystemGetDriverVersion(self) -> str | bytes:
         return self.driver

@@ -93,6 +93,13 @@ def test_a_card_without_bf16_trains_in_fp16_unless_bf16_was_asked_for() -> None:
     assert "no bf16" in refusal(on="t4-16gb", precision="bf16")
 
 
+def test_a_plan_for_this_machine_follows_its_card() -> None:
+    card = Card(index=0, name="Tesla V100", total_bytes=16 * GIB, free_bytes=16 * GIB, bf16=False)
+    here = replace(LAPTOP, cards=(card,))
+    assert asked(hardware=here).sites[0].precision == "fp16"
+    assert "Tesla V100 has no bf16" in refusal(hardware=here, precision="bf16")
+
+
 def test_a_machine_without_bf16_is_kept_with_a_reason() -> None:
     sites = asked(on="t4-16gb,a100-80gb", precision="bf16").sites
     assert [site.problem for site in sites] == ["NVIDIA T4 16 GB has no bf16", None]

@@ -207,6 +207,15 @@ def test_the_users_precision_wins_then_the_one_asked_for_then_bf16(
     assert all(found[key] == value for key, value in base.items())
 
 
+def test_a_card_that_only_emulates_bf16_trains_in_fp16() -> None:
+    cards = (*EIGHT_CARDS.cards[:7], replace(EIGHT_CARDS.cards[7], bf16=False))
+    mixed = replace(EIGHT_CARDS, cards=cards)
+    assert asked(hardware=mixed).base == {"fp16": {"enabled": True}}
+    assert asked(hardware=mixed, gpus=7).base == {"bf16": {"enabled": True}}
+    assert asked(hardware=mixed, device="cpu", gpus=1).base == {"bf16": {"enabled": True}}
+    assert asked(hardware=mixed, precision="bf16").base == {"bf16": {"enabled": True}}
+
+
 def test_two_precisions_are_refused() -> None:
     base = {"fp16": {"enabled": True}}
     assert "--precision bf16, but fp16 is enabled" in refusal(base_config=base, precision="bf16")

@@ -226,6 +226,8 @@ def test_a_forecast_is_asked_of_a_machine_that_is_not_here(tmp_path: Path) -> No
     assert question.settings.device_bytes == question.machine.device_bytes > 70 * 2**30
     assert question.settings.gpus == 16
     assert question.capacity
+    assert question.settings.base == {"bf16": {"enabled": True}}
+    assert ask(tmp_path, gpus=1, **(said | {"on": "v100-16gb"})).settings.base == {"fp16": {"enabled": True}}
 
 
 def test_a_real_card_is_asked_for_trials(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,9 @@ def test_the_weakest_node_that_can_hold_the_ranks_decides() -> None:
     found = weakest(hardware, nodes=2, gpus_per_node=4)
     assert [card.total_bytes for card in found.cards] == [40 * 2**30] * 4
     assert found.host_bytes == 256 * 2**30
+    assert [card.bf16 for card in found.cards] == [True] * 4
+    old = replace(hardware[0], cards=tuple(replace(card, bf16=False) for card in hardware[0].cards))
+    assert [card.bf16 for card in weakest([old, hardware[1]], nodes=2, gpus_per_node=4).cards] == [False] * 4
 
 
 def test_too_few_nodes_with_enough_gpus_show_too_few_gpus() -> None:

@@ -56,6 +56,12 @@ def test_what_other_processes_hold_is_subtracted_and_said() -> None:
     )
 
 
+def test_cards_from_compute_capability_8_on_compute_in_bf16() -> None:
+    capabilities = ((7, 0), (7, 5), (8, 0), (8, 9), (12, 0), None)
+    cards = read_nvml(None, FakeNvml([FakeCard(capability=each) for each in capabilities])).cards
+    assert [card.bf16 for card in cards] == [False, False, True, True, True, True]
+
+
 def test_a_card_in_mig_mode_is_its_first_slice_to_a_process() -> None:
     for visible in (None, "0"):
         (card,) = read_nvml(visible, slices()).cards
