@@ -149,16 +149,16 @@ def test_a_faulty_file_is_reported_without_running_it(model, tmp_path, fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "where"),
+    ("fault", "options"),
     [
-        (IN_THE_SURVEY["leaving at import"], "model"),  # the zygote imports it, and must not leave with it
-        (IN_A_TRIAL["a NaN loss"], "model"),
+        (IN_THE_SURVEY["leaving at import"], ()),  # the zygote imports it, and must not leave with it
+        (IN_A_TRIAL["a NaN loss"], ("--no-forecast",)),
     ],
     ids=["sys.exit at import", "a NaN loss"],
 )
-def test_the_command_reports_a_faulty_workload(model, tmp_path, fault, where):
+def test_the_command_reports_a_faulty_workload(model, tmp_path, fault, options):
     path = model(fault.text)
-    code, out, stderr = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out")
+    code, out, stderr = run(path, "--gpus", 2, *BUDGET, *CPU, "--out", tmp_path / "out", *options)
     assert (code, out) == (2, "")
     assert is_one_message(stderr, where=place(path, fault.line), message=fault.message)
 

@@ -245,7 +245,7 @@ def end_fit_in_phase(
 def wait_until_gone(pids: Iterable[int], limit_s: float) -> float:
     """Wait until all of them have ended; return the time (monotonic). A zombie has ended."""
     waiting = set(pids)
-    wait_for(lambda: not {pid for pid in waiting if is_running(pid)}, limit_s)
+    wait_for(lambda: not {pid for pid in waiting if is_running(pid)}, limit_s, every_s=0.002)
     return time.monotonic()
 
 
@@ -271,9 +271,10 @@ def read_state(pid: int) -> State:
     return State(said[0], int(said[1]), int(said[19]))
 
 
-def wait_for(condition: Callable[[], object], limit_s: float) -> None:
+def wait_for(condition: Callable[[], object], limit_s: float, *, every_s: float = 0.05) -> None:
+    """Ask again and again until it holds. A condition that reads all of /proc would keep a processor busy."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > limit_s:
             raise TimeoutError(f"not within {limit_s} s")
-        time.sleep(0.002)
+        time.sleep(every_s)
