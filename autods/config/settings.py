@@ -114,6 +114,7 @@ class Settings:
     where `device_bytes_asked` is true, because --gpu-memory gave it. `threads` is the number for one rank that
     OMP_NUM_THREADS names, if it does. `precisions` are further ones that may win.
     `nodes` and `address` describe a Ray cluster. Without an address autods starts Ray on this machine.
+    `hardware` is that of the weakest node.
     `fresh` forgets the finished trials of an earlier fit in `out`.
     """
 
@@ -125,6 +126,7 @@ class Settings:
     out: Path
     profile: Profile
     ladder: tuple[Rung, ...]
+    hardware: Hardware
     base: Mapping[str, Any] = field(default_factory=dict)
     global_batch: int | None = None
     nvme_path: Path | None = None
@@ -207,6 +209,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         out=Path(),
         profile=profile,
         ladder=rungs,
+        hardware=hardware,
         base=base,
         global_batch=global_batch,
         nvme_path=nvme_path,

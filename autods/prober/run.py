@@ -19,7 +19,7 @@ from ..planner.plan import make_user_error
 from ..report.results import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
 from ..schema import read_as
-from ..system.host import installed_versions, read_hardware
+from ..system.host import installed_versions
 from ..types import Failed, Fit, ModelFacts, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import apply_to_source
 from .capacity import search_capacities
@@ -66,7 +66,7 @@ def build_report(
             machine=None if question.machine is None else question.machine.name,
         ),
         versions=installed_versions(),
-        hardware=read_hardware(),
+        hardware=settings.hardware,
         seconds=seconds,
         out=str(settings.out),
     )

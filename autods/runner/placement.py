@@ -266,5 +266,7 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
         host_bytes=min(node.host_bytes for node in usable),
         host_free_bytes=min(node.host_free_bytes for node in usable),
         cards=tuple(replace(card, bf16=bf16) for card in cards[:1]) * len(fewest.cards),
+        driver=fewest.driver,
+        cuda=fewest.cuda,
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )

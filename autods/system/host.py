@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -52,28 +53,50 @@ class MemoryGroup:
         return _read_number(self.folder / _FILES[self.version][3], "oom_kill")
 
 
-def find_memory_groups(
-    of: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> tuple[MemoryGroup, ...]:
+_CGROUPS, _CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def find_memory_groups(of: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> tuple[MemoryGroup, ...]:
     """Return the cgroups that limit the memory of this process, innermost first."""
+    version, folders = _find_groups("memory", of, mount)
+    groups = (MemoryGroup(folder=folder, version=version) for folder in folders)
+    return tuple(group for group in groups if (group.folder / _FILES[version][0]).exists())
+
+
+def read_cpu_quota(of: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> float | None:
+    """Return how many processors' time this process and its group may use; None without a limit.
+
+    Containers have such a limit (`docker --cpus`, Kubernetes' limits). They still show all processors of the machine.
+    """
+    version, folders = _find_groups("cpu", of, mount)
+    quotas = []
+    for folder in folders:
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with contextlib.suppress(OSError):
+            words = " ".join((folder / file).read_text() for file in files).split()  # quota and period, in µs
+            if len(words) == 2 and all(word.isdigit() for word in words):  # else 'max', or -1 in version 1
+                quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def _find_groups(controller: str, of: Path, mount: Path) -> tuple[int, list[Path]]:
+    """Return the version of this process's cgroups of the controller, and their folders, innermost first."""
     try:
-        lines = [line.split(":", 2) for line in of.read_text().splitlines()]  # '4:memory:/a/b' or '0::/a'
+        lines = [line.split(":", 2) for line in of.read_text().splitlines()]  # '4:cpu,cpuacct:/a/b' or '0::/a'
     except OSError:
-        return ()
+        return 2, []
     paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
-    if "memory" in paths:
-        version, path, mount = 1, paths["memory"], mount / "memory"
+    if controller in paths:
+        version, path, mount = 1, paths[controller], mount / controller
     elif "" in paths:
         version, path = 2, paths[""]
     else:
-        return ()
-    file = _FILES[version][0]
+        return 2, []
     inner = mount / path.lstrip("/")
     # In a container the path can be the host's, while what is mounted is the container's own group.
-    if not (inner / file).exists():
+    if not inner.is_dir():
         inner = mount
-    folders = [inner, *(folder for folder in inner.parents if folder.is_relative_to(mount))]
-    return tuple(MemoryGroup(folder=folder, version=version) for folder in folders if (folder / file).exists())
+    return version, [inner, *(folder for folder in inner.parents if folder.is_relative_to(mount))]
 
 
 def machine_oom_kills() -> int | None:
@@ -92,11 +115,19 @@ def _read_number(path: Path, name: str | None = None) -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def threads_per_rank(ranks: int) -> int:
-    """Return the threads of a rank when so many share this node. Hyper-threads of a core count once, as in torch."""
+def count_cores() -> int:
+    """Return the cores that ranks can share here: within the affinity and the CPU quota of this process.
+
+    Hyper-threads of a core count once, as in torch.
+    """
     usable = len(os.sched_getaffinity(0))
-    cores = psutil.cpu_count(logical=False) or usable
-    return max(1, min(usable, cores) // ranks)
+    cores, quota = psutil.cpu_count(logical=False), read_cpu_quota()
+    return max(1, min(usable, cores or usable, usable if quota is None else int(quota)))
+
+
+def threads_per_rank(ranks: int, cores: int) -> int:
+    """Return the threads of a rank when so many share the cores of a node."""
+    return max(1, cores // ranks)
 
 
 def requested_threads() -> int | None:
@@ -127,9 +158,9 @@ _VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULT
 class Hardware:
     """One node.
 
-    `driver` is the version of the GPU driver, `cuda` the newest CUDA that it runs. `unusable` says why the cards cannot
-    be used, with the command that fixes it. `process_bytes` is the private memory of one process, if `ulimit -Hd`
-    limits it.
+    `cores` are those that ranks can share, see `count_cores`. `driver` is the version of the GPU driver, `cuda` the
+    newest CUDA that it runs. `unusable` says why the cards cannot be used, with the command that fixes it.
+    `process_bytes` is the private memory of one process, if `ulimit -Hd` limits it.
     """
 
     cpu: str
@@ -158,7 +189,7 @@ def read_hardware() -> Hardware:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     return Hardware(
         cpu=_cpu_name(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=count_cores(),
         host_bytes=memory.total_bytes,
         host_free_bytes=memory.free_bytes,
         cards=seen.cards,

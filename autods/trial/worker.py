@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.deepspeed import get_key
-from ..system.host import find_interface, threads_per_rank
+from ..system.host import count_cores, find_interface, threads_per_rank
 from ..types import Phase
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
@@ -219,7 +219,7 @@ def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
 
 
 def _threads(job: RankJob) -> int:
-    return job.threads or threads_per_rank(len(job.local_ranks))
+    return job.threads or threads_per_rank(len(job.local_ranks), count_cores())
 
 
 def main(argv: list[str]) -> NoReturn:

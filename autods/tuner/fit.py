@@ -22,7 +22,7 @@ from ..journal import JOURNAL, STUDY, Journal, TrialStore, workspace
 from ..report import serialize, text
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
-from ..system.host import installed_versions, read_hardware, threads_per_rank
+from ..system.host import installed_versions, threads_per_rank
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
 from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast
@@ -170,7 +170,7 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
         trials=tuple(context.memory.records),
         skipped=tuple(walked.skipped),
         forecast=tuple(serialize.rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
-        hardware=read_hardware(),
+        hardware=settings.hardware,
         versions=installed_versions(),
         seconds=seconds,
         out=str(settings.out),
@@ -183,7 +183,7 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
             experts=facts.experts,
             device=settings.device,
             device_bytes=settings.device_bytes,
-            threads=settings.threads or threads_per_rank(settings.ranks_per_node),
+            threads=settings.threads or threads_per_rank(settings.ranks_per_node, settings.hardware.cores),
             global_batch=settings.global_batch,
             profile=settings.profile.name,
             objective=settings.objective,
@@ -240,7 +240,7 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
     from ..runner.runner import RayRunner
 
     if settings.device == "cuda" and settings.address is None:
-        cards = read_hardware().cards[: settings.gpus]
+        cards = settings.hardware.cards[: settings.gpus]
         names = describe_card_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
         for note in (*describe_shared_cards(cards), *names):
             listen(Note(text=note))

@@ -20,7 +20,6 @@ from ..forecast.simulator.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
-from ..system.host import read_hardware
 from ..types import Fit, Record, Trial
 
 
@@ -121,7 +120,7 @@ def open_forecaster(
             key_of=trial_key,
             limits=Limits(
                 device_bytes=settings.device_bytes,
-                host_bytes=read_hardware().host_bytes,
+                host_bytes=settings.hardware.host_bytes,
                 emulated=not on_cuda or settings.device_bytes_asked,
             ),
             report=lambda text: listen(Note(text=text)),

@@ -27,6 +27,7 @@ from autods.runner.testing import fit, out_of_memory
 from autods.tuner.forecasts import NO_FORECASTER, Forecaster
 from autods.tuner.trials import FitContext
 from autods.types import Examined, Fit, Knobs, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
+from tests.support.machines import a_machine
 
 GIB = 2**30
 RUNGS = read_rungs()
@@ -271,8 +272,8 @@ def searching(
         settings = Settings(
             source=WorkloadSource(kind="file", path="/model.py", name="model", digest="0"), gpus=surface.world_size,
             device="cuda", device_bytes=surface.limit_bytes, device_bytes_asked=True, out=out, profile=chosen,
-            ladder=tuple(ladder) or tuple(RUNGS.values()), base={"bf16": {"enabled": True}}, seed=surface.seed,
-            budget=budget,
+            ladder=tuple(ladder) or tuple(RUNGS.values()), hardware=a_machine(surface.world_size),
+            base={"bf16": {"enabled": True}}, seed=surface.seed, budget=budget,
         )  # fmt: skip
         journal = Journal(out / "journal.jsonl")
         past = journal.open(fingerprint="surface")

@@ -10,6 +10,7 @@ from autods.config.settings import Settings
 from autods.config.strategies import read_rungs
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.types import ModelFacts, Steps, WorkloadSource
+from tests.support.machines import a_machine
 
 FACTS = ModelFacts(
     parameters=32_000_000, largest_parameter=1_000_000, checkpointing=True, tokens_per_sample=64, has_optimizer=False
@@ -25,6 +26,7 @@ SETTINGS = Settings(
     out=Path("out"),
     profile=read_profile("default"),
     ladder=tuple(read_rungs().values()),
+    hardware=a_machine(0),
     base={"bf16": {"enabled": True}},
     nvme_path=Path("/scratch"),
 )

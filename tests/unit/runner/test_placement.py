@@ -163,10 +163,12 @@ def test_different_gpus_are_described_with_their_nodes() -> None:
 
 
 def test_the_weakest_node_that_can_hold_the_ranks_decides() -> None:
-    hardware = [a_machine(8), a_machine(4, gib=40, host_gib=256), a_machine(2, gib=16)]
+    hardware = [
+        replace(node, driver="580") for node in (a_machine(8), a_machine(4, gib=40, host_gib=256), a_machine(2, gib=16))
+    ]
     found = weakest(hardware, nodes=2, gpus_per_node=4)
     assert [card.total_bytes for card in found.cards] == [40 * 2**30] * 4
-    assert found.host_bytes == 256 * 2**30
+    assert (found.host_bytes, found.driver) == (256 * 2**30, "580")
     assert [card.bf16 for card in found.cards] == [True] * 4
     old = replace(hardware[0], cards=tuple(replace(card, bf16=False) for card in hardware[0].cards))
     assert [card.bf16 for card in weakest([old, hardware[1]], nodes=2, gpus_per_node=4).cards] == [False] * 4

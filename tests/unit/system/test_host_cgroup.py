@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.system.host import MemoryGroup, find_memory_groups, machine_oom_kills
+from autods.system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_cpu_quota
 
 GIB = 2**30
 
@@ -70,3 +70,28 @@ def test_this_kernel_counts_its_kills():
     kills = machine_oom_kills()
     assert kills is None or kills >= 0
     assert all(group.limit_bytes() is None or group.limit_bytes() > 0 for group in find_memory_groups())
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "processors"), [("max", "250000", 2.5), ("50000", "max", 0.5), ("max", "max", None)]
+)
+def test_the_smallest_cpu_quota_of_all_groups_counts(tmp_path, inner, outer, processors):
+    write(tmp_path / "cg" / "pod" / "box", cpu__max=f"{inner} 100000\n")
+    write(tmp_path / "cg" / "pod", cpu__max=f"{outer} 100000\n")
+    (tmp_path / "cgroup").write_text("0::/pod/box\n")
+    assert read_cpu_quota(tmp_path / "cgroup", tmp_path / "cg") == processors
+
+
+def test_a_group_without_a_quota_file_has_the_one_above_it(tmp_path):
+    """The controller is enabled for the outer group alone."""
+    write(tmp_path / "cg" / "pod", cpu__max="200000 100000\n")
+    (tmp_path / "cg" / "pod" / "box").mkdir()
+    (tmp_path / "cgroup").write_text("0::/pod/box\n")
+    assert read_cpu_quota(tmp_path / "cgroup", tmp_path / "cg") == 2
+
+
+@pytest.mark.parametrize(("quota", "processors"), [("150000", 1.5), ("-1", None)])
+def test_version_1_has_quota_and_period_in_two_files(tmp_path, quota, processors):
+    write(tmp_path / "cg" / "cpu" / "box", cpu__cfs_quota_us=f"{quota}\n", cpu__cfs_period_us="100000\n")
+    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/box\n3:memory:/box\n0::/box\n")
+    assert read_cpu_quota(tmp_path / "cgroup", tmp_path / "cg") == processors

@@ -21,7 +21,7 @@ def job(device: Device, ranks: int = 2) -> RankJob:
 
 
 def test_a_rank_gets_its_share_of_the_cores_or_the_users_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.trial.worker.threads_per_rank", lambda ranks: max(1, 16 // ranks))
+    monkeypatch.setattr("autods.trial.worker.count_cores", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
     assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
     assert environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"

@@ -13,11 +13,14 @@ import pytest
 
 from autods.config.profiles import Budget
 from autods.journal import TrialStore, trial_key
-from autods.tuner.fit import FitResult
+from autods.tuner.fit import FitResult, NothingFits, build_report
 from autods.tuner.fit import search as run_search
+from autods.tuner.ladder_walk import WalkResult
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
+from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster
+from tests.support.machines import a_machine
 from tests.support.surfaces import Surface, searching
 
 SEEDS = (0, 3, 6, 16)  # of 3 and 16 several rungs climb
@@ -212,3 +215,12 @@ def test_a_pipeline_is_not_forecast() -> None:
         result = run_search(replace(search, facts=pipeline))
     assert isinstance(result, FitResult)
     assert forecaster.prepared == []
+
+
+def test_the_report_shows_hardware_and_threads_of_the_nodes() -> None:
+    """They differ from those of the driver's machine, which may be a small head node."""
+    node = a_machine(4, host_gib=2048)
+    context = make_context(lambda trial: pytest.fail("no trial runs"), hardware=node, gpus=8, nodes=2)
+    report = build_report(NothingFits(walked=WalkResult(), closest=None), context, seconds=1.0)
+    assert report.hardware == node
+    assert report.question.threads == node.cores // 4

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autods.config.profiles import GrowLimits, TuneLimits
+from autods.forecast.forecaster import TrialForecaster
 from autods.forecast.values import RungForecast, Verdict
+from autods.journal import Journal, TrialStore
 from autods.runner.testing import ScriptedRunner, surface
 from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
+from autods.tuner.forecasts import open_forecaster
 from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.tuner.optuna_search import TuneResult, tune
 from autods.types import Outcome, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
+from tests.support.machines import a_machine
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine
@@ -156,3 +162,14 @@ def test_tuning_runs_no_setting_that_cannot_fit(tmp_path: Path) -> None:
 def test_the_same_search_without_forecasts_asks_for_more_trials(tmp_path: Path) -> None:
     _, trials = tuned(tmp_path, ScriptedForecaster(lambda trial: None))
     assert len(trials.trials) == 1 + 6
+
+
+def test_the_nodes_memory_is_the_limit_not_the_drivers(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    run: Any = None
+    store = TrialStore(journal, journal.open(fingerprint="1"), run, lambda event: None)
+    settings = replace(SETTINGS, device="cuda", hardware=a_machine(host_gib=2048))
+    start: Any = nullcontext  # no simulation runs
+    with open_forecaster(settings, lambda trial: {}, store, lambda event: None, start) as forecaster:
+        assert isinstance(forecaster, TrialForecaster)
+        assert forecaster.limits.by_tier("cuda")["host"] == 2048 * GIB
