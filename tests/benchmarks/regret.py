@@ -1,12 +1,13 @@
 """How near the search comes to the best: whole searches of made-up machines whose optimum is known.
 
-python tests/benchmarks/regret.py [--seeds 200] [--first-seed 0] [--config default] [--blind] [--tune] [--json]
+python tests/benchmarks/regret.py [--seeds 200] [--first-seed 0] [--config default] [--blind] [--tune] [--quantised]
+    [--json]
 
 Each seed draws a model and a machine (tests/support/surfaces.py): eight rungs, none of which is always the fastest,
 with and without checkpointing; step times that are 5 % noise each; cliffs; a forecast that is a few percent wrong.
 Share: the true speed of the answer over that of the best rung, micro batch and checkpointing within the memory, both
 with the best settings; what tuning adds is shown beside it. --blind: no forecast. --tune: with Optuna, which takes
-longer.
+longer. --quantised: kernels run in whole waves, so that a size just above a full wave is slower than the next full one.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ def main() -> int:
     parser.add_argument("--config", default="default")
     parser.add_argument("--blind", action="store_true")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--quantised", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     jobs = [
-        (seed, asked.config, asked.blind, asked.tune)
+        (seed, asked.config, asked.blind, asked.tune, asked.quantised)
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds)
     ]
     with ProcessPoolExecutor(2) as pool:
@@ -68,9 +70,9 @@ def main() -> int:
     return 0 if _good(answers) >= 0.95 * len(answers) and _full(answers) <= 0.10 else 1
 
 
-def _answer(job: tuple[int, str, bool, bool]) -> Answer | None:
-    seed, config, blind, tunes = job
-    surface = Surface(seed)
+def _answer(job: tuple[int, str, bool, bool, bool]) -> Answer | None:
+    seed, config, blind, tunes, quantised = job
+    surface = Surface(seed, quantised=quantised)
     profile = read_profile(config)
     if not tunes:
         profile = replace(profile, tune=replace(profile.tune, trials=0))
