@@ -130,6 +130,7 @@ class Fit:
     spread: float  # relative standard error of the median step
     losses: tuple[float, ...]  # one per optimizer step, warm-up included: rank 0's; in a parity trial the mean of all
     timing: Timing
+    skipped_steps: int = 0  # besides: fp16 gradients overflowed, so that the optimizer did not run
     alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
     examined: Examined | None = None
     trained: Trained | None = None  # of a script's parity trial

@@ -70,6 +70,7 @@ class Certificate:
 
     `batch_shape` is the shape of the longest batch's largest tensor; empty when no such batch ran to its end.
     `draws` is the number of batches that it is the longest of; 0 when the workload names its longest batch.
+    `skipped_steps` came on top of `optimizer_steps`; their gradients overflowed in fp16.
     `headroom_bytes` is limit less peak, for each tier with a limit.
     `headroom_kept` tells whether the longest batch left the search's headroom free on the device.
     `backed_off`, `failures` and `not_checked` are sentences.
@@ -79,6 +80,7 @@ class Certificate:
     batch_shape: tuple[int, ...] = ()
     draws: int = 0
     optimizer_steps: int = 0
+    skipped_steps: int = 0
     evaluated: bool = False
     checkpoint: Checkpoint | None = None
     alloc_retries: int | None = None

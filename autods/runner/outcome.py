@@ -39,6 +39,7 @@ class TrainResult:
     build_s: float
     init_s: float
     peaks: Mapping[str, int | None]
+    skipped_steps: int = 0
     examined: Examined | None = None
     communication: Communication | None = None
     trained: Trained | None = None
@@ -69,6 +70,7 @@ def judge_trial(
         step_s=step_s,
         spread=relative_spread(step_s),
         losses=first.losses,
+        skipped_steps=first.skipped_steps,
         alloc_retries=max(rank.peaks.get("alloc_retries") or 0 for rank in ranks),
         examined=_join_exams([rank.examined for rank in ranks if rank.examined is not None]),
         trained=first.trained,

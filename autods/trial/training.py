@@ -23,6 +23,7 @@ from .job import RankJob
 from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
 
 Observe = Callable[[Phase, int], None]
+_MOST_SKIPPED = 40  # in a row; the largest first loss scale of DeepSpeed is 2**32, and each skipped step halves it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +31,14 @@ class TrainingResult:
     """What the steps of one rank measured.
 
     `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
-    for each step. `examined` is `types.Examined` of a worst-case exam. `communication` is `types.Communication` of this
-    rank as a dict.
+    for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `examined` is
+    `types.Examined` of a worst-case exam. `communication` is `types.Communication` of this rank as a dict.
     """
 
     step_s: tuple[float, ...] = ()
     steps_s: float = 0.0
     losses: tuple[float, ...] = ()
+    skipped_steps: int = 0
     examined: Examined | None = None
     communication: Mapping[str, Any] | None = None
 
@@ -89,7 +91,7 @@ def train(
         seed_all(job.seed)  # layers of experts choose tokens at random in evaluation, too
         return compute_loss(False)
 
-    result = run_steps(step, job.steps, synchronize, ranks)
+    result = run_steps(step, job.steps, synchronize, ranks, lambda: was_skipped(engine))
     index = len(result.losses)
     match job.exam:
         case "worst_case":
@@ -152,31 +154,69 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
 
 
 def run_steps(
-    step: Callable[[int], Sequence[Any]], steps: Steps, synchronize: Callable[[], None], ranks: Ranks
+    step: Callable[[int], Sequence[Any]],
+    steps: Steps,
+    synchronize: Callable[[], None],
+    ranks: Ranks,
+    skipped: Callable[[], bool] = lambda: False,
 ) -> TrainingResult:
     """Run warm-up steps, and timed steps until their spread is small or their number or time is spent.
 
-    `step` returns the losses of a step's batches, of which the mean is kept. Raises WorkloadError for a loss that is
-    not finite.
+    `step` returns the losses of a step's batches, of which the mean is kept. A step for which `skipped` is true counts
+    as neither: the optimizer did not run. Raises WorkloadError for a loss that is not finite, and for steps that are
+    skipped without end.
     """
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
+    skips = Skips()
     while True:
         index = len(losses)
         synchronize()
         step_began = time.perf_counter()
         step_losses = step(index)
         synchronize()
+        step_s = time.perf_counter() - step_began
+        loss = statistics.fmean(check_finite(loss, index) for loss in step_losses)
+        if skips.count(skipped=skipped()):
+            continue
         if index >= steps.warmup:
-            times.append(time.perf_counter() - step_began)
-        losses.append(statistics.fmean(check_finite(loss, index) for loss in step_losses))
+            times.append(step_s)
+        losses.append(loss)
         if len(times) < steps.timed:
             continue
         # Ranks must stop together. Where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.most_timed or ranks.agree(has_enough_steps(times, steps, time.perf_counter() - began)):
             break
-    return TrainingResult(step_s=tuple(times), steps_s=time.perf_counter() - began, losses=tuple(losses))
+    seconds = time.perf_counter() - began
+    return TrainingResult(step_s=tuple(times), steps_s=seconds, losses=tuple(losses), skipped_steps=skips.total)
+
+
+@dataclass(slots=True)
+class Skips:
+    """Counts the optimizer steps that DeepSpeed skipped; `total` is their number."""
+
+    total: int = 0
+    _in_a_row: int = 0
+
+    def count(self, *, skipped: bool) -> bool:
+        """Count a step, and return `skipped`. Raises WorkloadError when the loss scale does not come to rest."""
+        self.total += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row > _MOST_SKIPPED:
+            raise WorkloadError(
+                f"{self._in_a_row} optimizer steps in a row were skipped, because gradients in fp16 overflowed",
+                hint="lower fp16.initial_scale_power or fp16.loss_scale, or train in bf16",
+            )
+        return skipped
+
+
+def was_skipped(engine: Any) -> bool:
+    """Whether the last optimizer step changed no weights: gradients in fp16 overflowed, and the loss scale is halved.
+
+    All ranks get the same answer. DeepSpeed's optimizers and its engine's `skipped_steps` go by this attribute, too.
+    """
+    return bool(getattr(engine.optimizer, "overflow", False))
 
 
 def relative_spread(times: Sequence[float]) -> float:

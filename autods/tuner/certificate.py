@@ -45,6 +45,7 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
         limits["device"] = limits["device"] or limit_bytes
     certificate = Certificate(
         optimizer_steps=len(fit.losses),
+        skipped_steps=fit.skipped_steps,
         alloc_retries=fit.alloc_retries,
         headroom_bytes={
             tier: limit - fit.memory[tier].peak_bytes for tier, limit in limits.items() if limit is not None

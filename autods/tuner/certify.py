@@ -14,7 +14,7 @@ from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
 from .ladder_walk import try_rung
-from .loss_parity import ParityResult, compare_losses, is_same_maths
+from .loss_parity import FEWEST_UPDATES, ParityResult, compare_losses, is_same_maths
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry
 
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
@@ -22,7 +22,6 @@ from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, r
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 _TRIALS_UPWARDS = 2  # exams of larger micro batches than one that holds
 _FEWEST_EXAM_STEPS = 2  # after the first: the optimizer's states exist from the second step on
-_FEWEST_COMPARED_STEPS = 4  # differences add up from step to step
 _COMPARISON_TRIALS = 2  # the config and the reference
 _WORTH_AN_EXAM = 1.125  # ratio of a larger micro batch to one that holds
 _LONGER = 1.05  # ratio of elements below which the longest batch counts as a usual one
@@ -77,7 +76,7 @@ def certify(
                 proven.best.trial,
                 plain,
                 search.run_for_losses,
-                steps=fit_steps_to_budget(limits.parity, median_step_s(proven.best), least=_FEWEST_COMPARED_STEPS),
+                steps=fit_steps_to_budget(limits.parity, median_step_s(proven.best), least=FEWEST_UPDATES + 1),
                 tolerance=tolerance,
                 alike=settings.source.kind == "script",
             )

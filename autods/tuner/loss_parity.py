@@ -10,6 +10,7 @@ from ..report.results import Parity
 from ..types import Fit, Knobs, Steps, Trial
 
 CHECKPOINTING = "checkpointing"
+FEWEST_UPDATES = 3  # differences add up from update to update; the first loss comes before all of them
 _TINY = 1e-12  # a loss of 0 has no relative difference
 _SAME_WEIGHTS = 1e-9  # relative: their sum in another order
 
@@ -59,6 +60,9 @@ def compare_losses(
     if isinstance(reference := run_parity(replace(plain, knobs=batch)), str):
         return ParityResult(not_checked=f"{unchecked}: {plain.rung}, the reference, {reference}")
     if why := why_not_comparable(fit, reference):
+        return ParityResult(not_checked=f"{unchecked}: {why}")
+    if (updates := min(len(fit.losses), len(reference.losses)) - 1) < FEWEST_UPDATES:
+        why = f"the losses show {max(0, updates)} updates of the weights, and {FEWEST_UPDATES} are needed"
         return ParityResult(not_checked=f"{unchecked}: {why}")
     if not any(map(math.isfinite, reference.losses)):
         return ParityResult(not_checked=f"{unchecked}: no loss of {plain.rung}, the reference, is finite")
@@ -136,6 +140,9 @@ def why_not_comparable(first: Fit, second: Fit) -> str | None:
         return None
     if trained is None or expected is None or trained.samples is None or expected.samples is None:
         return "the samples of the script were not seen"
+    if first.skipped_steps != second.skipped_steps:
+        skipped = f"{first.skipped_steps} and {second.skipped_steps}"
+        return f"fp16 gradients overflowed in {skipped} steps, so the updates come from other samples"
     if trained.samples != expected.samples:
         return "the script draws other samples in each run (has it a seed, for shuffling, too?)"
     if trained.weights is None or expected.weights is None:

@@ -18,7 +18,7 @@ from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..loss_parity import generator_state, make_comparable
 from ..model_facts import shifts_labels
-from ..training import check_finite, has_enough_steps
+from ..training import Skips, check_finite, has_enough_steps, was_skipped
 from .data import Batches, find_loss, iter_tensors
 from .engine_config import EngineConfig
 from .user_errors import script_error
@@ -65,6 +65,7 @@ class Session:
         self._loss: Any = None  # of the last micro batch, a tensor
         self._whole = True  # all batches of this step are whole
         self._backwards = 0  # since the last step
+        self._skips = Skips()
         self._recorder = LossRecorder(self.ranks) if job.exam == "parity" else None
         self._exam: WorstCaseExam | None = None
         self._trained: Result | None = None  # `types.Trained`
@@ -184,12 +185,17 @@ class Session:
             self._loss = loss.detach()
 
     def end_step(self, *, boundary: bool) -> None:
-        """The engine's step has ended; `boundary`: it was an optimizer step. Ends the script after the last one."""
+        """The engine's step has ended; `boundary`: it was an optimizer step. Ends the script after the last one.
+
+        Raises WorkloadError for steps that are skipped without end.
+        """
         self._backwards = 0
+        skipped = False
         if boundary:
             self.observer.meter.synchronize()
             self.traffic.end()
-        counts = self._whole and self._exam is None
+            skipped = self._skips.count(skipped=was_skipped(self.engine))
+        counts = self._whole and self._exam is None and not skipped
         self.clock.end_step(time.perf_counter(), boundary=boundary, counts=counts)
         if not boundary:
             return
@@ -197,8 +203,8 @@ class Session:
         if self._exam is None:
             if self._recorder is not None:
                 self._recorder.add_loss(self._loss)
-                self._recorder.end_step()
-            elif self._whole and self._loss is not None:
+                self._recorder.end_step(skipped=skipped)
+            elif counts and self._loss is not None:
                 self._losses.append(check_finite(self._loss, self.steps - 1))
             self._loss, self._whole = None, True
             if not self.has_enough():
@@ -258,6 +264,7 @@ class Session:
             "step_s": tuple(times[self.job.steps.warmup :]),
             "steps_s": sum(times),
             "losses": tuple(self._losses),
+            "skipped_steps": self._skips.total,
             "examined": None if self._exam is None else asdict(self._exam.examined),
             "trained": self._trained,
             "communication": self.traffic.describe(),
@@ -367,10 +374,10 @@ class LossRecorder:
         if loss is not None:
             self._step_losses.append(float(loss))
 
-    def end_step(self) -> None:
-        """An optimizer step has ended. Every rank has to call this."""
+    def end_step(self, *, skipped: bool = False) -> None:
+        """An optimizer step has ended; the loss of a skipped one is dropped. Every rank has to call this."""
         total, count = self.ranks.mean(sum(self._step_losses)), self.ranks.mean(float(len(self._step_losses)))
-        if count:
+        if count and not skipped:
             self.losses.append(total / count)
         self._step_losses = []
 

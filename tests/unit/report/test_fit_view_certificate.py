@@ -67,6 +67,12 @@ def test_headroom_below_the_share_that_the_search_leaves_free_is_said() -> None:
     assert "less than the share" in said(headroom_kept=False)["headroom"]
 
 
+def test_skipped_steps_stand_beside_those_that_ran() -> None:
+    assert said(skipped_steps=3)["steps"] == (
+        "2 optimizer steps without an allocation retry, 3 more skipped as fp16 overflowed"
+    )
+
+
 def test_losses_that_differ_are_said_with_the_knob() -> None:
     apart = parity(within=False, largest_difference=0.123, changed_by=("zero_optimization.overlap_comm",))
     assert apart == (

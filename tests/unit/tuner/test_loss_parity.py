@@ -253,6 +253,20 @@ def test_losses_that_are_no_numbers_on_either_side_prove_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize("few", ["zero2", "zero3"])
+def test_too_few_updates_prove_nothing(few: str) -> None:
+    def answer(asked: Trial) -> Outcome:
+        ran = passes(asked)
+        return replace(ran, losses=ran.losses[:3]) if asked.exam == "parity" and asked.rung == few else ran
+
+    certificate = against(winner_with({}, rung="zero3"), answer).certified.certificate
+    assert not certificate.passed
+    assert certificate.parity is None
+    assert certificate.not_checked == (
+        "parity was not checked: the losses show 2 updates of the weights, and 3 are needed",
+    )
+
+
 def test_a_knob_is_set_back_to_what_the_plain_config_has() -> None:
     knobs, plain = Knobs(settings={OVERLAP: False, TYPE: "bf16"}), Knobs(settings={OVERLAP: True}, checkpointing=False)
     assert with_knob_of(knobs, plain, OVERLAP).settings == {OVERLAP: True, TYPE: "bf16"}
@@ -370,3 +384,12 @@ def test_weights_that_were_summed_in_another_order_are_the_same() -> None:
     nearly = Trained(samples="12.000000", weights=4096.0 * (1 + 1e-12))
     run = scripted(of_a_script(lambda asked: SAME if asked.rung == "ddp" else nearly))
     assert run.certified.certificate.passed
+
+
+def test_a_script_whose_steps_overflow_differently_is_not_compared() -> None:
+    def answer(asked: Trial) -> Outcome:
+        ran = of_a_script(lambda asked: SAME)(asked)
+        return replace(ran, skipped_steps=3 if asked.rung == "ddp" else 5) if asked.exam == "parity" else ran  # type: ignore[arg-type]
+
+    (why,) = scripted(answer).certified.certificate.not_checked
+    assert why.endswith("fp16 gradients overflowed in 5 and 3 steps, so the updates come from other samples")

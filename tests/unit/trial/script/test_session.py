@@ -191,7 +191,7 @@ class Engine:
     """Its loss is the number of elements that it gets; it notes those of its evaluations."""
 
     def __init__(self) -> None:
-        self.module = torch.nn.Linear(1, 1)
+        self.module, self.optimizer = torch.nn.Linear(1, 1), SimpleNamespace(overflow=False)
         self.evaluated: list[int] = []
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -227,3 +227,28 @@ def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> No
     examined = session.result()["examined"]
     assert engine.evaluated == [5, 5]
     assert (examined["batch_shape"], examined["draws"], examined["restored"]) == ((1, 5), 1, True)
+
+
+def test_a_skipped_step_of_a_script_is_not_timed_and_has_no_loss() -> None:
+    job = script_job(micro_batch=1, steps=Steps(warmup=0, timed=3, most_timed=3))
+    session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    session.engine = engine = Engine()
+
+    def train(*overflows: bool) -> None:
+        for loss, engine.optimizer.overflow in enumerate(overflows):
+            session.begin_forward((torch.ones(1, 5),), {}, training=True)
+            session.note_loss(torch.tensor(float(loss)))
+            session.end_step(boundary=True)
+
+    with pytest.raises(Enough):
+        train(True, False, True, False, False, False)
+    result = session.result()
+    assert (len(result["step_s"]), result["losses"], result["skipped_steps"]) == (3, (1.0, 3.0, 4.0), 2)
+
+
+def test_the_losses_of_a_parity_trial_are_those_of_updates():
+    recorder = LossRecorder(ALONE)
+    for loss, skipped in ((4.0, True), (3.0, False), (2.0, False)):
+        recorder.add_loss(loss)
+        recorder.end_step(skipped=skipped)
+    assert recorder.losses == [3.0, 2.0]
