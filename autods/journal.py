@@ -21,6 +21,7 @@ from .units import format_bytes
 
 VERSION = 2
 _ROW_START = b'{"kind": "'
+_HEADER_START = _ROW_START + b'header"'
 
 
 def trial_key(trial: Trial) -> str:
@@ -187,7 +188,7 @@ _GIVEN_UP = Failed(
     action="nothing",
     advice="look for the kernel's OOM killer: dmesg | grep -i 'killed process'",
 )
-_LOCK = ".lock"
+_LOCK = ".autods.lock"  # no other program's: it shows that a fit used the folder
 _LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
 Execute = Callable[[Trial, int], Record]
 
@@ -242,15 +243,24 @@ def check_disk_space(out: Path) -> None:
 
 def _check_not_foreign(out: Path) -> None:
     """Raises InputError for a folder with files of the user's that results would overwrite."""
-    if (out / JOURNAL).exists() or (out / _LOCK).exists():  # a fit that was killed early has no journal yet
+    if _holds_a_fit(out):
         return
     logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
-    if foreign := [path for name in _RESULTS if (path := out / name).exists()] + logs:
+    if foreign := [path for name in (JOURNAL, STUDY, *_RESULTS) if (path := out / name).exists()] + logs:
         raise InputError(
             f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
             place=str(out),
             hint="give another --out, such as a new folder in it",
         )
+
+
+def _holds_a_fit(out: Path) -> bool:
+    """Whether a fit used the folder before. One that was killed early has left its lock and no journal."""
+    try:
+        with open(out / JOURNAL, "rb") as file:
+            return file.read(len(_HEADER_START)) == _HEADER_START or (out / _LOCK).exists()
+    except OSError:
+        return (out / _LOCK).exists()
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ Ray is started and joined through its documented interface. Three of its interna
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib
 import logging
@@ -21,13 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..errors import EnvironmentBroken, InputError
 
 _ANSWERS_S = 5.0  # a running cluster answers at once; Ray itself would try for more than a minute
 _START_HINT = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on others"
-_FOLDER_PREFIX = "autods-ray-"
+_FOLDER_PREFIX = "autods-ray."
 _SERVICES = "ray._private.services"
 _VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES as the user set it
@@ -76,12 +75,12 @@ def ray_internal(module: str, name: str) -> Any:
 @contextlib.contextmanager
 def start_local(ray: Any, cpus: int) -> Iterator[None]:
     """A Ray of our own on this machine, reachable on loopback alone. Raises EnvironmentBroken."""
-    for old in Path("/tmp").glob(f"{_FOLDER_PREFIX}*"):  # of drivers that were killed before they could remove it
-        pid = old.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
+    _remove_abandoned_folders()
     # A short path: Ray puts sockets below it, and the path of a socket may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
+    held = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks, where nobody removes the folder either
+        fcntl.flock(held, fcntl.LOCK_EX)
     options = {
         "num_cpus": cpus,
         "include_dashboard": False,
@@ -112,6 +111,24 @@ def start_local(ray: Any, cpus: int) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_abandoned_folders() -> None:
+    """Remove the folders of drivers that were killed before they could do so.
+
+    A driver holds a lock on its folder as long as it lives. Its pid would not do: it may live in another container that
+    shares /tmp. An empty folder is left: its driver is about to take the lock.
+    """
+    for old in Path("/tmp").glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the driver lives
+                if any(old.iterdir()):
+                    shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 @contextlib.contextmanager

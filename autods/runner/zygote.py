@@ -143,6 +143,7 @@ class Zygote:
         hazard = preload.find_fork_hazard() if job.device == "cuda" and not self.spawn else None
         gpus, host = GpuMonitor.begin(job.device, len(job.local_ranks)), HostMonitor.begin()
         _make_folders(job)
+        shared_before = processes.list_shared_memory()
         board = Heartbeats.create(len(job.local_ranks))
         monitor = RankMonitor(job, board, self._start_ranks(job, board, spawn=self.spawn or hazard is not None))
         pids = [rank.pid for rank in monitor.running.values()]
@@ -152,7 +153,7 @@ class Zygote:
         processes.kill_children(_STRAYS_S)
         gone_at_s = time.monotonic()
         board.close()
-        processes.unlink_shared_memory(pids)
+        processes.unlink_shared_memory(pids, shared_before)
         processes.unlink_temporary(pids)
         swap_bytes = processes.folder_bytes(Path(job.swap)) if job.swap else None
         remove_folders(job)

@@ -17,6 +17,9 @@ from pathlib import Path
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Files in /dev/shm that are named after their maker: torch's (`at::NewProcessWideShmHandle`), and those of LLVM's and
+# Intel's OpenMP (`__kmp_register_library_startup`).
+_SHARED_FILES = (r"torch_{pid}_\d+_\d+", r"__KMP_REGISTERED_LIB_{pid}_{uid}")
 
 
 def die_with_parent(parent: int) -> None:
@@ -123,19 +126,34 @@ def kill_children(limit_s: float) -> None:
                 os.waitpid(pid, 0)
 
 
-def unlink_shared_memory(pids: Iterable[int]) -> None:
-    """Unlink files in /dev/shm that are named after these processes; a killed process cannot unlink its own."""
-    wanted = {str(pid) for pid in pids}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/dev/shm"):
-            if wanted & set(re.findall(r"\d+", name)):
-                with contextlib.suppress(OSError):
-                    os.unlink(f"/dev/shm/{name}")
+def list_shared_memory() -> frozenset[str]:
+    """Return the names in /dev/shm, which other programs and other containers may use as well."""
+    try:
+        return frozenset(os.listdir("/dev/shm"))
+    except OSError:
+        return frozenset()
+
+
+def unlink_shared_memory(pids: Iterable[int], before: frozenset[str]) -> None:
+    """Unlink what these processes left in /dev/shm; a process that was killed cannot unlink its own.
+
+    A file is theirs when it has the name that a library of theirs gives it, belongs to this user, and was not there
+    `before` they started.
+    """
+    patterns = [pattern.format(pid=pid, uid=os.getuid()) for pid in pids for pattern in _SHARED_FILES]
+    ours = re.compile("|".join(patterns or ["(?!)"]))
+    for name in filter(ours.fullmatch, list_shared_memory() - before):
+        with contextlib.suppress(OSError):
+            if os.lstat(path := f"/dev/shm/{name}").st_uid == os.getuid():
+                os.unlink(path)
 
 
 def temporary_folder(pid: int) -> Path:
-    """Return the link to a rank's folder for temporary files, which `unlink_temporary` removes."""
-    return Path("/tmp") / f"autods-{pid}"
+    """Return the link to a rank's folder for temporary files, which `unlink_temporary` removes.
+
+    Containers that share /tmp may have ranks of the same pid, each in a pid namespace of its own.
+    """
+    return Path("/tmp") / f"autods-{pid}-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
 
 
 def unlink_temporary(pids: Iterable[int]) -> None:

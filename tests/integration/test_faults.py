@@ -141,7 +141,7 @@ def test_a_killed_driver_leaves_nothing(tmp_path):
     assert seen.left == []
     start = "from autods.runner.ray_connect import session\nwith session(cpus=1): pass"
     subprocess.run([sys.executable, "-c", start], check=True, timeout=120)
-    assert list(Path("/tmp").glob(f"autods-ray-{scene.driver}-*")) == []
+    assert list(Path("/tmp").glob(f"autods-ray.{scene.driver}-*")) == []
 
 
 @pytest.mark.parametrize(("command", "number"), [("plan", signal.SIGKILL), ("fit", signal.SIGINT)])

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.journal import JOURNAL, workspace
+from autods.journal import JOURNAL, Journal, workspace
+
+USERS = ["ds_config.json", "report.json", "accelerate.yaml", "logs/train.log", "journal.jsonl", "study.jsonl"]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("name", ["ds_config.json", "report.json", "accelerate.yaml", "logs/train.log"])
+@pytest.mark.parametrize("name", USERS)
 def test_what_no_fit_wrote_is_never_written_over(tmp_path: Path, name: str, fresh: bool) -> None:
+    (tmp_path / ".lock").touch()  # of another program
     own = tmp_path / name
     own.parent.mkdir(exist_ok=True)
     own.write_text("mine")
@@ -36,12 +39,13 @@ def test_the_traceback_of_a_fit_that_failed_early_is_in_nobodys_way(tmp_path: Pa
 
 
 def test_fresh_removes_all_that_an_earlier_fit_left(tmp_path: Path) -> None:
-    left = [JOURNAL, "report.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml", "study.jsonl"]
+    left = ["report.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml", "study.jsonl"]
+    Journal(tmp_path / JOURNAL).open(fingerprint="")
     (tmp_path / "logs").mkdir()
     for name in (*left, "logs/rank0.log"):
         (tmp_path / name).write_text("")
     with workspace(tmp_path, fresh=True):
-        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        assert [path.name for path in tmp_path.iterdir()] == [".autods.lock"]
 
 
 def test_two_fits_in_one_folder_are_refused(tmp_path: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +72,21 @@ def test_a_ray_that_fails_twice_is_reported_in_two_lines() -> None:
     assert "timed out during startup" in first
     assert "/dev/shm" in second
     assert len(ray.options) == 2
+
+
+def test_only_the_folder_of_a_dead_driver_is_removed() -> None:
+    """Neither pid is known here; the first driver lives, say in another container that shares /tmp."""
+    live, dead = (Path(tempfile.mkdtemp(prefix=f"autods-ray.{pid}-", dir="/tmp")) for pid in (4_190_001, 4_190_002))
+    for folder in (live, dead):
+        (folder / "session_latest").mkdir()
+    held = os.open(live, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with start_local(FakeRay(), 1):
+            assert (live.exists(), dead.exists()) == (True, False)
+    finally:
+        os.close(held)
+        shutil.rmtree(live)
 
 
 def test_a_missing_internal_of_ray_is_reported_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

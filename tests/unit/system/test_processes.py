@@ -1,4 +1,4 @@
-"""A process that is busy ends with the peer that it works for."""
+"""A process that is busy ends with the peer that it works for, and only its own files in shared memory go with it."""
 
 import contextlib
 import faulthandler
@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +124,29 @@ def test_a_rank_is_taken_by_the_oom_killer_before_what_watches_it() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(said) == 1000
+
+
+@pytest.fixture
+def shared() -> Iterator[Callable[[str], Path]]:
+    """Makes files in /dev/shm, as other programs would."""
+    made: list[Path] = []
+
+    def make(name: str) -> Path:
+        made.append(Path("/dev/shm") / name)
+        made[-1].touch()
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_only_files_that_a_rank_made_leave_shared_memory(shared: Callable[[str], Path]) -> None:
+    pid, mark = 4_190_001, os.getpid()  # above the largest pid that Linux gives
+    earlier = shared(f"torch_{pid}_{mark}_0")
+    before = processes.list_shared_memory()
+    ranks = [shared(f"torch_{pid}_{mark}_1"), shared(f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}")]
+    users = [shared(name) for name in (f"replay-{pid}-{mark}.bin", f"dataset_{pid}", f"torch_{pid}1_{mark}_0")]
+    processes.unlink_shared_memory([pid], before)
+    assert [path.exists() for path in ranks] == [False, False]
+    assert all(path.exists() for path in (earlier, *users))
