@@ -178,6 +178,13 @@ class TrialRequest(WorkloadRequest):
     address: Text | None = _option(
         "Machine", "Run the ranks on this Ray cluster.", "auto|HOST:PORT", default="a Ray of its own on this machine"
     )
+    export: Names = _option(
+        "Machine",
+        "Environment variables that the nodes of a cluster get from here, besides those of Python, torch, CUDA, NCCL "
+        "and Hugging Face; WANDB_* is a pattern.",
+        "A,B",
+        value=(),
+    )
     gpu_memory: Size | None = _option(
         "Machine", "Memory of a rank, such as 416MiB; less than the card has emulates a smaller one.", "SIZE"
     )

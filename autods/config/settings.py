@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -114,7 +114,7 @@ class Settings:
     where `device_bytes_asked` is true, because --gpu-memory gave it. `threads` is the number for one rank that
     OMP_NUM_THREADS names, if it does. `precisions` are further ones that may win.
     `nodes` and `address` describe a Ray cluster. Without an address autods starts Ray on this machine.
-    `hardware` is that of the weakest node.
+    `hardware` is that of the weakest node. `exported` names environment variables that the nodes get besides the usual.
     `fresh` forgets the finished trials of an earlier fit in `out`.
     """
 
@@ -126,7 +126,7 @@ class Settings:
     out: Path
     profile: Profile
     ladder: tuple[Rung, ...]
-    hardware: Hardware
+    hardware: Hardware = field(compare=False)  # its free memory changes all the time
     base: Mapping[str, Any] = field(default_factory=dict)
     global_batch: int | None = None
     nvme_path: Path | None = None
@@ -138,6 +138,7 @@ class Settings:
     budget: Budget = field(default_factory=Budget)
     nodes: int = 1
     address: str | None = None
+    exported: tuple[str, ...] = ()
     fresh: bool = False
 
     @property
@@ -221,6 +222,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         budget=_resolve_budget(profile.budget, request.max_trials, request.max_time),
         nodes=nodes,
         address=request.address,
+        exported=split_names(request.export),
         fresh=request.fresh,
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
@@ -241,9 +243,13 @@ def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None
 
 def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...]) -> tuple[Rung, ...]:
     """Return the rungs that a request names, or else those of `otherwise`, fastest first. Raises InputError."""
-    named = request.ladder
-    names = tuple(name.strip() for name in named.split(",")) if isinstance(named, str) else tuple(named)
+    names = split_names(request.ladder)
     return select_rungs(names or otherwise, read_rungs(tuple(Path(folder) for folder in request.strategies)))
+
+
+def split_names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of 'a, b', or of a list."""
+    return tuple(name.strip() for name in given.split(",")) if isinstance(given, str) else tuple(given)
 
 
 def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..system import processes
-from ..system.gpus import uuids_to_indices
 from ..system.host import installed_versions, read_hardware
 from ..trial.job import RankJob
-from ..trial.ops import is_cached, ops_folder
+from ..trial.ops import is_cached
 from ..types import Device, WorkloadSource
+from .environment import join_node_environment, zygote_environment
 from .monitor import HostMonitor
 from .placement import NodeDescription
 from .protocol import (
@@ -47,7 +47,7 @@ class NodeAgent:
 
     `driver_pid` is the fit's process. `driver_machine` is its machine, as `processes.machine_id` names it.
     `log` is the file that the zygote writes to.
-    `environment` is that of the fit's process, which a running cluster does not know.
+    `environment` is that of the fit's process. With `joins_cluster` it is a part of it, for a node that has one.
     """
 
     def __init__(
@@ -58,8 +58,10 @@ class NodeAgent:
         driver_machine: str,
         log: str,
         environment: Mapping[str, str],
+        joins_cluster: bool = False,
     ) -> None:
-        self.source, self.device, self.log, self.environment = source, device, log, environment
+        self.source, self.device, self.log = source, device, log
+        self.environment = join_node_environment(environment) if joins_cluster else environment
         # On another machine that pid belongs to a stranger.
         self.driver_pid = driver_pid if driver_machine == processes.machine_id() else 0
         self.zygote: ZygoteProcess | None = None
@@ -207,44 +209,6 @@ def start_zygote(
             start_new_session=True,  # the terminal's Ctrl-C is not meant for it
         )
     return ZygoteProcess(process=process, connection=connection)
-
-
-_ALWAYS = {
-    "OMP_NUM_THREADS": "1",  # a process with OpenMP threads must not fork; ranks get their number in `trial.worker`
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-_ON_CPU = {
-    "DS_ACCELERATOR": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    # Without these a memory budget is used up by per-thread arenas and by freed memory that malloc keeps.
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-}
-_ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() must not initialise CUDA before the fork
-_CUDA_DEFAULTS = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's default puts the fastest GPU first
-    "NCCL_DEBUG": "WARN",  # else NCCL does not report why it failed, for example that memory ran out
-}
-
-
-def zygote_environment(device: Device, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a zygote: the user's, and those that forking and memory budgets need."""
-    variables = {**environment, **_ALWAYS, "TORCH_EXTENSIONS_DIR": str(ops_folder())}
-    scripts = os.path.dirname(sys.executable)  # ninja lives there
-    variables["PATH"] = os.pathsep.join([scripts, environment.get("PATH", "")])
-    package = Path(__file__).parents[2]
-    if "runtime_resources" in package.parts:  # Ray brought the package here: the zygote has to find the same
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environment.get("PYTHONPATH", "")]))
-    if device == "cpu":
-        return variables | _ON_CPU
-    variables = _CUDA_DEFAULTS | variables | _ON_CUDA
-    if (assigned := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:  # the GPUs that Ray gave this actor
-        variables["CUDA_VISIBLE_DEVICES"] = uuids_to_indices(assigned)
-        if variables["CUDA_VISIBLE_DEVICES"] != assigned:
-            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that those indices count in
-    return variables
 
 
 def digest_file(path: str) -> str | None:

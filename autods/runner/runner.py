@@ -23,6 +23,7 @@ from ..events import Event, Note, TrialMoved
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
 from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
+from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .worker_group import WorkerGroup
@@ -54,10 +55,11 @@ class RayRunner:
         self.surveys: dict[str, Survey] = {}  # by the digest of the workload
         self.facts: ModelFacts | None = None
         self.swap_mark = f"{os.getpid()}-{secrets.token_hex(3)}"  # drivers of two machines may have the same pid
+        variables = os.environ if settings.address is None else choose_exported(os.environ, settings.exported)
         self.workers = WorkerGroup(
             settings,
             listen,
-            environment={**os.environ, **environment},
+            environment={**variables, **environment},
             check_ready=self.check_ready,
             room_within_s=_ROOM_WITHIN_S if number else None,
         )

@@ -176,8 +176,8 @@ class WorkerGroup:
                     return [store]
                 port = store.port
             parts = split_job(job, self.nodes, self.settings.ranks_per_node, port)
-        # All ranks write the same checkpoint: no single node may make or remove its folder.
-        folders = {part.checkpoints for _, part in parts if part.checkpoints is not None}
+        # The ranks of all nodes use the same folder: no single node may make or remove it.
+        folders = {part.shared for _, part in parts if part.shared is not None}
         try:
             for folder in folders:
                 Path(folder).mkdir(parents=True, exist_ok=True)
@@ -315,7 +315,13 @@ class WorkerGroup:
             ),
         )(NodeAgent)
         return actor.remote(
-            self.settings.source, self.settings.device, os.getpid(), processes.machine_id(), log, dict(self.environment)
+            self.settings.source,
+            self.settings.device,
+            os.getpid(),
+            processes.machine_id(),
+            log,
+            dict(self.environment),
+            self.settings.address is not None,
         )
 
     def _check_nodes(self) -> None:
@@ -328,7 +334,8 @@ class WorkerGroup:
         addresses = ", ".join(node.address for node in self.nodes)
         self._note(
             f"{self.settings.ranks_per_node} ranks on each of {addresses}; workload and results are in folders that "
-            "they share, the package came through Ray's runtime_env"
+            "they share, the package came through Ray's runtime_env, and of your environment what torch, CUDA and NCCL "
+            "read (--export NAME adds more)"
         )
 
     def _check_shared_files(self) -> None:
@@ -403,7 +410,7 @@ def split_job(job: RankJob, nodes: Sequence[Node], ranks_per_node: int, port: in
             node_address=node.address,
             master_address=nodes[0].address,
             master_port=port,
-            checkpoints=f"{job.folder}/checkpoints",
+            shared=f"{job.folder}/shared",
             scratch=_path_of_node(job.scratch, number),
         )
         if job.swap is not None:

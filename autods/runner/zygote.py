@@ -186,7 +186,7 @@ class Zygote:
             self.store = socket.create_server((job.master_address if job.is_whole else "127.0.0.1", 0))
         parent, now = os.getpid(), time.monotonic()
         if spawn:
-            Path(job.folder, "job.json").write_text(job.to_json())
+            Path(job.scratch, "job.json").write_text(job.to_json())  # other nodes have the folder too, not the scratch
         started = {}
         for slot, number in enumerate(job.local_ranks):
             pid, pidfd, keep = processes.fork_watched()
@@ -216,7 +216,7 @@ class Zygote:
             if spawn:  # a new Python, which inherits the descriptors
                 for fd in descriptors - {-1}:
                     os.set_inheritable(fd, True)
-                words = [str(slot), str(board.fd), str(store_fd), f"{job.folder}/job.json"]
+                words = [str(slot), str(board.fd), str(store_fd), f"{job.scratch}/job.json"]
                 os.execv(sys.executable, [sys.executable, "-m", "autods.trial.worker", *words])
             code = run_rank(job, slot, board, store if rank == 0 else None, self.workload)
         except BaseException:

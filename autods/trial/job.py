@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
@@ -41,7 +42,7 @@ class RankJob:
     master_port: int | None = None  # of another node's store; None: the first of these ranks serves it
     node_rank: int = 0
     node_address: str = "127.0.0.1"  # by which other nodes reach this one
-    checkpoints: str | None = None  # a folder that all nodes see; None: `scratch` is one
+    shared: str | None = None  # a folder that the ranks of all nodes see; None: `scratch` is one
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int = 1
     accumulation: int = 1
@@ -61,6 +62,11 @@ class RankJob:
     def is_whole(self) -> bool:
         """Whether all of its ranks are on this node."""
         return len(self.local_ranks) == self.world_size
+
+    @property
+    def shared_folder(self) -> Path:
+        """Where the ranks of all nodes see what another one wrote; it is removed after the job."""
+        return Path(self.shared or self.scratch)
 
     @property
     def stops_at_engine(self) -> bool:

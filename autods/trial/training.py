@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..types import Examined, Phase, Steps
@@ -101,7 +100,7 @@ def train(
                 evaluate=evaluate,
                 observe=observe,
                 synchronize=synchronize,
-                folder=Path(job.checkpoints or job.scratch) / "checkpoint",
+                folder=job.shared_folder / "checkpoint",
                 index=index,
                 examined=Examined(batch_shape=largest_shape(batches[0]), draws=draws),
             )

@@ -210,9 +210,9 @@ def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
     if job.master_address == "127.0.0.1":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     elif (interface := find_interface(job.node_address)) is not None:
-        # By default they resolve the host's name, which is a loopback address on many machines.
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        variables |= {name: interface for name in names if name not in os.environ}
+        # By default gloo resolves the host's name, which is a loopback address on many machines. NCCL looks for the
+        # fastest interfaces by itself, which need not be Ray's.
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     # The host works in CUDA jobs as well: an offloaded optimizer takes all cores that it gets.
     variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(_threads(job))
     return {**os.environ, **variables}

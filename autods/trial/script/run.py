@@ -8,7 +8,7 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,7 +47,7 @@ def run(
     session.batches.watch_loaders()
     pid = os.getpid()
     overlay = sandbox.install(session)
-    _prepare_process(session)
+    prepare_process(job, slot, session.config.file)
     observer("build", 0)
     failure: BaseException | None = None
     try:
@@ -84,11 +84,10 @@ def run_as_main(source: WorkloadSource) -> None:
         runpy.run_module(source.module, run_name="__main__", alter_sys=True)
 
 
-def _prepare_process(session: Session) -> None:
+def prepare_process(job: RankJob, slot: int, ds_config: Mapping[str, Any]) -> None:
     """Set the working directory, the arguments and the module path as a launcher does."""
-    job, rank = session.job, session.ranks.rank
-    config = Path(job.scratch) / f"ds_config.rank{rank}.json"
-    config.write_text(json.dumps(session.config.file, indent=2))
+    config = Path(job.scratch) / f"ds_config.rank{job.local_ranks[slot]}.json"
+    config.write_text(json.dumps(ds_config, indent=2))
     values = {
         "ds_config": config,
         "micro_batch_size": job.micro_batch,
@@ -98,7 +97,7 @@ def _prepare_process(session: Session) -> None:
     os.chdir(job.source.folder or Path(job.source.path).parent)
     sys.argv = [job.source.path, *fill_placeholders(job.source.argv, values)]
     if has_local_rank_parameter(job.source):
-        sys.argv.append(f"--local_rank={rank}")
+        sys.argv.append(f"--local_rank={slot}")
     sys.path.insert(0, os.getcwd() if job.source.module else str(Path(job.source.path).parent))
     sys.dont_write_bytecode = True
 

@@ -81,7 +81,8 @@ def install(session: Session) -> Overlay:
             patch.wrap(_skip_large_file, session, everywhere=True)
     caches = (*(os.environ.get(name) for name in _CACHES), home / ".cache", home / ".triton", home / ".nv")
     free = (job.scratch, job.folder, job.swap, link, *caches, "/dev", "/proc", "/sys", sys.prefix)
-    overlay = Overlay(scratch / "written", tuple(str(folder) for folder in free if folder))
+    # A rank of another node reads what rank 0 wrote into a folder of the cluster, such as prepared data.
+    overlay = Overlay(job.shared_folder / "written", tuple(str(folder) for folder in free if folder))
     overlay.install()
     when_imported("sqlite3", lambda: redirect_databases(overlay))
     when_imported("pyarrow", lambda: _ARROW.wrap(_open_chosen, overlay.path_to_read, everywhere=True))

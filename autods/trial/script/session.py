@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ...types import Examined, Phase
@@ -280,7 +279,7 @@ class Session:
                 evaluate=lambda: self.batches.evaluate(self.engine),
                 observe=self.observer,
                 synchronize=self.observer.meter.synchronize,
-                folder=Path(self.job.checkpoints or self.job.scratch) / "checkpoint",
+                folder=self.job.shared_folder / "checkpoint",
                 index=self.steps,
                 examined=Examined(batch_shape=self.batches.longest_shape, draws=self.batches.seen),
             )

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from autods.runner import agent
-from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, zygote_environment
+from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file
 from autods.runner.protocol import Heartbeat, Ready, encode
 from tests.support.ends import JOB, report_of
 
@@ -81,15 +80,3 @@ def test_a_file_counts_as_seen_only_if_it_is_the_same(tmp_path: Path) -> None:
     assert node.find_missing({str(here): same}, [folder]) == []
     assert node.find_missing({str(here): "of another text"}, [folder]) == [str(here)]
     assert node.find_missing({gone: same}, [folder, "/nowhere"]) == [gone, "/nowhere"]
-
-
-def test_the_gpus_that_ray_gave_the_agent_are_the_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert zygote_environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
-    assert zygote_environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
-    brought = Path("/ray/runtime_resources/py_modules_files/_ray_pkg_1")
-    monkeypatch.setattr(agent, "__file__", str(brought / "autods/runner/agent.py"))
-    assert zygote_environment("cpu", {"PYTHONPATH": "/own"})["PYTHONPATH"] == f"{brought}:/own"

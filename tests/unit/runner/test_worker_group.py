@@ -154,6 +154,12 @@ def test_nodes_of_one_machine_have_different_scratch_folders() -> None:
     assert len({job.scratch for _, job in split_job(JOB, nodes(2), 2, 1)}) == 2
 
 
+def test_ranks_of_several_nodes_share_what_they_write() -> None:
+    """A rank of another node reads what rank 0 prepared, and all write one checkpoint."""
+    assert {job.shared_folder for _, job in split_job(JOB, nodes(2), 2, 1)} == {Path("/out/logs/001-zero1/shared")}
+    assert JOB.shared_folder == Path(JOB.scratch)
+
+
 def test_a_repeated_job_has_a_folder_on_each_node() -> None:
     first, other = (job for _, job in repeat_job(JOB, nodes(2)))
     assert first == JOB

@@ -213,7 +213,7 @@ class Engine:
 
 
 def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> None:
-    job = script_job(exam="worst_case", micro_batch=1, checkpoints=str(tmp_path), steps=Steps(warmup=0))
+    job = script_job(exam="worst_case", micro_batch=1, shared=str(tmp_path), steps=Steps(warmup=0))
     session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
     session.engine = engine = Engine()
 

@@ -1,13 +1,15 @@
-"""The environment in which an agent starts a zygote."""
+"""The environment of ranks: what reaches their node from the fit's process, and what their zygote adds."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autods.runner import agent
+from autods.runner import agent, environment
+from autods.runner.environment import choose_exported, join_node_environment, zygote_environment
 from autods.types import Device, WorkloadSource
 from tests.support.scripted_nvml import four
 
@@ -65,3 +67,37 @@ def test_a_zygote_of_cpu_ranks_sees_no_card(monkeypatch: pytest.MonkeyPatch) -> 
         "cpu",
         "1",
     )
+
+
+def test_the_gpus_that_ray_gave_the_agent_are_the_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert zygote_environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert zygote_environment("cpu", {})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_package_that_ray_brought_is_found_by_the_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = Path("/ray/runtime_resources/py_modules_files/_ray_pkg_1")
+    monkeypatch.setattr(environment, "__file__", str(brought / "autods/runner/environment.py"))
+    assert zygote_environment("cpu", {"PYTHONPATH": "/own"})["PYTHONPATH"] == f"{brought}:/own"
+
+
+def test_a_node_gets_what_training_reads_and_no_secrets() -> None:
+    here = {
+        "NCCL_SOCKET_IFNAME": "ib0", "PYTHONPATH": "/code", "TORCH_LOGS": "dynamo", "HF_HOME": "/hf", "DATA": "/data",
+        "WANDB_MODE": "offline", "HF_TOKEN": "hf_1", "MLFLOW_TRACKING_PASSWORD": "2", "AWS_SECRET_ACCESS_KEY": "3",
+        "TOKENIZERS_PARALLELISM": "true", "HOME": "/root", "TMPDIR": "/scratch/1", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
+    usual = {"NCCL_SOCKET_IFNAME", "PYTHONPATH", "TORCH_LOGS", "HF_HOME", "TOKENIZERS_PARALLELISM"}
+    assert set(choose_exported(here, ())) == usual
+    assert set(choose_exported(here, ("DATA", "WANDB_*", "HF_TOKEN"))) == usual | {"DATA", "WANDB_MODE", "HF_TOKEN"}
+
+
+def test_a_node_keeps_its_own_variables_but_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.os, "environ", {"PATH": "/node/bin", "RAY_JOB_ID": "1", "NCCL_DEBUG": "WARN"})
+    assert join_node_environment({"NCCL_DEBUG": "INFO"}) == {"PATH": "/node/bin", "NCCL_DEBUG": "INFO"}
+
+
+def test_what_torch_compiles_is_kept_for_the_next_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTODS_CACHE", "/cache")
+    assert zygote_environment("cpu", {})["TORCHINDUCTOR_CACHE_DIR"] == "/cache/torchinductor"
+    assert zygote_environment("cpu", {"TORCHINDUCTOR_CACHE_DIR": "/mine"})["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
