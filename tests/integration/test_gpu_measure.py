@@ -29,7 +29,7 @@ def test_trials_without_ray_fill_the_file_and_are_not_run_again(
     whole, small = results.read(out)["cells"]
     assert results.fits(whole)
     assert 0 < whole["measured"]["device"] < 2**30
-    assert results.ran_out(small)
+    assert results.ran_out(small), small["outcome"]
     capsys.readouterr()
     assert measure.main([*ASKED, "--no-build", "--out", str(out)]) == 0
     assert "samples/s" not in capsys.readouterr().out
