@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..types import Fit, Record
-from .trials import fits_within, median_step_s
+from .trials import fits_well, median_step_s
 
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
 _LONGEST_FLAT_JUMP = 4  # the same while the peak has not begun to grow
@@ -68,9 +68,9 @@ class BatchCurve:
 
     @classmethod
     def from_records(cls, records: Iterable[Record], usable_bytes: float = math.inf, smallest: int = 1) -> BatchCurve:
-        """The curve of one config's trials. The last trial of a repeated micro batch decides whether it fits.
+        """The curve of one config's trials; `smallest` is the micro batch below which the model cannot be trained.
 
-        `smallest` is the micro batch below which the model cannot be trained.
+        A repeated micro batch fits if its last trial did and none of them exceeded the usable memory.
         """
         last: dict[int, Record] = {}
         peaks: dict[int, int] = {}
@@ -83,7 +83,7 @@ class BatchCurve:
                 if record.outcome.step_s:
                     seconds = median_step_s(record) / record.trial.knobs.accumulation
                     times[size] = min(seconds, times.get(size, math.inf))
-        fitting = [size for size, record in last.items() if fits_within(record, usable_bytes)]
+        fitting = [size for size, record in last.items() if fits_well(record) and peaks[size] <= usable_bytes]
         return cls(
             peak_bytes=peaks,
             micro_step_s=times,
@@ -115,16 +115,17 @@ class BatchCurve:
         sizes, fits, too_large = self.open_sizes(sizes), self.fits, self.too_large
         if not sizes or self.peak_bytes[fits] > self.usable_bytes:
             return None
-        limit = self.line_limit()
-        if limit is not None and limit < fits + max(1.0, fits * _CLOSE):
-            return None
+        limit, closest = self.line_limit(), fits + max(1.0, fits * _CLOSE)
         if too_large is not None:
             if too_large - fits <= fits * _CLOSE:
                 return None
             if too_large in self.peak_bytes:  # the chord lies above the peaks between, so its limit is a lower bound
-                chord = MemoryLine.through(self.peak_bytes, fits, too_large)
-                if (size := _largest_up_to(sizes, chord.largest(self.usable_bytes))) is not None:
+                chord_limit = MemoryLine.through(self.peak_bytes, fits, too_large).largest(self.usable_bytes)
+                if chord_limit >= closest and (size := _largest_up_to(sizes, chord_limit)) is not None:
                     return size
+        if limit is not None and limit < closest:
+            return None
+        if too_large is not None:
             if limit is not None and limit < too_large:
                 return _largest_up_to(sizes, limit)
             # The line through what fits is from before a bend: halve the ratio of the two.

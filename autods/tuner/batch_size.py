@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..types import Failed, Fit, OutOfMemory, Record, Steps, Trial, first_line
 from ..units import format_bytes
 from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
-from .trials import FitContext, fit_steps_to_budget, median_step_s, run_with_retry, samples_per_second
+from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry, samples_per_second
 
 _MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
 _LONGER_STEPS = 2  # a step may take so many times the shortest one, even where that exceeds the trial's budget
@@ -57,16 +57,19 @@ class Growth:
     # Trials
 
     def run(self) -> Growth:
-        """Grow until `stop` is set. Then time the smallest size, should no other have left the headroom."""
+        """Grow until `stop` is set. Then time the smallest size where no other left the headroom or was as fast."""
         while self.stop is None and self.try_next():
             pass
-        if not any(map(self.context.fits, self.records)):
-            self.measure(self.context.sizes[0])
+        smallest, score = self.context.sizes[0], self.context.score
+        fastest = max((score(record) for record in self.records if self.context.fits(record)), default=0.0)
+        is_timed = any(record.trial.knobs.micro_batch == smallest for record in self.records)
+        if not fastest or (self.walked is not None and not is_timed and score(self.walked) > fastest):
+            self.measure(smallest)
         return self
 
     def extend(self, steps: Steps, trials: int) -> None:
         """Grow in up to `trials` more trials of these steps. With a larger time budget, a step may last longer."""
-        self.steps, self.most_trials, self.stop = steps, len(self.records) + trials, None
+        self.steps, self.most_trials, self.stop = steps, self._sizes_tried() + trials, None
         while self.stop is None and self.try_next():
             pass
 
@@ -83,7 +86,8 @@ class Growth:
         """Time one micro batch at the fit's global batch."""
         trial = self.trial_at(micro_batch)
         step_s = self._micro_step_at(micro_batch) * trial.knobs.accumulation
-        trial = replace(trial, steps=fit_steps_to_budget(self.steps, step_s, least=2))
+        repeat = sum(record.trial.knobs.micro_batch == micro_batch for record in self.records)
+        trial = replace(trial, steps=fit_steps_to_budget(self.steps, step_s, least=2), repeat=repeat)
         self.records.extend(run_with_retry(trial, self.context.run))
         return self.records[-1]
 
@@ -112,13 +116,13 @@ class Growth:
 
         Where every timed trial failed, the walk's trial with the fit's global batch stands in.
         """
-        smallest = self.context.sizes[0]
-        eligible = [
-            record
-            for record in self.records
-            if self.context.fits(record)
-            or (isinstance(record.outcome, Fit) and record.trial.knobs.micro_batch == smallest)
-        ]
+        smallest, curve = self.context.sizes[0], self.curve
+        eligible = []
+        for record in self.records:
+            size = record.trial.knobs.micro_batch
+            leaves_headroom = fits_well(record) and curve.peak_bytes[size] <= curve.usable_bytes
+            if leaves_headroom or (size == smallest and isinstance(record.outcome, Fit)):
+                eligible.append(record)
         if eligible or self.walked is None:
             return eligible
         knobs = self.context.resize(self.walked.trial.knobs, self.walked.trial.knobs.micro_batch)
@@ -182,8 +186,8 @@ class Growth:
     def _choose(self) -> int | Stop:
         """The next micro batch, or the reason to stop."""
         sizes, curve, global_batch = self.context.sizes, self.curve, self.context.settings.global_batch
-        if (stop := self._stop_when_saturated(curve)) is not None:
-            return stop
+        if (choice := self._check_gain(curve)) is not None:
+            return choice
         size = curve.next_size(sizes)
         if not self.records:  # the forecast knows better than the walk's peak alone
             most = self.forecast_limit() or 0
@@ -191,10 +195,9 @@ class Growth:
             size = max((other for other in curve.open_sizes(sizes) if other <= most), default=size)
         if size is None:
             return self._stop_without_size(curve)
-        if len(self.records) >= self.most_trials:
-            above = "" if curve.too_large is None else f" and {curve.too_large} does not"
+        if curve.too_large is None and self._sizes_tried() >= self.most_trials:
             spent = f"all {self.most_trials} trials are spent"
-            return Stop(is_limit=False, reason=f"{spent}: micro batch {curve.fits} fits{above}")
+            return Stop(is_limit=False, reason=f"{spent}: micro batch {curve.fits} fits, and no larger one was tried")
         if global_batch is not None:
             return size  # a step has the same samples at every micro batch, so growth makes it hardly longer
         longest_s = self.longest_step_s
@@ -209,25 +212,46 @@ class Growth:
             f" {longest_s:.1f} s that timing may take",
         )
 
-    def _stop_when_saturated(self, curve: BatchCurve) -> Stop | None:
-        """A stop where the last trial at least doubled a micro batch and its throughput grew too little."""
-        timed = {
-            record.trial.knobs.micro_batch: samples_per_second(record)
-            for record in self.records
-            if isinstance(record.outcome, Fit)
-        }
-        last = self.records[-1].trial.knobs.micro_batch if self.records else 0
-        before = well_below(timed, last)
-        if (
-            before is None
-            or last not in timed
-            or timed[last] >= self.context.settings.profile.grow.gain * timed[before]
-        ):
+    def _check_gain(self, curve: BatchCurve) -> int | Stop | None:
+        """The micro batch to measure again because the last one seems too slow, a stop, or None to go on.
+
+        Growth stops where the last size gained too little over one at most half as large. Other work on the machine can
+        hide a gain. So the last size is timed twice before that, and a smaller one that seems faster, too. Where
+        repeats differ by more than the profile's noise, a gain counts that is smaller by as much.
+        """
+        rates: dict[int, list[float]] = {}
+        for record in self.records:
+            if self.context.fits(record):
+                rates.setdefault(record.trial.knobs.micro_batch, []).append(samples_per_second(record))
+        best = {size: max(repeats) for size, repeats in rates.items()}
+        if self.walked is not None:
+            best.setdefault(self.walked.trial.knobs.micro_batch, samples_per_second(self.walked))
+        last = next((record.trial.knobs.micro_batch for record in reversed(self.records) if not record.trial.repeat), 0)
+        smaller = [size for size in best if size < last]
+        if last not in rates or not smaller:
             return None
-        most = self.context.sizes[-1] if curve.too_large is None else curve.too_large - 1
-        most = max(curve.fits, int(min(curve.line_limit() or curve.fits, most)))
-        ratio = f"{timed[last] / timed[before]:.2f} times as fast as {before}"
-        return Stop(is_limit=False, reason=f"micro batch {last} is only {ratio}; memory would allow about {most}")
+        profile, noise = self.context.settings.profile, self.context.noise
+        gain = profile.grow.gain * (1 - noise if noise > profile.race.noise else 1)
+        fastest, before = max(smaller, key=lambda size: best[size]), well_below(smaller, last)
+        is_slower = best[last] < (1 - profile.race.noise) * best[fastest]
+        is_saturated = before is not None and best[last] < gain * best[before]
+        if not (is_slower or is_saturated):
+            return None
+        if len(rates[last]) < 2:
+            return last
+        if is_slower and len(rates.get(fastest, [])) < 2:
+            return fastest
+        if before is None or not is_saturated:
+            return None
+        if before not in rates:
+            return before
+        reason = f"micro batch {last} is only {best[last] / best[before]:.2f} times as fast as {before}"
+        most = min(curve.line_limit() or math.inf, self.context.sizes[-1], (curve.too_large or math.inf) - 1)
+        return Stop(is_limit=False, reason=f"{reason}; memory would allow about {int(max(curve.fits, most))}")
+
+    def _sizes_tried(self) -> int:
+        """How many trials growth had, those that measured a size again not counted."""
+        return sum(not record.trial.repeat for record in self.records)
 
     def _stop_without_size(self, curve: BatchCurve) -> Stop:
         """The reason that no micro batch is left to try."""
@@ -238,8 +262,13 @@ class Growth:
             reason = f"micro batch {fits} already needs {peak}, which does not leave the headroom (usable: {usable})"
             return Stop(is_limit=True, reason=reason)
         if curve.too_large is not None:
-            last = [record for record in self.records if record.trial.knobs.micro_batch == curve.too_large][-1]
-            return Stop(is_limit=True, reason=f"micro batch {curve.too_large} {describe_misfit(last, usable)}")
+            too_large = [record for record in self.records if record.trial.knobs.micro_batch == curve.too_large]
+            refused = max(
+                too_large, key=lambda record: record.outcome.kind == "fit" and record.outcome.device_peak_bytes
+            )
+            between = f", and by the measured peaks {fits} is about the largest" if curve.open_sizes(sizes) else ""
+            why = f"micro batch {curve.too_large} {describe_misfit(refused, usable)}"
+            return Stop(is_limit=True, reason=f"{why}{between}")
         if fits == sizes[-1]:
             is_share = global_batch is not None and fits == global_batch // self.context.world_size
             why = "is a rank's whole share of the global batch" if is_share else "is the largest that may be tried"
@@ -249,7 +278,9 @@ class Growth:
             why = "is too far above the measured ones to be predicted"
             return Stop(is_limit=False, reason=f"{following}, the next divisor of a rank's share of the batch, {why}")
         line = "by the line through the measured peaks"
-        return Stop(is_limit=True, reason=f"{line} micro batch {int(limit)} fills the {usable}")
+        return Stop(
+            is_limit=True, reason=f"{line} micro batch {int(limit)} fills the {usable} that the headroom leaves"
+        )
 
 
 def describe_misfit(record: Record, usable: str) -> str:

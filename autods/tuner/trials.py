@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -72,6 +72,14 @@ class FitContext:
         """The knobs with this micro batch, at the fit's global batch."""
         accumulation = accumulation_for(self.settings.global_batch, micro_batch, self.world_size)
         return replace(knobs, micro_batch=micro_batch, accumulation=accumulation)
+
+    @property
+    def noise(self) -> float:
+        """The relative error of a short timing: the profile's, or the difference of repeated timings if that is larger.
+
+        Repeats differ by more than the profile expects where other work slows down this machine.
+        """
+        return max(self.settings.profile.race.noise, repeat_difference(self.memory.records))
 
     def run(self, trial: Trial) -> Record:
         """Run a trial; raises when the machine fails."""
@@ -163,3 +171,18 @@ def median_step_s(record: Record) -> float:
     """Seconds of the trial's median optimizer step; 0 for a trial that did not fit."""
     fit = record.outcome
     return median(fit.step_s) if isinstance(fit, Fit) and fit.step_s else 0.0
+
+
+def repeat_difference(records: Iterable[Record]) -> float:
+    """The largest share by which a timing lies below another one of the same config; 0 where none was repeated.
+
+    The single step of a walk does not count as a timing.
+    """
+    rates: dict[object, list[float]] = {}
+    for record in records:
+        trial, knobs = record.trial, record.trial.knobs
+        if isinstance(record.outcome, Fit) and trial.purpose != "walk" and trial.exam is None:
+            batch = (knobs.micro_batch, knobs.accumulation, knobs.checkpointing)
+            config = (trial.rung, *batch, *sorted(knobs.settings.items()), *sorted(trial.conditions.items()))
+            rates.setdefault(config, []).append(samples_per_second(record))
+    return max((1 - min(repeats) / max(repeats) for repeats in rates.values()), default=0.0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 
 from autods.config.profiles import GrowLimits
 from autods.runner.testing import ScriptedRunner, failed, surface
 from autods.tuner.batch_size import Growth
-from autods.types import Knobs, Outcome, OutOfMemory, Record, Steps, Trial
+from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Trial
 from tests.support.contexts import make_context
 
 MIB = 2**20
@@ -230,7 +230,42 @@ def test_growth_spends_no_more_trials_than_it_may() -> None:
     limit = 2**40
     growth = growing(steep(limit), limit=limit, limits=GrowLimits(most_trials=2, most_micro_batch=4096, gain=1.03))
     assert growth.sizes == [8, 64]
-    assert growth.reason == "all 2 trials are spent: micro batch 64 fits"
+    assert growth.reason == "all 2 trials are spent: micro batch 64 fits, and no larger one was tried"
+
+
+def test_sizes_below_one_that_is_too_large_cost_growth_no_trials() -> None:
+    limit = int(385 * MIB / 0.95)  # the peak is flat up to 12 samples and rises by 7 MiB a sample from there
+    limits = GrowLimits(most_trials=3, most_micro_batch=4096, gain=1.03)
+    growth = growing(steep(limit, state=300 * MIB, sample=7 * MIB, floor=380 * MIB), limit=limit, limits=limits)
+    assert growth.sizes[:3] == [2, 8, 32]
+    assert growth.largest == 12
+    assert growth.is_limit
+
+
+def slowed(limit: int, by: Callable[[int], float]) -> Callable[[Trial], Outcome]:
+    """A surface that gains throughput up to thousands of samples; other work slows down the nth trial."""
+    answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=8.0, sample_s=0.01)
+    numbers = count()
+
+    def answer_slowly(trial: Trial) -> Outcome:
+        fit, factor = answer(trial), by(next(numbers))
+        assert isinstance(fit, Fit)
+        rate = fit.samples_per_second / factor
+        return replace(fit, samples_per_second=rate, step_s=tuple(factor * seconds for seconds in fit.step_s))
+
+    return answer_slowly
+
+
+def test_growth_measures_a_size_again_that_seems_slow() -> None:
+    growth = growing(slowed(2**40, lambda number: 20.0 if number == 2 else 1.0), limit=2**40)
+    assert growth.sizes[:4] == [8, 64, 64, 512]
+    assert growth.best.trial.knobs.micro_batch == 4096
+
+
+def test_growth_goes_on_where_repeats_differ() -> None:
+    growth = growing(slowed(2**40, lambda number: 1.0 if number < 2 else 20.0), limit=2**40)
+    assert growth.sizes[:5] == [8, 64, 64, 8, 512]  # twice at 64 it was slower than once at 8: so is 8 by now
+    assert growth.largest == 4096
 
 
 def test_growth_keeps_the_global_batch_after_a_failed_timing() -> None:
