@@ -56,11 +56,13 @@ class Examined:
     """The results of a `worst_case` trial. A part that was skipped is None, and `left_out` says why in a sentence.
 
     `batch_shape` is the shape of the largest tensor of the batch. The batch is the longest of `draws` batches of
-    `build_batch`; with 0 draws `build_longest_batch` made it.
+    `build_batch`; with 0 draws `build_longest_batch` made it. `growth_bytes` is the growth of the device's memory from
+    step to step.
     """
 
     batch_shape: tuple[int, ...]
     draws: int
+    growth_bytes: int | None = None  # None: the steps were too few to tell
     evaluated: bool = False
     checkpoint_bytes: int | None = None  # on disk, of all ranks of the fullest node
     save_s: float | None = None

@@ -261,8 +261,12 @@ def certificate_lines(certificate: Certificate) -> Iterator[tuple[str, Text]]:
     if steps := certificate.optimizer_steps:
         retries = certificate.alloc_retries
         full = f", the allocator ran full {retries} times" if retries else " without an allocation retry"
+        level = ", memory does not grow" if certificate.growth_bytes == 0 else ""
         skips = f", {certificate.skipped_steps} more skipped as fp16 overflowed" if certificate.skipped_steps else ""
-        yield "steps", Text(format_number_of(steps, "optimizer step") + ("" if retries is None else full) + skips)
+        yield (
+            "steps",
+            Text(format_number_of(steps, "optimizer step") + ("" if retries is None else full) + level + skips),
+        )
     if certificate.evaluated:
         yield "evaluation", Text("fits")
     if checkpoint := certificate.checkpoint:

@@ -73,6 +73,8 @@ class Certificate:
     `skipped_steps` came on top of `optimizer_steps`; their gradients overflowed in fp16.
     `headroom_bytes` is limit less peak, for each tier with a limit.
     `headroom_kept` tells whether the longest batch left the search's headroom free on the device.
+    `growth_bytes` is by how much the device's memory in use grew in each step. If it did, the device holds about
+    `runs_out_after_steps` steps.
     `backed_off`, `failures` and `not_checked` are sentences.
     """
 
@@ -86,6 +88,8 @@ class Certificate:
     alloc_retries: int | None = None
     headroom_bytes: Mapping[Tier, int] = field(default_factory=dict)
     headroom_kept: bool | None = None
+    growth_bytes: int | None = None
+    runs_out_after_steps: int | None = None
     parity: Parity | None = None
     backed_off: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()

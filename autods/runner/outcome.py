@@ -209,7 +209,8 @@ def _join_memory(
 
 
 _EXAM_JOINS: Mapping[str, Callable[[Any], Any]] = {  # a part counts as done only where every rank did it
-    "evaluated": all, "gathered": all, "restored": all, "checkpoint_bytes": max, "save_s": max, "load_s": max,
+    "evaluated": all, "gathered": all, "restored": all, "growth_bytes": max, "checkpoint_bytes": max, "save_s": max,
+    "load_s": max,
 }  # fmt: skip
 
 

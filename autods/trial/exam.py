@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..config.deepspeed import get_key, merge
 from ..types import Examined, Phase
 from ..units import format_bytes
 from .distributed import Ranks
+from .memory import Meter, growth_per_step
 
 _TAG, _WEIGHTS = "certificate", "weights.bin"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -37,17 +39,19 @@ class WorstCaseExam:
 
     `evaluate` returns this rank's loss on the same batch each time; None if the model returns no loss in evaluation.
     `folder` takes the checkpoint and is removed. `index` is that of the next step. `examined` begins with the shape of
-    the longest batch, or without one if there is none to evaluate. Every rank makes the same calls.
+    the longest batch, or without one if there is none to evaluate. `held_bytes` were in use after each step so far.
+    Every rank makes the same calls.
     """
 
     engine: Any
     ranks: Ranks
     evaluate: Callable[[], float | None]
     observe: Callable[[Phase, int], None]
-    synchronize: Callable[[], None]
+    meter: Meter
     folder: Path
     index: int
     examined: Examined
+    held_bytes: Sequence[int] = ()
     _parts: Iterator[bool] | None = None
 
     def advance(self) -> bool:
@@ -71,6 +75,12 @@ class WorstCaseExam:
     def _run(self) -> Iterator[bool]:
         """Run the exam; after each part that is yielded the caller runs a step."""
         self.observe("evaluate", self.index)
+        gc.collect()  # garbage in cycles is no leak
+        growth = growth_per_step([*self.held_bytes[:-1], self.meter.held_bytes()])
+        self.examined = replace(self.examined, growth_bytes=growth)
+        if growth is None:
+            few = f"{len(self.held_bytes)} steps are too few"
+            self._leave_out(f"growth of memory from step to step was not checked: {few}")
         _broadcast_buffers(self.engine)
         loss = None
         if self.examined.batch_shape:
@@ -152,10 +162,10 @@ class WorstCaseExam:
 
     def _time(self, work: Callable[[], Any]) -> float:
         """Return the seconds that the work takes, with the device idle before and after."""
-        self.synchronize()
+        self.meter.synchronize()
         began = time.perf_counter()
         work()
-        self.synchronize()
+        self.meter.synchronize()
         return time.perf_counter() - began
 
     def _checkpoint_bytes(self) -> int:

@@ -8,8 +8,11 @@ import importlib
 import os
 import re
 import resource
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from ..units import format_bytes
 
 _LIBC = ctypes.CDLL(None)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_FEWEST_GROWTHS = 3
+_LEAST_GROWTH = 2**20  # bytes a step: the heap of a CPU rank grows in pieces, and a list of losses is no leak
 _MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
 
 
@@ -32,6 +37,10 @@ class Meter:
 
     def sample(self) -> None:
         """Look at the memory once, if the device does not record its peak itself; this must be cheap."""
+
+    def held_bytes(self) -> int:
+        """Return the device memory that is in use now, without what the allocator keeps for later."""
+        return 0
 
     def peaks(self) -> dict[str, int | None]:
         """Return peak bytes by tier, and further figures of the device."""
@@ -86,9 +95,12 @@ class CpuMeter(Meter):
             resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
 
     def sample(self) -> None:
+        self._peak_data = max(self._peak_data, self.held_bytes())
+
+    def held_bytes(self) -> int:
         with open("/proc/self/statm", "rb", buffering=0) as statm:
             pages = int(statm.read().split()[5])  # data + stack
-        self._peak_data = max(self._peak_data, pages * _PAGE - self._data_at_start)
+        return pages * _PAGE - self._data_at_start
 
     def peaks(self) -> dict[str, int | None]:
         self.sample()
@@ -169,6 +181,9 @@ class CudaMeter(Meter):
             **self.allocator(),
         }
 
+    def held_bytes(self) -> int:
+        return int(self.cuda.memory_allocated(self.local_rank))
+
     def begin_steps(self) -> None:
         self._update_outside_bytes()
         self._retries_before = 0
@@ -198,6 +213,20 @@ class CudaMeter(Meter):
         """Return the bytes in use on this rank's card, by any process; None if NVML does not tell."""
         used = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
         return used[self.local_rank] if used is not None and self.local_rank < len(used) else None
+
+
+def growth_per_step(held_bytes: Sequence[int]) -> int | None:
+    """Return the bytes by which the memory in use grows from step to step: 0 if it does not, None for too few steps.
+
+    `held_bytes` are those after each optimizer step. The second may differ from the first by optimizer states and by
+    what ZeRO-3 keeps gathered once it knows the order of the modules. Thereafter a leak makes each step hold more than
+    the one before. Batches of varying length make some hold less.
+    """
+    growth = [after - before for before, after in pairwise(held_bytes[1:])]
+    if len(growth) < _FEWEST_GROWTHS:
+        return None
+    usual = int(statistics.median(growth))
+    return usual if min(growth) > 0 and usual >= _LEAST_GROWTH else 0
 
 
 def status_bytes(*names: str) -> dict[str, int]:

@@ -19,6 +19,7 @@ from . import loss_parity, pipeline
 from .distributed import Ranks, Traffic
 from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
+from .memory import Meter
 from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
 
 Observe = Callable[[Phase, int], None]
@@ -30,21 +31,21 @@ class TrainingResult:
     """What the steps of one rank measured.
 
     `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
-    for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `examined` is
-    `types.Examined` of a worst-case exam. `communication` is `types.Communication` of this rank as a dict.
+    for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `held_bytes` are those
+    in use on the device after each step. `examined` is `types.Examined` of a worst-case exam. `communication` is
+    `types.Communication` of this rank as a dict.
     """
 
     step_s: tuple[float, ...] = ()
     steps_s: float = 0.0
     losses: tuple[float, ...] = ()
     skipped_steps: int = 0
+    held_bytes: tuple[int, ...] = ()
     examined: Examined | None = None
     communication: Mapping[str, Any] | None = None
 
 
-def train(
-    workload: Workload, job: RankJob, *, observe: Observe, synchronize: Callable[[], None], ranks: Ranks
-) -> TrainingResult:
+def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> TrainingResult:
     """Train one rank of the job, and pass its exam if it has one.
 
     A trial that measures speed ends with one more step, in which each collective runs alone and is timed. Exceptions
@@ -78,7 +79,7 @@ def train(
     batches = [place(batch, engine) for batch in batches]
     if job.exam == "parity":
         loss_parity.make_comparable(engine)
-    traffic = Traffic(synchronize)
+    traffic = Traffic(meter.synchronize)
     traffic.listen()
     train_step, compute_loss = _engine_steps(workload, engine, batches, job.accumulation, observe)
 
@@ -90,7 +91,7 @@ def train(
         seed_all(job.seed)  # layers of experts choose tokens at random in evaluation, too
         return compute_loss(False)
 
-    result = run_steps(step, job.steps, synchronize, ranks, lambda: was_skipped(engine))
+    result = run_steps(step, job.steps, meter, ranks, lambda: was_skipped(engine))
     index = len(result.losses)
     match job.exam:
         case "worst_case":
@@ -99,10 +100,11 @@ def train(
                 ranks=ranks,
                 evaluate=evaluate,
                 observe=observe,
-                synchronize=synchronize,
+                meter=meter,
                 folder=job.shared_folder / "checkpoint",
                 index=index,
                 examined=Examined(batch_shape=largest_shape(batches[0]), draws=draws),
+                held_bytes=result.held_bytes,
             )
             while exam.advance():
                 step(exam.index)
@@ -155,7 +157,7 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
 def run_steps(
     step: Callable[[int], Sequence[Any]],
     steps: Steps,
-    synchronize: Callable[[], None],
+    meter: Meter,
     ranks: Ranks,
     skipped: Callable[[], bool] = lambda: False,
 ) -> TrainingResult:
@@ -168,13 +170,14 @@ def run_steps(
     began = time.perf_counter()
     times: list[float] = []
     losses: list[float] = []
+    held_bytes: list[int] = []
     skips = Skips()
     while True:
         index = len(losses)
-        synchronize()
+        meter.synchronize()
         step_began = time.perf_counter()
         step_losses = step(index)
-        synchronize()
+        meter.synchronize()
         step_s = time.perf_counter() - step_began
         loss = statistics.fmean(check_finite(loss, index) for loss in step_losses)
         if skips.count(skipped=skipped()):
@@ -182,13 +185,19 @@ def run_steps(
         if index >= steps.warmup:
             times.append(step_s)
         losses.append(loss)
+        held_bytes.append(meter.held_bytes())
         if len(times) < steps.timed:
             continue
         # Ranks must stop together. Where the number of steps is fixed there is nothing to agree on.
         if len(times) >= steps.most_timed or ranks.agree(has_enough_steps(times, steps, time.perf_counter() - began)):
             break
-    seconds = time.perf_counter() - began
-    return TrainingResult(step_s=tuple(times), steps_s=seconds, losses=tuple(losses), skipped_steps=skips.total)
+    return TrainingResult(
+        step_s=tuple(times),
+        steps_s=time.perf_counter() - began,
+        losses=tuple(losses),
+        skipped_steps=skips.total,
+        held_bytes=tuple(held_bytes),
+    )
 
 
 @dataclass(slots=True)

@@ -189,7 +189,7 @@ def _train(context: RankContext) -> Result:
     if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
         workload = partition_at_build(workload, job.ds_config)
     ranks = Ranks(rank, job.world_size)
-    return complete(asdict(train(workload, job, observe=observer, synchronize=meter.synchronize, ranks=ranks)))
+    return complete(asdict(train(workload, job, observe=observer, meter=meter, ranks=ranks)))
 
 
 _HANDLERS: Mapping[JobKind, Callable[[RankContext], Result]] = {"train": _train, "survey": _survey, "ops": _build_ops}

@@ -71,14 +71,25 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
         gathered=examined.gathered,
         restored=examined.restored,
     )
-    mismatch = "the loaded checkpoint does not evaluate to the loss of the saved one"
+    failures = []
+    runs_out_after_steps = None
+    if growth := examined.growth_bytes:
+        runs_out_after_steps = len(fit.losses) + max(0, certificate.headroom_bytes.get("device", 0)) // growth
+        failures.append(
+            f"a step holds {format_bytes(growth)} more of the device's memory than the one before:"
+            f" it will run out after about {runs_out_after_steps:,} steps"
+        )
+    if examined.restored is False:
+        failures.append("the loaded checkpoint does not evaluate to the loss of the saved one")
     return replace(
         certificate,
         batch_shape=examined.batch_shape,
         draws=examined.draws,
         evaluated=examined.evaluated,
         checkpoint=None if examined.save_s is None else saved,
-        failures=(mismatch,) if examined.restored is False else (),
+        growth_bytes=examined.growth_bytes,
+        runs_out_after_steps=runs_out_after_steps,
+        failures=tuple(failures),
         not_checked=examined.left_out or tuple(sentence for sentence, is_missing in missing.items() if is_missing),
     )
 

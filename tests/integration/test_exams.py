@@ -24,8 +24,8 @@ def explain_failure(runner: RayRunner, rung: str, exam: Exam | None, steps: Step
     return runner.run(trial, id=1).outcome
 
 
-def worst_case(runner: RayRunner, rung: str, **knobs: object) -> Examined:
-    outcome = explain_failure(runner, rung, "worst_case", Steps(), **knobs)
+def worst_case(runner: RayRunner, rung: str, steps: Steps = FIVE, **knobs: object) -> Examined:
+    outcome = explain_failure(runner, rung, "worst_case", steps, **knobs)
     assert isinstance(outcome, Fit), outcome
     assert outcome.examined is not None
     return outcome.examined
@@ -40,7 +40,12 @@ def test_a_tiny_model_passes_the_worst_case(runners, rung, gathered):
     assert examined.restored
     assert examined.gathered is gathered
     assert examined.checkpoint_bytes > 577 * 12
+    assert examined.growth_bytes == 0
     assert examined.left_out == ()
+
+
+def test_a_leak_of_32_mib_a_step_is_seen(runners):
+    assert worst_case(runners("leaking.py"), "ddp").growth_bytes == pytest.approx(32 * 2**20, rel=0.01)
 
 
 def test_only_training_steps_are_timed_and_have_a_loss(runners):

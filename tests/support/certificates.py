@@ -22,6 +22,7 @@ PARITY = Steps(warmup=0, timed=6, most_timed=6)
 DID = Examined(
     batch_shape=(8, 2048),
     draws=256,
+    growth_bytes=0,
     evaluated=True,
     checkpoint_bytes=640 * MIB,
     save_s=3.0,

@@ -65,6 +65,7 @@ class Session:
         self._whole = True  # all batches of this step are whole
         self._backwards = 0  # since the last step
         self._skips = Skips()
+        self._held_bytes: list[int] = []  # after each optimizer step before the exam
         self._recorder = LossRecorder(self.ranks) if job.exam == "parity" else None
         self._exam: WorstCaseExam | None = None
         self._trained: Result | None = None  # `types.Trained`
@@ -200,6 +201,7 @@ class Session:
             return
         self.steps += 1
         if self._exam is None:
+            self._held_bytes.append(self.observer.meter.held_bytes())
             if self._recorder is not None:
                 self._recorder.add_loss(self._loss)
                 self._recorder.end_step(skipped=skipped)
@@ -278,10 +280,11 @@ class Session:
                 ranks=self.ranks,
                 evaluate=lambda: self.batches.evaluate(self.engine),
                 observe=self.observer,
-                synchronize=self.observer.meter.synchronize,
+                meter=self.observer.meter,
                 folder=self.job.shared_folder / "checkpoint",
                 index=self.steps,
                 examined=Examined(batch_shape=self.batches.longest_shape, draws=self.batches.seen),
+                held_bytes=self._held_bytes,
             )
         return self._exam
 

@@ -29,6 +29,7 @@ CERTIFICATE = Certificate(
     alloc_retries=0,
     headroom_bytes={"host": 30 * GIB, "device": 2 * GIB},
     headroom_kept=True,
+    growth_bytes=0,
     parity=PARITY,
 )
 
@@ -51,7 +52,7 @@ def shown(certificate: Certificate | None, width: int = 100) -> str:
 def test_every_part_that_was_proven_has_its_line() -> None:
     assert said() == {
         "longest batch": "8 × 2,048, the longest of 256 draws",
-        "steps": "2 optimizer steps without an allocation retry",
+        "steps": "2 optimizer steps without an allocation retry, memory does not grow",
         "evaluation": "fits",
         "checkpoint": "1.5 GiB saved in 3.1 s, loaded in 2.0 s, evaluates to the same loss, whole weights gathered",
         "headroom": "device 2.0 GiB, host 30.0 GiB",
@@ -69,7 +70,7 @@ def test_headroom_below_the_share_that_the_search_leaves_free_is_said() -> None:
 
 def test_skipped_steps_stand_beside_those_that_ran() -> None:
     assert said(skipped_steps=3)["steps"] == (
-        "2 optimizer steps without an allocation retry, 3 more skipped as fp16 overflowed"
+        "2 optimizer steps without an allocation retry, memory does not grow, 3 more skipped as fp16 overflowed"
     )
 
 

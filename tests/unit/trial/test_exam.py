@@ -13,6 +13,7 @@ import torch
 
 from autods.trial.distributed import Ranks
 from autods.trial.exam import WorstCaseExam, allow_gathering
+from autods.trial.memory import Meter
 from autods.types import Examined
 
 ALONE = Ranks(rank=0, world_size=1)
@@ -59,8 +60,11 @@ class Engine:
 def exam_of(engine: Engine, folder: Path, **ops: Any) -> WorstCaseExam:
     longest = Examined(batch_shape=(4, 128), draws=16)
     return WorstCaseExam(
-        engine=engine, ranks=ALONE, synchronize=lambda: None, folder=folder / "checkpoint", index=2, examined=longest,
-        **{"evaluate": lambda: engine.weight, "observe": lambda phase, index: None, **ops},
+        engine=engine, ranks=ALONE, folder=folder / "checkpoint", index=2, examined=longest,
+        **{
+            "evaluate": lambda: engine.weight, "observe": lambda phase, index: None, "meter": Meter(),
+            "held_bytes": [0] * 5, **ops,
+        },
     )  # fmt: skip
 
 
@@ -158,3 +162,26 @@ def test_the_users_word_on_gathering_is_kept() -> None:
     assert allow_gathering({})["zero_optimization"] == {GATHER: True}
     config = {"zero_optimization": {"stage": 3, GATHER: False}}
     assert allow_gathering(config) == config
+
+
+class Held(Meter):
+    """Each reading is 32 MiB above the one before; without garbage in cycles it stays where it was."""
+
+    def __init__(self, garbage: bool) -> None:
+        self.garbage = garbage
+
+    def held_bytes(self) -> int:
+        return 0 if self.garbage else 128 * 2**20
+
+
+@pytest.mark.parametrize(("garbage", "growth"), [(False, 32 * 2**20), (True, 0)])
+def test_memory_that_grows_is_a_leak_unless_it_can_be_collected(tmp_path: Path, garbage: bool, growth: int) -> None:
+    held_bytes = [step * 32 * 2**20 for step in range(5)]
+    examined, _ = pass_exam(Engine(), tmp_path, held_bytes=held_bytes, meter=Held(garbage))
+    assert examined["growth_bytes"] == growth
+
+
+def test_too_few_steps_to_see_a_leak_are_reported(tmp_path: Path) -> None:
+    examined, _ = pass_exam(Engine(), tmp_path, held_bytes=[0, 0, 0])
+    assert examined["growth_bytes"] is None
+    assert examined["left_out"] == ("growth of memory from step to step was not checked: 3 steps are too few",)

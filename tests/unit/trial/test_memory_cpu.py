@@ -1,4 +1,4 @@
-"""The budget of a CPU rank, as the kernel holds it to it. Each test runs in a process of its own."""
+"""The budget of a CPU rank, as the kernel holds it to it, each in a process of its own; growth from step to step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from autods.trial.memory import CpuMeter, status_bytes
+import pytest
+
+from autods.trial.memory import CpuMeter, growth_per_step, status_bytes
 
 MIB = 2**20
 
@@ -59,3 +61,35 @@ def test_lifting_the_budget_leaves_the_shells_hard_limit() -> None:
 def test_a_budget_above_the_shells_hard_limit_is_refused() -> None:
     message = run_in_process(beyond_a_hard_limit)
     assert "ulimit -Hd lets a process hold 2.0 GiB" in message
+
+
+@pytest.mark.parametrize(
+    ("held_mib", "growth_mib"),
+    [
+        ((300, 332, 364, 396, 428), 32),
+        ((300, 340, 372, 404.5, 437, 468), 32.25),
+        ((300, 340, 345, 370, 372, 402), 15),  # outputs of varying length are kept
+        ((300, 300, 300, 300, 300), 0),
+        ((100, 340, 340, 340, 340), 0),  # states are created in the first step
+        ((300, 340, 338, 341, 343, 346), 0),  # lengths vary: not every step holds more
+        ((300, 301, 301.2, 301.4, 301.6), 0),  # the heap grows in pieces
+        ((300, 332, 364, 396), None),
+        ((), None),
+    ],
+)
+def test_memory_that_each_step_adds_is_a_leak(held_mib: tuple[float, ...], growth_mib: float | None) -> None:
+    growth = growth_per_step([int(held * MIB) for held in held_mib])
+    assert growth == (None if growth_mib is None else int(growth_mib * MIB))
+
+
+def memory_of_a_list() -> str:
+    meter = CpuMeter(limit_bytes=None)
+    meter.start()
+    before, held = meter.held_bytes(), bytearray(32 * MIB)
+    during = meter.held_bytes() - before
+    del held
+    return f"{during // MIB} MiB, then {(meter.held_bytes() - before) // MIB}"
+
+
+def test_memory_in_use_falls_when_it_is_freed() -> None:
+    assert run_in_process(memory_of_a_list) == "32 MiB, then 0"

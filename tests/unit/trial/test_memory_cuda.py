@@ -53,6 +53,9 @@ class FakeCuda:
     def memory_reserved(self, index: int) -> int:
         return self.reserved
 
+    def memory_allocated(self, index: int) -> int:
+        return self.allocated
+
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return self.card.total_bytes - self.card.used_bytes, self.card.total_bytes
 
@@ -91,6 +94,13 @@ def test_allocated_reserved_and_nvml_bytes_are_measured() -> None:
     assert (peaks["device_allocated"], peaks["device"]) == (8 * GIB, 10 * GIB)
     assert peaks["device_beside"] == 1100 * MIB
     assert peaks["device_card"] == 10 * GIB + 1100 * MIB
+
+
+def test_memory_in_use_leaves_out_what_the_allocator_caches() -> None:
+    meter, cuda, _ = meter_on(FakeCard())
+    meter.start()
+    cuda.reserve(4 * GIB, used=GIB)
+    assert meter.held_bytes() == GIB
 
 
 def test_bytes_of_other_processes_are_not_counted() -> None:

@@ -236,6 +236,21 @@ def test_a_checkpoint_that_loads_to_another_loss_does_not_pass() -> None:
     assert "does not evaluate to the loss of the saved one" in run.said
 
 
+def test_a_leak_does_not_pass_and_its_end_is_foretold() -> None:
+    """400 MiB are used of 1,000 after the exam's two steps, and each step takes 32 more."""
+
+    def answer(asked: Trial) -> Outcome:
+        ran = passes(asked, 400 * MIB)
+        return replace(ran, examined=replace(DID, growth_bytes=32 * MIB)) if asked.exam else ran
+
+    certificate = certifying(answer, timed(trial("zero3", 16))).certified.certificate
+    assert not certificate.passed
+    assert (certificate.growth_bytes, certificate.runs_out_after_steps) == (32 * MIB, 2 + 600 // 32)
+    assert certificate.failures == (
+        "a step holds 32.0 MiB more of the device's memory than the one before: it will run out after about 20 steps",
+    )
+
+
 def test_a_fluke_is_asked_once_more() -> None:
     flaky = iter([True])
 

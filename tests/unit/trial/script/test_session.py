@@ -10,6 +10,7 @@ import torch
 
 from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import Incomparable
+from autods.trial.memory import Meter
 from autods.trial.script.session import Enough, LossRecorder, Session, StepClock
 from autods.types import Steps
 from tests.support.script_trials import script_job
@@ -180,7 +181,8 @@ class Observer:
 
     def __init__(self) -> None:
         self.training_peaks: dict[str, int] = {}
-        self.meter = SimpleNamespace(synchronize=lambda: None, peaks=dict)
+        self.meter = Meter()
+        self.meter.peaks = dict  # type: ignore[method-assign]
 
     def __call__(self, phase: str, step: int) -> None: ...
 
