@@ -70,7 +70,7 @@ class TuneLimits:
 
     trials: int
     gain: float
-    turns: int  # how often leader and start are measured again, side by side
+    turns: int  # at most, in which leader and start are measured again, side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

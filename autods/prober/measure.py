@@ -15,7 +15,7 @@ from ..events import Listener, Note
 from ..journal import trial_key
 from ..report import text
 from ..report.results import CellResult, CellStatus
-from ..tuner.comparison import estimate_ratios, largest_spread, relative_spread
+from ..tuner.comparison import PRIOR_NOISE, TurnModel, largest_spread, relative_spread
 from ..tuner.trials import PERMANENT_ACTIONS
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
 from .grid import Cell
@@ -63,9 +63,10 @@ def compare_cells(
             rate = (fit.tokens_per_second if by_tokens else fit.samples_per_second) if isinstance(fit, Fit) else None
             if rate:
                 rates[number][record.trial.repeat] = rate
-    within = {number: largest_spread(records[number]) for number in fitting}
-    ratios = estimate_ratios(rates, fitting[0], within=within)
-    return {number: replace(result, ratio=ratios.get(number)) for number, result in results.items()}, fitting[0]
+    spread = largest_spread(record for number in fitting for record in records[number])
+    model, reference = TurnModel.from_rates(rates, max(PRIOR_NOISE, spread)), fitting[0]
+    ratios = {number: model.ratio(number, reference) for number in fitting if number != reference}
+    return {number: replace(result, ratio=ratios.get(number)) for number, result in results.items()}, reference
 
 
 def share_results(cells: Iterable[Cell], results: Mapping[int, CellResult]) -> tuple[CellResult, ...]:

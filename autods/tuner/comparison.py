@@ -1,13 +1,14 @@
 """Compare configs by interleaved turns: A B C A B C …
 
-Drift (clocks, heat, other processes) affects all configs of a turn alike. The logarithm of a measurement is modelled
-as a part of its turn, a part of its config, and noise.
+Drift (clocks, heat, other processes) affects all configs of a turn alike. `TurnModel` takes the logarithm of a
+measurement as a part of its turn, a part of its config, and noise. Its intervals decide between the finalists of a
+race (`finals`), a tuned config and its start (`confirm_gain`), and the cells of a probe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, exp, log, sqrt
 from statistics import mean, median, median_low, stdev
 
@@ -19,11 +20,64 @@ from .trials import FitContext, Score, run_with_retry, samples_per_second
 # where that is larger.
 PRIOR_NOISE = 0.03
 _PRIOR_FREEDOM = 2
-# Student's t, one-sided 99 %, by degrees of freedom from 1 on; the last value stands for more (Student 1908).
-_QUANTILES_99 = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
-# The same, two-sided 95 %.
-_QUANTILES_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131)
-_QUANTILE_95_OF_MORE = 2.0
+TURNS_WITHOUT_BUDGET = 2  # that confirm a gain where the budget has no trials for more
+# Student's t by degrees of freedom from 1 on; the last value stands for more (Student 1908).
+_TWO_SIDED_95 = (
+    *(12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131),
+    2.0,
+)
+_ONE_SIDED_99 = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnModel:
+    """Rates measured in turns: the logarithm of each is a part of its turn, a part of its config, and noise.
+
+    `logs` maps each config to the logarithm of its rate by turn.
+    `noise` is the relative error of one trial, known with so many degrees of `freedom`.
+    """
+
+    logs: Mapping[int, Mapping[int, float]]
+    noise: float
+    freedom: int
+
+    @classmethod
+    def from_rates(cls, rates: Mapping[int, Mapping[int, float]], prior: float) -> TurnModel:
+        """The model of each config's rate by turn. `prior` is the noise of a trial before anything is repeated.
+
+        Only configs that were measured in every turn show noise. The prior is worth two degrees of freedom.
+        """
+        logs = {config: {turn: log(rate) for turn, rate in by_turn.items()} for config, by_turn in rates.items()}
+        turns = max(map(len, logs.values()), default=0)
+        whole = {config: by_turn for config, by_turn in logs.items() if len(by_turn) == turns}
+        squares, freedom = _PRIOR_FREEDOM * prior**2, _PRIOR_FREEDOM
+        if turns > 1 and len(whole) > 1:
+            of_config = {config: mean(by_turn.values()) for config, by_turn in whole.items()}
+            of_turn = {turn: mean(logs[config][turn] for config in whole) for turn in next(iter(whole.values()))}
+            middle = mean(of_config.values())
+            squares += sum(
+                (value - of_config[config] - of_turn[turn] + middle) ** 2
+                for config, by_turn in whole.items()
+                for turn, value in by_turn.items()
+            )
+            freedom += (len(whole) - 1) * (turns - 1)
+        return cls(logs=logs, noise=sqrt(squares / freedom), freedom=freedom)
+
+    def ratio(self, config: int, reference: int, quantiles: Sequence[float] = _TWO_SIDED_95) -> Ratio | None:
+        """The config's rate over the reference's, by the turns that have both; None where no turn has."""
+        rates, others = self.logs.get(config, {}), self.logs.get(reference, {})
+        differences = [value - others[turn] for turn, value in rates.items() if turn in others]
+        if not differences:
+            return None
+        middle, quantile = mean(differences), quantiles[min(self.freedom, len(quantiles)) - 1]
+        margin = quantile * self.noise * sqrt(2 / len(differences))
+        return Ratio(times=exp(middle), low=exp(middle - margin), high=exp(middle + margin))
+
+    def may_be_fastest(self) -> list[int]:
+        """The configs that do not lie further behind the best than an equal one does in 99 of 100 cases."""
+        best = max(self.logs, key=lambda config: mean(self.logs[config].values()))
+        ratios = {config: self.ratio(config, best, _ONE_SIDED_99) for config in self.logs}
+        return [config for config, ratio in ratios.items() if ratio is None or ratio.high >= 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +86,7 @@ class FinalsResult:
 
     `winner` is a place, and `best` the winner's new record with its (lower) median score.
     `scores` maps a place to the median of its new measurements, 0 when it did not fit again.
-    `measured` maps a place to its new records that count, by turn.
+    `measured` maps a place to its new records that count, by turn; `model` has the same by place.
     """
 
     winner: int
@@ -40,6 +94,7 @@ class FinalsResult:
     reason: str
     scores: Mapping[int, float]
     measured: Mapping[int, Sequence[Record]]
+    model: TurnModel
 
 
 def finals(
@@ -60,107 +115,126 @@ def finals(
     """
     if not contestants:
         raise ValueError("finals need a contestant")
-    score = context.score
-    best_word, times = comparison_words(score)
+    under_way = _Finals(contestants=contestants, context=context, purpose=purpose, turns=turns)
     if len(contestants) == 1 or turns < 1:
-        scores = dict(enumerate(map(score, contestants)))
-        winner = max(scores, key=lambda place: scores[place])  # the first of equals
-        why = (
-            f"was the {best_word}, and none was measured again"
-            if len(scores) > 1
-            else "had no other to be compared with"
-        )
-        reason = f"{_name(contestants[winner])} {why}"
-        return FinalsResult(winner=winner, best=contestants[winner], reason=reason, scores=scores, measured={})
-
-    before = [record.trial.repeat for record in contestants if record.trial.purpose == purpose]
-    repeat = turns * ceil(max(before, default=0) / turns)
-
-    def measure(place: int, number: int) -> Record:
-        def run(trial: Trial) -> Record:  # a repeated failure must not take the next turn's number
-            return context.run(trial if trial.repeat == number else replace(trial, repeat=number + turns))
-
-        return run_with_retry(replace(contestants[place].trial, purpose=purpose, repeat=number), run)[-1]
-
-    measured: dict[int, list[Record]] = {place: [] for place in range(len(contestants))}
-    left = list(measured)
+        return under_way.first_result()
     for turn in range(1, turns + 1):
-        for place in tuple(left):
-            record, had_room = measure(place, repeat + turn), context.fits(contestants[place])
-            if context.fits(record) or (not had_room and isinstance(record.outcome, Fit)):
-                measured[place].append(record)
-            else:
-                measured[place].clear()
-                left.remove(place)
-        rates = {place: [score(record) for record in measured[place]] for place in left}
-        left = _not_clearly_slower(rates, largest_spread(record for place in left for record in measured[place]))
-        best_first = sorted(left, key=lambda place: mean(rates[place]), reverse=True)
+        under_way.run_turn(turn)
+        left = under_way.drop_slower()
         affordable = max((count for count in range(len(left) + 1) if may_run(count)), default=0)
         if min(len(left), affordable) <= 1:
             break
-        left = sorted(best_first[:affordable]) if turn < turns else left
-
-    counted = {place: tuple(each) for place, each in measured.items() if each}
-    scores = {place: median(map(score, each)) if each else 0.0 for place, each in measured.items()}
-    if not counted:
-        reason = "none of them fitted when it was run again"
-        return FinalsResult(winner=0, best=contestants[0], reason=reason, scores=scores, measured={})
-    # Where all that were left failed, one of those that were dropped as slower wins.
-    winner = max(left or counted, key=lambda place: scores[place])  # the first of equals
-    middle = median_low(map(score, counted[winner]))
-    in_turns = f"measured again in {len(counted[winner])} turn{'s' if len(counted[winner]) > 1 else ''}"
-    reason = f"{_name(contestants[winner])} is the {best_word} of {len(scores)} {in_turns}"
-    others = [place for place in counted if place != winner and scores[place] > 0]
-    if others:
-        following = max(others, key=lambda place: (len(counted[place]), scores[place]))
-        ratio = scores[winner] / scores[following]
-        reason += f": {ratio:.2f} {times} as {_name(contestants[following])}"
-    else:
-        reason += ": no other fitted again"
-    return FinalsResult(
-        winner=winner,
-        best=next(record for record in counted[winner] if score(record) == middle),
-        reason=reason,
-        scores=scores,
-        measured=counted,
-    )
+        if turn < turns:
+            under_way.keep_best(affordable)
+    return under_way.result()
 
 
-def _not_clearly_slower(scores: Mapping[int, Sequence[float]], spread: float) -> list[int]:
-    """The places that may be the fastest. Every place has the same number of turns.
+@dataclass(slots=True, kw_only=True)
+class _Finals:
+    """Finals under way. `measured` has the records that count by place, `left` the places that may still win."""
 
-    A place is dropped where it lies further behind than two equal contestants do in 99 of 100 cases.
-    """
-    if len(scores) < 2 or min(min(values) for values in scores.values()) <= 0:
-        return list(scores)
-    logs = {place: dict(enumerate(map(log, values))) for place, values in scores.items()}
-    noise, freedom = _noise(logs, max(spread, PRIOR_NOISE))
-    quantile = _QUANTILES_99[min(freedom, len(_QUANTILES_99)) - 1]
-    means = {place: mean(values.values()) for place, values in logs.items()}
-    turns = len(next(iter(logs.values())))
-    least = max(means.values()) - quantile * noise * sqrt(2 / turns)
-    return [place for place, value in means.items() if value >= least]
+    contestants: Sequence[Record]
+    context: FitContext
+    purpose: Purpose
+    turns: int
+    measured: dict[int, list[Record]] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.left = list(range(len(self.contestants)))
+        self.measured = {place: [] for place in self.left}
 
-def _noise(logs: Mapping[int, Mapping[int, float]], prior: float) -> tuple[float, int]:
-    """The noise of one trial and its degrees of freedom. `logs`: config → turn → logarithm of its rate.
+    def run_turn(self, turn: int) -> None:
+        """Measure each that is left. One that does not fit again is dropped, and its earlier turns do not count."""
+        context = self.context
+        before = [each.trial.repeat for each in self.contestants if each.trial.purpose == self.purpose]
+        number = self.turns * ceil(max(before, default=0) / self.turns) + turn
 
-    Only configs that were measured in every turn count. The prior is worth two degrees of freedom.
-    """
-    turns = max(map(len, logs.values()), default=0)
-    whole = {config: by_turn for config, by_turn in logs.items() if len(by_turn) == turns}
-    squares, freedom = 0.0, 0
-    if turns > 1 and len(whole) > 1:
-        configs = {config: mean(by_turn.values()) for config, by_turn in whole.items()}
-        middle = mean(configs.values())
-        by_turn = {turn: mean(logs[config][turn] for config in whole) for turn in next(iter(whole.values()))}
-        squares = sum(
-            (value - configs[config] - by_turn[turn] + middle) ** 2
-            for config, values in whole.items()
-            for turn, value in values.items()
+        def run(trial: Trial) -> Record:  # a repeated failure must not take the next turn's number
+            return context.run(trial if trial.repeat == number else replace(trial, repeat=number + self.turns))
+
+        for place in tuple(self.left):
+            first = self.contestants[place]
+            record = run_with_retry(replace(first.trial, purpose=self.purpose, repeat=number), run)[-1]
+            if context.fits(record) or (isinstance(record.outcome, Fit) and not context.fits(first)):
+                self.measured[place].append(record)
+            else:
+                self.measured[place].clear()
+                self.left.remove(place)
+
+    def model(self, places: Iterable[int]) -> TurnModel:
+        """The model of what these were measured to reach. Peaks of memory repeat: they have no prior noise."""
+        score = self.context.score
+        records = {place: self.measured[place] for place in places if self.measured[place]}
+        spread = largest_spread(record for each in records.values() for record in each)
+        prior = max(PRIOR_NOISE, spread) if score is samples_per_second else 0.0
+        rates = {place: dict(enumerate(map(score, each))) for place, each in records.items()}
+        return TurnModel.from_rates(rates, prior)
+
+    def drop_slower(self) -> list[int]:
+        """Drop those that are clearly slower than the best, and return those that are left."""
+        if len(self.left) > 1:
+            self.left = self.model(self.left).may_be_fastest()
+        return self.left
+
+    def keep_best(self, count: int) -> None:
+        """Keep so many of those that are left."""
+        score = self.context.score
+        best_first = sorted(self.left, key=lambda place: mean(map(score, self.measured[place])), reverse=True)
+        self.left = sorted(best_first[:count])
+
+    def first_result(self) -> FinalsResult:
+        """The result by the first measurements: nothing is measured again."""
+        scores = dict(enumerate(map(self.context.score, self.contestants)))
+        winner = max(scores, key=lambda place: scores[place])  # the first of equals
+        best_word, _ = comparison_words(self.context.score)
+        many = f"was the {best_word}, and none was measured again"
+        reason = f"{_name(self.contestants[winner])} {many if len(scores) > 1 else 'had no other to be compared with'}"
+        best, model = self.contestants[winner], self.model(())
+        return FinalsResult(winner=winner, best=best, reason=reason, scores=scores, measured={}, model=model)
+
+    def result(self) -> FinalsResult:
+        """The result by the turns. Where all that were left failed, one of those that were dropped as slower wins."""
+        score = self.context.score
+        scores = {place: median(map(score, each)) if each else 0.0 for place, each in self.measured.items()}
+        counted = {place: tuple(each) for place, each in self.measured.items() if each}
+        model = self.model(counted)
+        if not counted:
+            reason = "none of them fitted when it was run again"
+            first = self.contestants[0]
+            return FinalsResult(winner=0, best=first, reason=reason, scores=scores, measured={}, model=model)
+        winner = max(self.left or counted, key=lambda place: scores[place])  # the first of equals
+        middle = median_low(map(score, counted[winner]))
+        return FinalsResult(
+            winner=winner,
+            best=next(record for record in counted[winner] if score(record) == middle),
+            reason=self._explain(winner, scores, model),
+            scores=scores,
+            measured=counted,
+            model=model,
         )
-        freedom = (len(whole) - 1) * (turns - 1)
-    return sqrt((_PRIOR_FREEDOM * prior**2 + squares) / (_PRIOR_FREEDOM + freedom)), _PRIOR_FREEDOM + freedom
+
+    def _explain(self, winner: int, scores: Mapping[int, float], model: TurnModel) -> str:
+        """Why the winner won: beside the best of those that were measured in as many turns."""
+        best_word, times = comparison_words(self.context.score)
+        turns = len(self.measured[winner])
+        name = _name(self.contestants[winner])
+        reason = f"the {best_word} of {len(scores)} measured again in {turns} turn{'s' if turns > 1 else ''}"
+        others = [place for place in model.logs if place != winner]
+        if not others:
+            return f"{name} is {reason}: no other fitted again"
+        following = max(others, key=lambda place: (len(self.measured[place]), scores[place]))
+        ratio = model.ratio(winner, following)
+        assert ratio is not None  # every contestant has the first turn
+        comparison = describe_ratio(ratio, f"{times} as {_name(self.contestants[following])}")
+        return (
+            f"{name} is {reason}: {comparison}" if ratio.low > 1 else f"{name} was {reason}, within noise: {comparison}"
+        )
+
+
+def describe_ratio(ratio: Ratio, words: str) -> str:
+    """'1.20 times as fast as ddp (1.15 to 1.25)', where the words are 'times as fast as ddp'."""
+    return f"{ratio.times:.2f} {words} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def largest_spread(records: Iterable[Record]) -> float:
@@ -178,9 +252,10 @@ def _name(record: Record) -> str:
 
 
 def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) -> tuple[Record, str]:
-    """The best of the leaders (best first) if it beats the start by enough when measured again in turn, and the reason.
+    """The best of the leaders (best first) if it beats the start when measured again in turn, and the reason.
 
-    A leader whose first measurement lacks the gain is not measured again.
+    It has to gain what the profile asks for, and more than noise explains. A leader whose first measurement lacks that
+    gain is not measured again.
     """
     score, limits = context.score, context.settings.profile.tune
     best, times = comparison_words(score)
@@ -189,44 +264,25 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     if not promising:
         claim = max(map(score, leaders)) / max(score(start), 1e-12)
         return start, f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
-    final = finals((start, *promising), context, turns=limits.turns)
+    trials = (1 + len(promising)) * limits.turns
+    turns = limits.turns if context.may_run(trials) else min(TURNS_WITHOUT_BUDGET, limits.turns)
+    final = finals((start, *promising), context, turns=turns)
     remeasured = [place for place in final.measured if place > 0]
     if not remeasured:
         return start, f"the {best} of them did not fit when it was run again"
     if 0 not in final.measured:
         return final.best, "the start did not fit when it was run again"
     compared = final.winner or max(remeasured, key=lambda place: final.scores[place])
-    pairs = zip(final.measured[compared], final.measured[0], strict=False)
-    ratio = median(score(leader) / score(started) for leader, started in pairs)
-    words = f"{ratio:.2f} {times} as the start"
-    if final.winner == 0 or ratio < limits.gain:
+    ratio = final.model.ratio(compared, 0)
+    assert ratio is not None  # both have the first turn
+    words = describe_ratio(ratio, f"{times} as the start")
+    if final.winner == 0 or ratio.times < limits.gain:
         return start, f"the {best} of them was {words} when measured again in turn, {too_little}"
+    if ratio.low <= 1:
+        return start, f"the {best} of them was {words} when measured again in turn, which noise explains"
     return final.best, f"measured again in turn, {words}"
 
 
 def relative_spread(rates: Sequence[float]) -> float | None:
     """The relative standard deviation of repeated measurements; None with a single one."""
     return stdev(rates) / mean(rates) if len(rates) > 1 else None
-
-
-def estimate_ratios(
-    rates: Mapping[int, Mapping[int, float]], reference: int, *, within: Mapping[int, float]
-) -> dict[int, Ratio]:
-    """Return each config's ratio of its rate to the reference's, with a 95 % interval.
-
-    `rates` has the rate of each turn by config.
-    `within` has each config's relative error of a single trial, which is used when nothing was repeated.
-    Configs are compared turn by turn, so that drift cancels.
-    """
-    logs = {config: {turn: log(rate) for turn, rate in by_turn.items()} for config, by_turn in rates.items()}
-    noise, freedom = _noise(logs, max(PRIOR_NOISE, *within.values()) if within else PRIOR_NOISE)
-    quantile = _QUANTILES_95[freedom - 1] if freedom <= len(_QUANTILES_95) else _QUANTILE_95_OF_MORE
-    ratios = {}
-    for config, by_turn in logs.items():
-        shared = [turn for turn in by_turn if turn in logs[reference]]
-        if config == reference or not shared:
-            continue
-        difference = mean(by_turn[turn] - logs[reference][turn] for turn in shared)
-        margin = quantile * noise * sqrt(2 / len(shared))
-        ratios[config] = Ratio(times=exp(difference), low=exp(difference - margin), high=exp(difference + margin))
-    return ratios

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar
 from .candidates import config_name, without_fixed_keys
-from .comparison import PRIOR_NOISE, confirm_gain
+from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain
 from .forecasts import lacking_bytes
 from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second
 
@@ -127,7 +127,7 @@ class _Search:
         while (finished := len(trials := _finished_trials(self.study))) <= limits.trials:
             if has_converged([trial.value if _fitted(trial) else None for trial in trials], stop_gain):
                 return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
-            if not self.context.may_run(1 + 2 * limits.turns):  # confirming the gain takes turns
+            if not self.context.may_run(1 + 2 * min(limits.turns, TURNS_WITHOUT_BUDGET)):  # to confirm the gain
                 return " until the budget was spent"
             # A new sampler each time, seeded by the number of trials: only the study's state has to survive a kill.
             self.study.sampler = sampler(seed + finished)

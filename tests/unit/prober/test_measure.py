@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from autods.prober.grid import list_cells
 from autods.prober.measure import compare_cells, measure_in_turns, share_results, summarize_cell
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import estimate_ratios, relative_spread
+from autods.tuner.comparison import relative_spread
 from autods.types import Outcome, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
 
@@ -70,45 +69,6 @@ def test_a_fluke_among_repeats_is_said_and_the_cell_still_fits(tmp_path: Path) -
     result = summarize_cell(cells[0], found[1])
     assert (result.status, result.repeats) == ("fit", 2)
     assert "failed (communication)" in result.reason
-
-
-def made_up(
-    speeds: dict[int, float], *, noise: float, drift: float, turns: int, seed: int
-) -> dict[int, dict[int, float]]:
-    """Cell → turn → rate, on a machine that becomes slower by `drift` from turn to turn."""
-    draw = random.Random(seed)
-    return {
-        cell: {turn: speed * (1 - drift) ** turn * (1 + draw.gauss(0, noise)) for turn in range(turns)}
-        for cell, speed in speeds.items()
-    }
-
-
-def test_drift_from_turn_to_turn_is_no_noise() -> None:
-    found = estimate_ratios(made_up({1: 10, 2: 11}, noise=0.002, drift=0.3, turns=4, seed=1), 1, within={})
-    assert found[2].differs
-    assert found[2].times == pytest.approx(1.1, rel=0.01)
-
-
-def test_equal_cells_differ_in_at_most_one_of_ten_probes() -> None:
-    equal = unequal = 0
-    for seed in range(200):
-        found = estimate_ratios(made_up({1: 10, 2: 10, 3: 12}, noise=0.05, drift=0.1, turns=3, seed=seed), 1, within={})
-        equal += found[2].differs
-        unequal += found[3].differs
-    assert equal <= 20
-    assert unequal >= 140
-
-
-def test_without_repeats_only_what_usual_noise_cannot_explain_differs() -> None:
-    found = estimate_ratios({1: {0: 10.0}, 2: {0: 10.5}, 3: {0: 20.0}}, 1, within={1: 0.01, 2: 0.01, 3: 0.02})
-    assert not found[2].differs
-    assert found[3].differs
-    wide = estimate_ratios({1: {0: 10.0}, 3: {0: 13.0}}, 1, within={1: 0.3, 3: 0.01})
-    assert not wide[3].differs
-
-
-def test_a_cell_without_a_shared_turn_is_not_compared() -> None:
-    assert estimate_ratios({1: {0: 10.0}, 2: {1: 10.0}}, 1, within={}) == {}
 
 
 def test_one_measurement_has_no_spread() -> None:

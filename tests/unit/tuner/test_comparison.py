@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from autods.journal import Journal, TrialStore, trial_key
+from autods.report.results import Ratio
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import FinalsResult, finals
+from autods.tuner.comparison import PRIOR_NOISE, FinalsResult, TurnModel, finals
 from autods.tuner.trials import FitContext, samples_per_second
 from autods.types import Knobs, Outcome, Record, Run, Trial
 from tests.support.contexts import make_context
@@ -58,7 +60,8 @@ def test_contestants_are_measured_in_turn() -> None:
     assert final.best.trial.rung == "c"
     assert len(runner.trials) == 9
     assert final.reason == (
-        "c with micro batch 4 is the fastest of 3 measured again in 3 turns: 1.01 times as fast as b with micro batch 4"
+        "c with micro batch 4 was the fastest of 3 measured again in 3 turns, within noise: "
+        "1.01 times as fast as b with micro batch 4 (0.98 to 1.05)"
     )
 
 
@@ -109,7 +112,18 @@ def test_a_short_budget_measures_the_best_ones() -> None:
     )  # fmt: skip
     assert rungs(runner) == ["a", "b", "c", "d", "a", "b", "c"]
     assert final.best.trial.rung == "c"
-    assert "of 4 measured again in 2 turns: 1.00 times as fast as a" in final.reason
+    assert "of 4 measured again in 2 turns, within noise: 1.01 times as fast as a" in final.reason
+
+
+def test_the_reason_tells_a_winner_from_the_luckiest_of_equals() -> None:
+    clear, _ = held(script(a=[100, 101], b=[130, 132]), contestant("a"), contestant("b"), turns=2)
+    b, a = "b with micro batch 4", "a with micro batch 4"
+    assert clear.reason.startswith(f"{b} is the fastest of 2 measured again in 2 turns: 1.30 times as fast as {a} (1.2")
+    lucky, _ = held(script(a=[100, 101], b=[103, 104]), contestant("a"), contestant("b"), turns=2)
+    reason = (
+        f"{b} was the fastest of 2 measured again in 2 turns, within noise: 1.03 times as fast as {a} (0.95 to 1.11)"
+    )
+    assert lucky.reason == reason
 
 
 def test_one_alone_is_not_measured_again_when_the_budget_ends_there() -> None:
@@ -212,3 +226,49 @@ def test_later_finals_are_not_answered_by_the_journal(tmp_path: Path) -> None:
     finals(again, context, turns=2)
     keys = [trial_key(record.trial) for record in memory.records]
     assert len(keys) == len(set(keys)) == 8
+
+
+def made_up(
+    speeds: dict[int, float], *, noise: float, drift: float, turns: int, seed: int
+) -> dict[int, dict[int, float]]:
+    """Config → turn → rate, on a machine that becomes slower by `drift` from turn to turn."""
+    draw = random.Random(seed)
+    return {
+        config: {turn: speed * (1 - drift) ** turn * (1 + draw.gauss(0, noise)) for turn in range(turns)}
+        for config, speed in speeds.items()
+    }
+
+
+def ratio(
+    rates: Mapping[int, Mapping[int, float]], config: int, *, reference: int = 1, prior: float = PRIOR_NOISE
+) -> Ratio:
+    ratio = TurnModel.from_rates(rates, prior).ratio(config, reference)
+    assert ratio is not None
+    return ratio
+
+
+def test_drift_from_turn_to_turn_is_no_noise() -> None:
+    gain = ratio(made_up({1: 10, 2: 11}, noise=0.002, drift=0.3, turns=4, seed=1), 2)
+    assert gain.differs
+    assert gain.times == pytest.approx(1.1, rel=0.01)
+
+
+def test_equal_configs_differ_in_at_most_one_of_ten_comparisons() -> None:
+    equal = unequal = 0
+    for seed in range(200):
+        rates = made_up({1: 10, 2: 10, 3: 12}, noise=0.05, drift=0.1, turns=3, seed=seed)
+        equal += ratio(rates, 2).differs
+        unequal += ratio(rates, 3).differs
+    assert equal <= 20
+    assert unequal >= 140
+
+
+def test_without_repeats_only_what_usual_noise_cannot_explain_differs() -> None:
+    rates = {1: {0: 10.0}, 2: {0: 10.5}, 3: {0: 20.0}}
+    assert not ratio(rates, 2).differs
+    assert ratio(rates, 3).differs
+    assert not ratio({1: {0: 10.0}, 3: {0: 13.0}}, 3, prior=0.3).differs
+
+
+def test_a_config_without_a_shared_turn_is_not_compared() -> None:
+    assert TurnModel.from_rates({1: {0: 10.0}, 2: {1: 10.0}}, PRIOR_NOISE).ratio(2, 1) is None

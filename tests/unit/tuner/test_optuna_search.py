@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -93,17 +95,19 @@ def tuning(
     return tune(context.run(start), context, stop_gain=stop_gain)
 
 
-def tuning_context(run: Run, path: Path, *, trials: int = 8, headroom: float = 0.05, **options: Any) -> FitContext:
+def tuning_context(
+    run: Run, path: Path, *, trials: int = 8, turns: int = 2, headroom: float = 0.05, **options: Any
+) -> FitContext:
     profile = {
-        "tune": TuneLimits(trials=trials, gain=1.03, turns=2),
+        "tune": TuneLimits(trials=trials, gain=1.03, turns=turns),
         "timed": TIMED,
         "certify": replace(SETTINGS.profile.certify, most_trials=0),
     }
     return make_context(run, study=path, headroom=headroom, profile=profile, device_bytes=LIMIT, **options)
 
 
-def confirming(start: Record, leaders: list[Record], run: Run) -> tuple[Record, str]:
-    return confirm_gain(start, leaders, tuning_context(run, Path("unused")))
+def confirming(start: Record, leaders: list[Record], run: Run, *, turns: int = 2, **options: Any) -> tuple[Record, str]:
+    return confirm_gain(start, leaders, tuning_context(run, Path("unused"), turns=turns, **options))
 
 
 @pytest.fixture
@@ -357,7 +361,7 @@ def test_leaders_within_the_noise_are_measured_again() -> None:
     )
     best, reason = confirming(start, [lucky, steady], runner.run)
     assert best.trial.knobs == steady.trial.knobs
-    assert reason == "measured again in turn, 1.18 times as fast as the start"
+    assert reason == "measured again in turn, 1.18 times as fast as the start (1.11 to 1.25)"
 
 
 def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
@@ -382,6 +386,35 @@ def test_the_start_is_kept_when_the_gain_is_noise() -> None:
     assert best is start
     assert len(runner.trials) == 4
     assert "1.01 times as fast" in reason
+
+
+def test_a_gain_that_noise_explains_is_not_confirmed() -> None:
+    start, leader = measured(100.0, {}), measured(110.0, {OVERLAP: True})
+    runner = ScriptedRunner(noisy(iter([100.0, 108.0, 100.0, 103.0])))
+    best, reason = confirming(start, [leader], runner.run)
+    assert best is start
+    assert reason == (
+        "the fastest of them was 1.05 times as fast as the start (0.96 to 1.15) when measured again in turn, "
+        "which noise explains"
+    )
+
+
+@pytest.mark.parametrize(("budget", "turns"), [(Budget(), 4), (Budget(trials=4), 2)])
+def test_a_steady_small_gain_is_confirmed_in_more_turns(budget: Budget, turns: int) -> None:
+    start, leader = measured(100.0, {}), measured(106.0, {OVERLAP: True})
+    runner = ScriptedRunner(noisy(itertools.cycle([100.0, 106.0])))
+    best, _ = confirming(start, [leader], runner.run, turns=4, budget=budget)
+    assert len(runner.trials) == 2 * turns
+    assert (best.trial.knobs == leader.trial.knobs) is (turns == 4)
+
+
+def test_of_equal_configs_few_are_confirmed_as_faster() -> None:
+    draw = random.Random(1)
+    start, leader, confirmed = measured(100.0, {}), measured(110.0, {OVERLAP: True}), 0
+    for _ in range(200):
+        runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=draw.gauss(100.0, 5.0)))
+        confirmed += confirming(start, [leader], runner.run, turns=4)[0] is not start
+    assert confirmed <= 20  # by the ratio of four turns alone: 48
 
 
 def test_a_gain_below_what_counts_is_not_measured_again() -> None:
