@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .schema import read_as
 from .types import Failed, Fit, Record, Trial, is_machines_fault
 from .units import format_bytes
 
-VERSION = 2
+VERSION = 3
 _ROW_START = b'{"kind": "'
 _HEADER_START = _ROW_START + b'header"'
 
@@ -35,12 +35,14 @@ class History:
 
     `records` holds the finished trials by key. `unfinished` counts by key how often a trial was started without an end.
     `forecasts` has the forecast of each finished trial by key. `surveys` has the facts of a workload by its digest.
+    `device_bytes` is the memory of a rank's device with which the fit began.
     """
 
     records: Mapping[str, Record]
     unfinished: Mapping[str, int]
     forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     surveys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +51,25 @@ class Journal:
 
     path: Path
 
-    def open(self, *, fingerprint: str) -> History:
-        """Start a journal, or read the existing one.
+    def open(self, *, fingerprint: str, device_bytes: int = 0) -> History:
+        """Start a journal with the memory of a rank's device, or read the existing one.
 
         A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. Raises
         InputError when the journal belongs to another fit, cannot be read, or is damaged, and names the line.
         """
-        rows = self._read_rows()
-        if not rows:
-            self.append({"kind": "header", "version": VERSION, "fingerprint": fingerprint})
-        elif rows[0].get("kind") != "header":
-            raise self._damaged(1)
-        elif rows[0].get("version") != VERSION or rows[0].get("fingerprint") != fingerprint:
-            raise InputError(
-                "is the journal of another fit (the workload, the settings or the version differ)",
-                place=str(self.path),
-                hint="give another --out, or --fresh to start over",
-            )
-        return self._replay(rows[1:])
+        if not (rows := self._read_rows()):
+            rows = [{"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}]
+            self.append(rows[0])
+        match rows[0]:
+            case {"kind": "header", "version": version, "fingerprint": known} if (version, known) != (
+                VERSION,
+                fingerprint,
+            ):
+                raise make_other_fit_error(self.path)
+            case {"kind": "header", "device_bytes": int(began_with)}:
+                return replace(self._replay(rows[1:]), device_bytes=began_with)
+            case _:
+                raise self._damaged(1)
 
     def write_start(self, trial: Trial) -> None:
         """Note that a trial begins to run."""
@@ -163,6 +166,15 @@ class Journal:
 
     def _unusable(self, act: str, error: OSError, hint: str = "give another --out") -> InputError:
         return InputError(f"cannot be {act}: {error.strerror}", place=str(self.path), hint=hint)
+
+
+def make_other_fit_error(path: Path) -> InputError:
+    """Return the error about a file that was written for another question, so that it does not answer this one."""
+    return InputError(
+        "belongs to another fit (the workload, the settings, the device or a version differs)",
+        place=str(path),
+        hint="give another --out, or --fresh to start over",
+    )
 
 
 def read_record(data: Mapping[str, Any]) -> Record:

@@ -63,6 +63,11 @@ class Budget:
     trials: int = 0
     seconds: float = 0.0
 
+    def covers(self, other: Budget) -> bool:
+        """Whether a search within this budget answers one within the other: neither limit is lower here."""
+        limits = ((self.trials, other.trials), (self.seconds, other.seconds))
+        return all(not ours or 0 < theirs <= ours for ours, theirs in limits)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneLimits:

@@ -12,7 +12,8 @@ from typing import Any, Literal, cast, get_args
 
 from ..errors import EnvironmentBroken, InputError
 from ..requests import FitRequest, WorkloadRequest
-from ..system.host import Hardware, requested_threads
+from ..system.gpus import Card
+from ..system.host import Hardware, installed_versions, requested_threads
 from ..types import Device, ModelFacts, WorkloadSource
 from ..units import format_bytes, parse_seconds
 from .base_config import (
@@ -28,6 +29,9 @@ from .profiles import Budget, Profile, Stop, read_profile
 from .strategies import Rung, read_rungs, select_rungs
 
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
+SPARE_HOST = 0.2  # share of the free host memory that CPU ranks without a given size leave to others
+_MEASURING_SOFTWARE = ("autods", "torch", "deepspeed", "transformers")
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def resolve_device(device: str, hardware: Hardware) -> Device:
@@ -83,7 +87,7 @@ def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware
                 hint=f"give {'what is left' if shared else 'its size'} or less; less emulates a smaller card",
             )
         return given or card.usable_bytes
-    fair = int(hardware.host_free_bytes * 0.8 / ranks)
+    fair = int(hardware.host_free_bytes * (1 - SPARE_HOST) / ranks)
     if given is not None and given * ranks > hardware.host_bytes:
         raise InputError(
             f"{ranks} CPU ranks × {format_bytes(given)} = {format_bytes(given * ranks)}: "
@@ -101,6 +105,17 @@ def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware
     return budget
 
 
+def describe_platform(device: Device, cards: Sequence[Card], hardware: Hardware) -> tuple[str, ...]:
+    """Return the names and versions of all that measures: trials of another platform answer another question."""
+    versions = installed_versions()
+    software = tuple(f"{name} {versions[name]}" for name in _MEASURING_SOFTWARE)
+    if device == "cpu":
+        return hardware.cpu, *software
+    names = sorted({f"{card.name}, {round(card.total_bytes / 2**30)} GiB" for card in cards})
+    allocator = (f"{name}={os.environ[name]}" for name in _ALLOCATOR_VARIABLES if os.environ.get(name))
+    return *names, *software, *allocator
+
+
 _SEEDS = 2**32  # numpy takes no larger ones
 # What a fit optimises: samples or tokens a second, or device memory.
 Objective = Literal["samples", "tokens", "memory"]
@@ -110,9 +125,10 @@ Objective = Literal["samples", "tokens", "memory"]
 class Settings:
     """The settings of a fit, checked against the machine.
 
-    `gpus` counts the ranks of all nodes together. `device_bytes` is the memory of one rank's device. It is enforced
-    where `device_bytes_asked` is true, because --gpu-memory gave it. `threads` is the number for one rank that
-    OMP_NUM_THREADS names, if it does. `precisions` are further ones that may win.
+    `gpus` counts the ranks of all nodes together. `device_bytes` is the memory of one rank's device;
+    `device_bytes_asked` is true where --gpu-memory gave it, and false where it is what was free at the start.
+    `threads` is the number for one rank that OMP_NUM_THREADS names, if it does. `precisions` are further ones that may
+    win. `platform` has the names and versions of what measures, see `describe_platform`.
     `nodes` and `address` describe a Ray cluster. Without an address autods starts Ray on this machine.
     `hardware` is that of the weakest node. `exported` names environment variables that the nodes get besides the usual.
     `fresh` forgets the finished trials of an earlier fit in `out`.
@@ -139,7 +155,13 @@ class Settings:
     nodes: int = 1
     address: str | None = None
     exported: tuple[str, ...] = ()
+    platform: tuple[str, ...] = ()
     fresh: bool = False
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether ranks are held to `device_bytes`: a part of their card, or of the host for CPU ranks."""
+        return self.device_bytes_asked or self.device == "cpu"
 
     @property
     def ranks_per_node(self) -> int:
@@ -150,7 +172,10 @@ class Settings:
         return next(rung for rung in self.ladder if rung.name == name)
 
     def fingerprint(self) -> str:
-        """Return a digest of all settings that decide the result; a journal belongs to one fingerprint."""
+        """Return a digest of all settings that decide a trial; a journal belongs to one fingerprint.
+
+        It leaves out what only decides how many of these trials are run: the budget, and whether rungs are forecast.
+        """
         decisive = {
             "workload": self.source.digest,
             "gpus": self.gpus,
@@ -160,7 +185,8 @@ class Settings:
             "global_batch": self.global_batch,
             "nvme_path": str(self.nvme_path),
             "ladder": [repr(rung) for rung in self.ladder],
-            "profile": repr(self.profile),
+            "profile": repr(replace(self.profile, budget=Budget())),
+            "platform": self.platform,
             "seed": self.seed,
             "objective": self.objective,
             "precisions": self.precisions,
@@ -191,7 +217,8 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     ranks = resolve_ranks(request.gpus, kind, hardware, nodes)
     asked_bytes = parse_size(request.gpu_memory, "--gpu-memory")
     precision, *others = parse_precisions(request.precision)
-    bf16 = kind == "cpu" or all(card.bf16 for card in hardware.cards[: ranks // nodes])
+    cards = hardware.cards[: ranks // nodes] if kind == "cuda" else ()
+    bf16 = all(card.bf16 for card in cards)
     base = resolve_base_config(source, request.base_config, precision, world_size=ranks, bf16=bf16)
     global_batch = resolve_global_batch(request.global_batch, base, ranks)
     nvme_path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
@@ -206,7 +233,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         gpus=ranks,
         device=kind,
         device_bytes=resolve_device_bytes(asked_bytes, kind, ranks // nodes, hardware),
-        device_bytes_asked=asked_bytes is not None or kind == "cpu",
+        device_bytes_asked=asked_bytes is not None,
         out=Path(),
         profile=profile,
         ladder=rungs,
@@ -223,6 +250,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         nodes=nodes,
         address=request.address,
         exported=split_names(request.export),
+        platform=describe_platform(kind, cards, hardware),
         fresh=request.fresh,
     )
     name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"

@@ -142,7 +142,8 @@ def search_capacities(
     results: dict[int, CellResult] = {}
     for cell in to_search:
         with suppress(KeyError):  # a search of which the journal has every trial needs no bench
-            results[cell.number] = search_cell(cell, lambda trial: store.past.records[trial_key(trial)])
+            search_cell(cell, lambda trial: store.past.records[trial_key(trial)])
+            results[cell.number] = search_cell(cell, store.run)
     left = [cell for cell in to_search if cell.number not in results]
     return results | search_in_parallel(
         left,

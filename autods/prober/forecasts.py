@@ -127,7 +127,7 @@ def _forecast_cell(
         device_bytes=settings.device_bytes,
         host_bytes=None if machine is None else machine.host_bytes,
         nvme_bytes=None if machine is None else machine.nvme_bytes,
-        emulated=settings.device == "cpu" or (settings.device_bytes_asked and machine is None),
+        emulated=settings.is_limited,
     )
     try:
         with forecaster.open(spec) as engine:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ..config.base_config import precision_name
 from ..config.settings import Settings
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken
-from ..events import Listener, Note
+from ..events import Listener
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.values import StartSimulator
-from ..journal import JOURNAL, Journal, TrialStore, workspace
+from ..journal import TrialStore, workspace
 from ..planner.plan import make_user_error
 from ..report.results import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
 from ..schema import read_as
 from ..system.host import installed_versions
+from ..tuner.trials import open_journal
 from ..types import Failed, Fit, ModelFacts, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import apply_to_source
 from .capacity import search_capacities
@@ -88,13 +89,10 @@ def probe(
     A probe that was killed goes on where it stopped. Raises InputError when the workload or the folder is at fault,
     EnvironmentBroken when the machine is, Interrupted on Ctrl-C.
     """
-    settings, began = question.settings, time.monotonic()
-    out = settings.out
-    with workspace(out, fresh=fresh):
-        journal = Journal(out / JOURNAL)
-        past = journal.open(fingerprint=question.fingerprint())
-        if past.records:
-            listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
+    began = time.monotonic()
+    with workspace(question.settings.out, fresh=fresh) as out:
+        journal, past, settings = open_journal(question.settings, question.fingerprint(), listen)
+        question = replace(question, settings=settings)
         benches: AbstractContextManager[Bench | None] = nullcontext(None)
         if question.machine is None:
             benches = (start or _on_ray)(settings, listen)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..config.plan_settings import Site
+from ..config.profiles import Budget
 from ..forecast.values import RungForecast
 from ..system.host import Hardware
 from ..types import Device, Knobs, ModelFacts, Record, Scalar, Skipped, Steps, Tier, TierUse, WorkloadSource
@@ -102,7 +103,8 @@ class FitQuestion:
 
     `gpus` are the ranks of all nodes, `threads` those of one rank. `ladder` has the names of its rungs in order.
     `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
-    script; it is None for any other workload.
+    script; it is None for any other workload. `fingerprint` identifies the question, see `Settings.fingerprint`;
+    `budget` and `forecast` are the parts of it that decide only which trials are run.
     """
 
     workload: str = "workload"
@@ -121,6 +123,9 @@ class FitQuestion:
     ladder: tuple[str, ...] = ()
     lacks_nvme: tuple[str, ...] = ()
     script: ScriptLaunch | None = None
+    fingerprint: str = ""
+    budget: Budget = field(default_factory=Budget)
+    forecast: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,7 @@ class RayRunner:
             checkpointing=trial.knobs.checkpointing,
             steps=trial.steps,
             exam=trial.exam,
-            limit_bytes=settings.device_bytes if trial.limited and settings.device_bytes_asked else None,
+            limit_bytes=settings.device_bytes if trial.limited and settings.is_limited else None,
             seed=settings.seed,
             swap=str(swap) if "async_io" in required_ops(config) else None,
         )

@@ -18,7 +18,7 @@ from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken
 from ..events import Listener, Note
-from ..journal import JOURNAL, STUDY, Journal, TrialStore, workspace
+from ..journal import STUDY, TrialStore, make_other_fit_error, workspace
 from ..report import serialize, text
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
@@ -31,7 +31,7 @@ from .forecasts import NO_FORECASTER, Forecaster, open_forecaster
 from .ladder_walk import WalkResult, find_closest_rung, untried_rungs, walk_ladder
 from .optuna_search import TuneResult, tune
 from .race import RaceResult, run_race
-from .trials import FitContext
+from .trials import FitContext, open_journal
 
 
 class Runner(Protocol):
@@ -61,18 +61,16 @@ def fit(
 ) -> Report:
     """Find the fastest config that fits, prove it with real trials, and write the report to `settings.out`.
 
-    A fit that was killed goes on where it stopped; a finished one returns its report again, unless `settings.fresh`.
+    A fit that was killed goes on where it stopped. A finished one returns its report again, unless `settings.fresh`, or
+    goes on where a larger budget or other forecasts are asked for.
     `start` and `forecaster` replace Ray and the simulator. Raises InputError when the workload or the folder is at
     fault, EnvironmentBroken when the machine is, and Interrupted on Ctrl-C.
     """
     with workspace(settings.out, fresh=settings.fresh) as out:
-        journal = Journal(out / JOURNAL)
-        past = journal.open(fingerprint=settings.fingerprint())
-        if (out / "report.json").exists():
-            listen(Note(text=f"this fit is finished; this is its report (--fresh measures again): {out}"))
-            return serialize.read(out)
-        if past.records:
-            listen(Note(text=f"resuming: {len(past.records)} finished trials are not run again"))
+        fingerprint = settings.fingerprint()
+        if (finished := _read_finished(settings, listen)) is not None:
+            return finished
+        journal, past, settings = open_journal(settings, fingerprint, listen)
         if settings.source.kind == "script":
             script = f"{Path(settings.source.path).name} is {KIND_DESCRIPTIONS[settings.source.script_kind]}"
             kept_out = "it runs unmodified, and its output files are kept out of your folders"
@@ -101,9 +99,29 @@ def fit(
                 result = search(context)
                 if isinstance(result, NothingFits):
                     _check_that_memory_decided(result.walked, settings)
-        report = build_report(result, context, seconds=time.monotonic() - began + earlier_s)
+        seconds = time.monotonic() - began + earlier_s
+        report = build_report(result, context, fingerprint=fingerprint, seconds=seconds)
         serialize.write(report, out)
         return report
+
+
+def _read_finished(settings: Settings, listen: Listener) -> Report | None:
+    """Return the report in the folder if it answers these settings; None where the search begins or goes on.
+
+    Raises InputError for the report of another fit.
+    """
+    path = settings.out / serialize.REPORT
+    if not path.exists():
+        return None
+    report = serialize.read(settings.out)
+    question = report.question
+    if question.fingerprint != settings.fingerprint():
+        raise make_other_fit_error(path)
+    if question.budget.covers(settings.budget) and question.forecast == settings.forecast:
+        listen(Note(text=f"this fit is finished; this is its report (--fresh measures again): {settings.out}"))
+        return report
+    listen(Note(text="this fit is finished, within a smaller budget or by other forecasts: it goes on from its trials"))
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +176,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
     return FitResult(best=best, walked=walked, raced=raced, tuned=tuned, certified=certified, ds_config=ds_config)
 
 
-def build_report(result: FitResult | NothingFits, context: FitContext, *, seconds: float) -> Report:
+def build_report(result: FitResult | NothingFits, context: FitContext, *, fingerprint: str, seconds: float) -> Report:
     """The report of a fit: the config that fits, or the closest rung and the memory that it lacks."""
     settings, facts, walked = context.settings, context.facts, result.walked
     outcomes = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
@@ -193,6 +211,9 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, second
                 rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None
             ),
             script=describe_launch(settings.source) if settings.source.kind == "script" else None,
+            fingerprint=fingerprint,
+            budget=settings.budget,
+            forecast=settings.forecast,
         ),
     )
     if isinstance(result, NothingFits):

@@ -121,10 +121,10 @@ def open_forecaster(
             limits=Limits(
                 device_bytes=settings.device_bytes,
                 host_bytes=settings.hardware.host_bytes,
-                emulated=not on_cuda or settings.device_bytes_asked,
+                emulated=settings.is_limited,
             ),
             report=lambda text: listen(Note(text=text)),
-            observations={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
+            journaled={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
         )
         memory.learn = learn
         try:

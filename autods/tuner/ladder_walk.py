@@ -164,7 +164,7 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
             continue
         rung, missing, ran = record.trial.rung, record.outcome.missing_bytes, False
         closest = None if missing is None else ClosestRung(rung=rung, missing_bytes=missing)
-        if settings.device_bytes_asked:
+        if settings.is_limited:
             steps = settings.profile.walk
             unlimited = replace(record.trial, limited=False, purpose="shortfall", steps=steps, repeat=0)
             if isinstance(free := context.memory.run(unlimited).outcome, Fit):

@@ -11,15 +11,44 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..config.settings import Settings
-from ..journal import TrialStore
+from ..config.settings import SPARE_HOST, Settings
+from ..errors import InputError
+from ..events import Listener, Note
+from ..journal import JOURNAL, History, Journal, TrialStore
 from ..types import Action, Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Steps, Trial
+from ..units import format_bytes
 from .forecasts import Forecaster
 
 # Running the trial again changes nothing: the user has to repair the workload, the config or the machine first.
 PERMANENT_ACTIONS: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")
 # The number to maximise; above 0 for a fit.
 Score = Callable[[Record], float]
+
+
+def open_journal(settings: Settings, fingerprint: str, listen: Listener) -> tuple[Journal, History, Settings]:
+    """Start the journal of a fit or a probe, or go on with it. Returns it, its history, and the settings to go on with.
+
+    These have the device memory of the first run: buckets are sized by it, so with another size no finished trial would
+    be asked for again. Raises InputError where the journal is another's, and where much less memory is free now.
+    """
+    journal = Journal(settings.out / JOURNAL)
+    past = journal.open(fingerprint=fingerprint, device_bytes=settings.device_bytes)
+    spare = SPARE_HOST if settings.device == "cpu" else settings.profile.memory.headroom
+    then, now = past.device_bytes, settings.device_bytes
+    if now < (1 - spare) * then:
+        raise InputError(
+            f"it began with {format_bytes(then)} for a rank, and {format_bytes(now)} are free now",
+            place=str(settings.out),
+            hint="end the processes that hold the rest, or give --fresh to start over with what is free",
+        )
+    if past.records:
+        text = f"resuming: {len(past.records)} finished trials are not run again"
+        if then < (1 - spare) * now:
+            text += (
+                f"; a rank keeps {format_bytes(then)}, although {format_bytes(now)} are free now (--fresh takes them)"
+            )
+        listen(Note(text=text))
+    return journal, past, replace(settings, device_bytes=then)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ def test_the_journal_of_another_fit_is_refused_and_left_as_it_is(journal: Journa
     journal.open(fingerprint="other")
     before = journal.path.read_bytes()
     said = refusal(journal)
-    assert "is the journal of another fit" in said
+    assert "belongs to another fit" in said
     assert "--fresh" in said
     assert journal.path.read_bytes() == before
 
@@ -139,6 +139,10 @@ def test_a_torn_last_line_loses_no_whole_line(journal: Journal, kept: int) -> No
         assert past.records == {}
         assert len(past.unfinished) == kept - 1
         assert journal.path.read_bytes() == b"".join(lines[:kept])
+
+
+def test_a_journal_keeps_the_device_memory_of_its_first_run(journal: Journal) -> None:
+    assert [journal.open(fingerprint="q", device_bytes=size).device_bytes for size in (400, 500)] == [400, 400]
 
 
 def test_a_torn_header_starts_the_journal_again(journal: Journal) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from autods.config.profiles import read_profile
+from autods.config import settings as settings_module
+from autods.config.profiles import Budget, read_profile
 from autods.config.settings import Settings, apply_survey
 from autods.errors import EnvironmentBroken, InputError
 from autods.system.gpus import Card
-from autods.system.host import Hardware, data_folder
+from autods.system.host import Hardware, data_folder, installed_versions
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.settings import fit_settings
 
@@ -24,6 +25,11 @@ EIGHT_CARDS = Hardware(
 NO_CARDS = replace(EIGHT_CARDS, host_bytes=16 * GIB, host_free_bytes=10 * GIB, cards=())
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 FACTS = ModelFacts(parameters=1, largest_parameter=1, checkpointing=False, tokens_per_sample=None, has_optimizer=False)
+
+
+def with_cards(**changes: Any) -> Hardware:
+    """The same machine with other cards."""
+    return replace(EIGHT_CARDS, cards=tuple(replace(card, **changes) for card in EIGHT_CARDS.cards))
 
 
 def asked(**said: Any) -> Settings:
@@ -41,7 +47,7 @@ def refusal(**said: Any) -> str:
 def test_all_visible_cards_are_used_by_default() -> None:
     settings = asked()
     assert (settings.gpus, settings.device, settings.device_bytes) == (8, "cuda", 16 * GIB)
-    assert not settings.device_bytes_asked
+    assert not settings.is_limited
     assert settings.base == {"bf16": {"enabled": True}}
 
 
@@ -68,13 +74,13 @@ def test_cards_that_cannot_be_used_are_the_environments_fault() -> None:
 def test_cpu_ranks_stand_in_for_gpus_with_the_budget_as_their_memory() -> None:
     settings = asked(hardware=NO_CARDS, device="cpu", gpus=2, gpu_memory="416MiB")
     assert (settings.gpus, settings.device, settings.device_bytes) == (2, "cpu", 416 * 2**20)
-    assert settings.device_bytes_asked
+    assert settings.is_limited
 
 
 def test_cpu_ranks_share_the_free_host_memory_when_no_budget_is_given() -> None:
     settings = asked(hardware=NO_CARDS, device="cpu", gpus=2)
     assert 2 * settings.device_bytes <= NO_CARDS.host_free_bytes
-    assert settings.device_bytes_asked
+    assert settings.is_limited
 
 
 @pytest.mark.parametrize("gpus", [0, -1])
@@ -262,11 +268,26 @@ def test_the_fingerprint_stays_with_the_output_folder_changed(tmp_path: Path) ->
         {"ladder": ("zero3",)},
         {"nvme_path": "/tmp"},
         {"seed": 1},
+        {"hardware": with_cards(name="another card")},
+        {"hardware": with_cards(total_bytes=24 * GIB)},
     ],
     ids=lambda other: next(iter(other)),
 )
 def test_the_fingerprint_changes_with_what_decides_the_answer(other: dict[str, Any]) -> None:
     assert asked(**other).fingerprint() != asked().fingerprint()
+
+
+@pytest.mark.parametrize("name", ["autods", "torch", "deepspeed", "transformers"])
+def test_the_fingerprint_changes_with_the_software(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before, versions = asked().fingerprint(), installed_versions()
+    monkeypatch.setattr(settings_module, "installed_versions", lambda: {**versions, name: "99.0"})
+    assert asked().fingerprint() != before
+
+
+def test_the_fingerprint_changes_with_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = asked().fingerprint()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert asked().fingerprint() != before
 
 
 def test_the_fingerprint_changes_with_a_users_rung(tmp_path: Path) -> None:
@@ -276,8 +297,32 @@ def test_the_fingerprint_changes_with_a_users_rung(tmp_path: Path) -> None:
 
 
 def test_free_memory_at_the_moment_is_not_part_of_the_question() -> None:
-    later = replace(EIGHT_CARDS, host_free_bytes=1 * GIB)
+    later = replace(with_cards(others_bytes=GIB, free_bytes=14 * GIB), host_free_bytes=GIB)
     assert asked(hardware=later).fingerprint() == asked().fingerprint()
+    on_cpu = {"device": "cpu", "gpus": 2}
+    assert asked(hardware=later, **on_cpu).fingerprint() == asked(**on_cpu).fingerprint()
+
+
+def test_the_budget_is_not_part_of_the_question(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "[memory]", "[budget]\ntrials = 7\n\n[memory]")
+    mine = asked(config=str(path))
+    assert mine.budget == Budget(trials=7)
+    assert mine.fingerprint() == asked().fingerprint() == asked(max_trials=5, max_time="20m").fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "covers"),
+    [
+        (Budget(), Budget(trials=5, seconds=60), True),
+        (Budget(trials=50), Budget(trials=5), True),
+        (Budget(trials=5), Budget(trials=5), True),
+        (Budget(trials=5), Budget(trials=50), False),
+        (Budget(trials=5), Budget(), False),
+        (Budget(trials=50, seconds=60), Budget(trials=5), False),
+    ],
+)
+def test_a_budget_covers_those_with_no_higher_limit(ours: Budget, theirs: Budget, covers: bool) -> None:
+    assert ours.covers(theirs) is covers
 
 
 @pytest.mark.parametrize("name", ["default", "quick", "thorough"])

@@ -14,13 +14,14 @@ from rich.console import Console
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.prober.grid import format_trial_label
+from autods.prober.request import ProbeSettings
 from autods.report.probe_view import print_probe
 from autods.report.results import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.report.serialize import to_csv
 from autods.runner.testing import failed, fit, out_of_memory, surface
 from autods.types import Fit, Outcome, Trial
-from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed
+from tests.support.probes import FACTS, HERE, LIMIT, MIB, Bench, ask, probed
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 
@@ -125,6 +126,29 @@ def test_a_probe_that_was_interrupted_goes_on_and_runs_nothing_twice(tmp_path: P
     assert second.surveyed == []
     assert Note(text="resuming: 5 finished trials are not run again") in notes
     assert [record.id for record in sorted(report.trials, key=lambda record: record.id)] == list(range(1, 13))
+
+
+def test_other_memory_in_use_leaves_a_resumed_probe_its_journal(tmp_path: Path) -> None:
+    def here(free: int) -> ProbeSettings:
+        hardware = replace(HERE, host_free_bytes=free)
+        return ask(tmp_path, "rung=zero2-offload", "micro_batch=1,2", gpu_memory=None, hardware=hardware)
+
+    first, second = Bench(SURFACE, killed_at=4), Bench(SURFACE)
+    with pytest.raises(Interrupted):
+        probed(here(HERE.host_free_bytes), first)
+    report = probed(here(HERE.host_free_bytes - MIB - 1), second)
+    assert len(first.asked) + len(second.asked) == 6
+    assert report.question.device_bytes == here(HERE.host_free_bytes).settings.device_bytes
+
+
+def test_a_finished_probe_reports_its_trials_again(tmp_path: Path) -> None:
+    for question in (
+        ask(tmp_path, capacity=True, forecast=False),
+        ask(tmp_path, "micro_batch=1,2", out=tmp_path / "b"),
+    ):
+        first, again = probed(question, Bench(SURFACE)), Bench(SURFACE)
+        assert probed(question, again).trials == first.trials
+        assert again.asked == []
 
 
 def test_more_repeats_go_on_with_those_that_are_there(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_trial_is_a_job_for_all_ranks_with_its_knobs() -> None:
 
 
 def test_the_device_is_limited_where_a_budget_was_given() -> None:
-    whole_card = replace(SETTINGS, device_bytes_asked=False)
+    whole_card = replace(SETTINGS, device="cuda", device_bytes_asked=False)
     assert a_runner().training_job(a_trial(), 1).limit_bytes == SETTINGS.device_bytes
     assert a_runner().training_job(a_trial(limited=False), 1).limit_bytes is None
     assert a_runner(whole_card).training_job(a_trial(), 1).limit_bytes is None

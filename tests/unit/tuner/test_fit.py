@@ -221,6 +221,6 @@ def test_the_report_shows_hardware_and_threads_of_the_nodes() -> None:
     """They differ from those of the driver's machine, which may be a small head node."""
     node = a_machine(4, host_gib=2048)
     context = make_context(lambda trial: pytest.fail("no trial runs"), hardware=node, gpus=8, nodes=2)
-    report = build_report(NothingFits(walked=WalkResult(), closest=None), context, seconds=1.0)
+    report = build_report(NothingFits(walked=WalkResult(), closest=None), context, fingerprint="", seconds=1.0)
     assert report.hardware == node
     assert report.question.threads == node.cores // 4

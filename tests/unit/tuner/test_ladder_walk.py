@@ -187,7 +187,8 @@ def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 
         return out_of_memory(missing_bytes=3) if trial.limited else fit(peak_bytes=peaks[trial.rung])
 
     runner = ScriptedRunner(answer)
-    context = make_context(runner.run, device_bytes=limit, device_bytes_asked=can_unlimit)
+    device = "cpu" if can_unlimit else "cuda"
+    context = make_context(runner.run, device=device, device_bytes=limit, device_bytes_asked=False)
     walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
     assert walked.winner is None
     return find_closest_rung(walked, context)

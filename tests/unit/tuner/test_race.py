@@ -175,7 +175,7 @@ def won(result: FitResult) -> tuple[str, int]:
 
 def reasons_in_report(result: FitResult, machine: Machine, settings: Settings = SETTINGS) -> Mapping[str, str]:
     context = replace(make_context(machine.run), settings=settings)
-    return build_report(result, context, seconds=1.0).reasons
+    return build_report(result, context, fingerprint="", seconds=1.0).reasons
 
 
 def test_a_leaner_rung_wins_by_its_larger_batch(raced: Callable[..., FitResult]) -> None:

@@ -1,0 +1,137 @@
+"""A whole fit of a made-up machine in a folder that an earlier one used: what is answered again, and what goes on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.config.profiles import TuneLimits
+from autods.config.settings import Settings
+from autods.errors import InputError, Interrupted
+from autods.events import Event, Note
+from autods.journal import JOURNAL, trial_key
+from autods.report.results import Report
+from autods.system.gpus import Card
+from autods.system.host import Hardware
+from autods.tuner.fit import fit
+from autods.tuner.forecasts import NO_FORECASTER
+from autods.types import ModelFacts, Record, Trial, WorkloadSource
+from tests.support.settings import fit_settings
+from tests.support.surfaces import Surface
+
+GIB = 2**30
+SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="0")
+SURFACE = Surface(3)
+
+
+@pytest.fixture(autouse=True)
+def no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@dataclass(slots=True)
+class Machine:
+    """Runs trials of one made-up model, and is stopped with Ctrl-C under the trial `killed_at`."""
+
+    killed_at: int = 0
+    ran: list[str] = field(default_factory=list)
+
+    def survey(self) -> tuple[ModelFacts, Any]:
+        return SURFACE.survey()
+
+    def run(self, trial: Trial, *, id: int) -> Record:
+        if len(self.ran) + 1 == self.killed_at:
+            raise KeyboardInterrupt
+        self.ran.append(trial_key(trial))
+        return SURFACE.run(trial, id=id)
+
+    def final_config(self, trial: Trial) -> dict[str, Any]:
+        return {"train_batch_size": trial.knobs.train_batch(SURFACE.world_size)}
+
+
+def asked(out: Path, *, used: int = 0, device: str = "cuda", **options: Any) -> Settings:
+    """Settings of a machine on which other processes hold `used` bytes of each card, or of the host."""
+    ranks, size = SURFACE.world_size, SURFACE.limit_bytes
+    card = Card(index=0, name="a card", total_bytes=size, free_bytes=size - used, others_bytes=used)
+    host = int(ranks * size / 0.8)
+    hardware = Hardware(cpu="a CPU", cores=64, host_bytes=2 * host, host_free_bytes=host - used, cards=(card,) * ranks)
+    settings = fit_settings(SOURCE, hardware=hardware, device=device, gpus=ranks, out=out, **options)
+    tune = TuneLimits(trials=2, gain=1.03, turns=1)  # before the Gaussian process begins: that one needs torch
+    return replace(settings, profile=replace(settings.profile, tune=tune))
+
+
+def fitted(settings: Settings, machine: Machine, notes: list[str] | None = None) -> Report:
+    def listen(event: Event) -> None:
+        if notes is not None and isinstance(event, Note):
+            notes.append(event.text)
+
+    return fit(
+        settings, listen=listen, start=lambda *_: nullcontext(machine), forecaster=lambda *_: nullcontext(NO_FORECASTER)
+    )
+
+
+def test_a_larger_budget_goes_on_from_the_finished_trials(tmp_path: Path) -> None:
+    small, large, smaller = Machine(), Machine(), Machine()
+    first = fitted(asked(tmp_path, max_trials=8), small)
+    notes: list[str] = []
+    second = fitted(asked(tmp_path, max_trials=50), large, notes)
+    assert len(first.trials) <= 8 < len(second.trials)
+    assert large.ran
+    assert not set(small.ran) & set(large.ran)
+    assert "it goes on from its trials" in notes[0]
+    assert fitted(asked(tmp_path, max_trials=5), smaller) == second
+    assert smaller.ran == []
+
+
+def test_other_forecasts_do_not_get_the_old_report(tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    fitted(asked(tmp_path, forecast=False), first)
+    report = fitted(asked(tmp_path), second)
+    assert report.question.forecast
+    assert second.ran == []  # this forecaster knows nothing, so that the journal has every trial
+
+
+@pytest.mark.parametrize("kept", [None, b""], ids=["missing", "empty"])
+def test_a_report_without_its_journal_answers_its_question_alone(tmp_path: Path, kept: bytes | None) -> None:
+    first = fitted(asked(tmp_path, max_trials=5), Machine())
+    (tmp_path / JOURNAL).unlink()
+    if kept is not None:
+        (tmp_path / JOURNAL).write_bytes(kept)
+    with pytest.raises(InputError, match=r"report\.json: belongs to another fit"):
+        fitted(asked(tmp_path, max_trials=5, seed=1), Machine())
+    assert fitted(asked(tmp_path, max_trials=5), Machine()) == first
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_other_memory_in_use_leaves_a_resumed_fit_its_journal(tmp_path: Path, device: str) -> None:
+    whole = Machine()
+    report = fitted(asked(tmp_path / "whole", device=device), whole)
+    killed, rest = Machine(killed_at=10), Machine()
+    with pytest.raises(Interrupted):
+        fitted(asked(tmp_path / "killed", device=device), killed)
+    resumed = fitted(asked(tmp_path / "killed", device=device, used=100 * 2**20 + 1), rest)
+    assert killed.ran + rest.ran == whole.ran
+    assert resumed.ds_config == report.ds_config
+    assert resumed.question.device_bytes == report.question.device_bytes
+
+
+def test_a_fit_whose_memory_is_gone_does_not_go_on(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        fitted(asked(tmp_path), Machine(killed_at=4))
+    taken = SURFACE.limit_bytes // 2
+    with pytest.raises(InputError, match=r"it began with .* for a rank, and .* are free now"):
+        fitted(asked(tmp_path, used=taken), Machine())
+
+
+def test_memory_that_became_free_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        fitted(asked(tmp_path, used=SURFACE.limit_bytes // 4), Machine(killed_at=4))
+    notes: list[str] = []
+    report = fitted(asked(tmp_path), Machine(), notes)
+    assert "3 finished trials are not run again; a rank keeps " in notes[0]
+    assert report.question.device_bytes == SURFACE.limit_bytes - SURFACE.limit_bytes // 4
