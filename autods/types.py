@@ -32,12 +32,13 @@ class TierUse:
 class CardUse:
     """Peak bytes of the fullest rank's card: allocated and reserved by torch's allocator, and used as NVML counts.
 
-    `nvml_bytes` includes the CUDA context, NCCL and kernels. It is None where NVML failed.
+    `nvml_bytes` includes the CUDA context, NCCL and kernels. `in_use_bytes` is the same without the allocator's cache.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     nvml_bytes: int | None = None
+    in_use_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +143,13 @@ class Fit:
 
     @property
     def device_peak_bytes(self) -> int:
-        """Peak bytes of the fullest rank's device."""
-        return self.memory["device"].peak_bytes
+        """Peak bytes in use on the fullest rank's device, which decide whether a trial leaves the headroom.
+
+        What torch's allocator caches does not count: it gives that back to make room. If it had to in the steps, the
+        trial has `alloc_retries`.
+        """
+        in_use_bytes = None if self.card is None else self.card.in_use_bytes
+        return self.memory["device"].peak_bytes if in_use_bytes is None else in_use_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,10 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
         return OutOfMemory(
             tier=verdict.tier,
             wanted_bytes=shortage.wanted_bytes,
-            free_bytes=cause.free_bytes if shortage.free_bytes is None else shortage.free_bytes,
+            # On an emulated card the message tells what is free on the whole card.
+            free_bytes=min(
+                (free for free in (cause.free_bytes, shortage.free_bytes) if free is not None), default=None
+            ),
             limit_bytes=limits.get(verdict.tier),
             **common,
         )

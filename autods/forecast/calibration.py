@@ -20,7 +20,7 @@ _WIDTH = 2.0  # standard errors each way: about 95 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A trial's peak on the device, and its forecast before calibration.
+    """A trial's peak on the device, of a card the allocator's part of it, and its forecast before calibration.
 
     `at_least` means that the trial ran out of memory, so that the true peak is larger. Such a peak counts only if it
     contradicts the forecast.
@@ -98,23 +98,25 @@ def observe_trial(
 ) -> Observation | None:
     """Return the device's peak with its forecast; None when the trial does not show it.
 
-    `spec` and `simulation` are those of the config that the trial ran. On CUDA a trial measures the bytes that were
-    reserved within its limit, which may be more than it needed.
+    `spec` and `simulation` are those of the config that the trial ran. On CUDA both are what torch's allocator reserved
+    within the limit, which may be more than the trial needed: the forecast adds what lies outside without correction.
     """
     need = compute_rank_memory(spec, simulation, overheads or read_overheads(), expandable=expandable)
-    predicted = need.device.peak_bytes
+    predicted, outside = need.device.peak_bytes, need.outside_allocator
     match outcome:
-        case Fit():
+        case Fit(card=card):
             use = outcome.memory["device"]
+            measured = use.peak_bytes - outside.peak_bytes if card is None else card.reserved_bytes
             if spec.device == "cuda":
-                limit = use.limit_bytes or spec.device_bytes - need.outside_allocator.peak_bytes
+                limit = (use.limit_bytes or spec.device_bytes) - (use.peak_bytes - measured)
                 beside_tensors = predicted - need.tensors_bytes
                 trace = simulation.traces["device"]
                 limited = replay(trace, expandable=expandable, limit_bytes=limit - beside_tensors)
                 if limited.ran_out is None:
                     predicted = max(limited.peak_reserved_bytes, need.live_bytes) + beside_tensors
-            return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=use.peak_bytes)
+            return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=measured)
         case OutOfMemory(tier="device", limit_bytes=int(limit)):
-            return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=limit, at_least=True)
+            least = max(0, limit - outside.high_bytes)
+            return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=least, at_least=True)
         case _:
             return None

@@ -116,16 +116,11 @@ _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The memory that a rung may use: the device's bytes a rank, the others a node; None where it is not known.
-
-    `emulated` means that `device_bytes` is a budget of torch's allocator on a larger card, as --gpu-memory sets it.
-    Memory outside the allocator does not count against such a budget.
-    """
+    """The memory that a rung may use: the device's bytes a rank, the others a node; None where it is not known."""
 
     device_bytes: int
     host_bytes: int | None = None
     nvme_bytes: int | None = None
-    emulated: bool = False
 
     def by_tier(self, device: Device) -> dict[Tier, int]:
         """Return the limits that are known. CPU ranks have a budget for the device's part only."""
@@ -175,7 +170,6 @@ class Forecaster:
             spec,
             simulation,
             limits=limits.by_tier(spec.device),
-            emulated=limits.emulated,
             calibration=calibrate_forecast(spec, observations),
             expandable=self.expandable,
             advise=advise,

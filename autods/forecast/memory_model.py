@@ -118,8 +118,8 @@ _KEPT_SHARE_OF_CACHE = 0.1  # of the bytes that could be given back but may have
 class RankMemory:
     """Memory that one rank needs; for NVMe, the need of a whole node.
 
-    `device` is the memory that a trial's meter counts.
-    `outside_allocator` is the memory that the card holds besides: the CUDA context, NCCL, kernels.
+    `device` is what torch's allocator holds, or all of a CPU rank's memory.
+    `outside_allocator` is what a card holds besides: the CUDA context, NCCL, kernels.
     `host` is pageable and pinned memory, with the peak of loading; `pinned` is the pinned part of it.
     `live_bytes` counts tensors on the device; `tensors_bytes` adds the allocator's rounding and fragments.
     `by_phase` is the peak of `device` in each phase.

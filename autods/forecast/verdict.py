@@ -32,7 +32,6 @@ def judge_memory(
     simulation: Simulation,
     *,
     limits: Mapping[Tier, int],
-    emulated: bool = False,
     calibration: Calibration | None = None,
     overheads: Overheads | None = None,
     expandable: bool = False,
@@ -44,17 +43,13 @@ def judge_memory(
     interval, and fits where no high end exceeds a limit.
 
     `limits` has the bytes of the tiers whose limit is known: device and pinned a rank, host and NVMe a node.
-    `emulated` tells that the device's limit is a budget of torch's allocator on a larger card, as --gpu-memory sets it.
-    Memory outside the allocator does not count then.
     `calibration` is None before any trial.
     `advise` adds advice on the allocator to the reason of a tight fit, which takes several replays.
     """
     overheads = overheads or read_overheads()
     calibration = calibration or calibrate_forecast(spec, (), overheads)
     need = compute_rank_memory(spec, simulation, overheads, expandable=expandable)
-    device = need.device.times(calibration.ratios(spec.rung))
-    if not emulated:
-        device += need.outside_allocator
+    device = need.device.times(calibration.ratios(spec.rung)) + need.outside_allocator
     host = device if spec.device == "cpu" else need.host  # the device of a CPU rank is the node's memory
     ranks = min(spec.ranks_per_node, spec.world_size)
     intervals: dict[Tier, Interval] = {

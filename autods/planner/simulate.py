@@ -226,7 +226,6 @@ class PlanRun:
                         device_bytes=machine.device_bytes,
                         host_bytes=machine.host_bytes,
                         nvme_bytes=machine.nvme_bytes,
-                        emulated=self.settings.device == "cpu",
                     )
                     forecast = engine.forecast(site.micro_batch, limits, on=at_site)
                     forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(at_site, site.base)))

@@ -127,7 +127,6 @@ def _forecast_cell(
         device_bytes=settings.device_bytes,
         host_bytes=None if machine is None else machine.host_bytes,
         nvme_bytes=None if machine is None else machine.nvme_bytes,
-        emulated=settings.is_limited,
     )
     try:
         with forecaster.open(spec) as engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -198,7 +198,7 @@ def _join_memory(
     ranks = [rank for node in nodes for rank in node]
     peaks: dict[Tier, int | None] = {
         "device": max(rank.peaks["device"] or 0 for rank in ranks),
-        "host": max(sum(rank.peaks["host"] or 0 for rank in node) for node in nodes),
+        "host": max(sum(_host_peaks(report, node)) for report, node in zip(reports, nodes, strict=True)),
         "pinned": _join_known(max, [rank.peaks["pinned"] for rank in ranks]),
         "nvme": _join_known(max, [report.swap_bytes for report in reports]),
     }
@@ -206,6 +206,14 @@ def _join_memory(
     return {
         tier: TierUse(peak_bytes=peak, limit_bytes=limits.get(tier)) for tier, peak in peaks.items() if peak is not None
     }
+
+
+def _host_peaks(report: NodeReport, results: Sequence[TrainResult]) -> Iterator[int]:
+    """The peak of each rank's host memory: it looks between its phases, and the monitor meanwhile."""
+    monitored = report.host.peak_rss_bytes if report.host is not None else {}
+    for rank, result in zip(report.ranks, results, strict=True):
+        private = monitored.get(str(rank.rank), 0)
+        yield max(result.peaks["host"] or 0, private + (result.peaks.get("host_offset") or 0) if private else 0)
 
 
 _EXAM_JOINS: Mapping[str, Callable[[Any], Any]] = {  # a part counts as done only where every rank did it
@@ -246,8 +254,9 @@ def _join_cards(peaks: Sequence[Mapping[str, int | None]]) -> CardUse | None:
         return None
     return CardUse(
         allocated_bytes=max(peak["device_allocated"] or 0 for peak in peaks),
-        reserved_bytes=max(peak["device"] or 0 for peak in peaks),
-        nvml_bytes=_join_known(max, [peak.get("device_card") for peak in peaks]),
+        reserved_bytes=max((peak["device"] or 0) - (peak["device_beside"] or 0) for peak in peaks),
+        nvml_bytes=max(peak["device"] or 0 for peak in peaks),
+        in_use_bytes=max(peak["device_in_use"] or 0 for peak in peaks),
     )
 
 

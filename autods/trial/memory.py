@@ -18,12 +18,24 @@ from typing import Any
 
 from ..system.gpus import read_used_bytes
 from ..units import format_bytes
+from .patching import declare
 
 _LIBC = ctypes.CDLL(None)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _FEWEST_GROWTHS = 3
 _LEAST_GROWTH = 2**20  # bytes a step: the heap of a CPU rank grows in pieces, and a list of losses is no leak
 _MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
+# DeepSpeed's see_memory_usage resets peaks, and so do scripts that log them.
+_RESETS = tuple(
+    declare(symbol, "the meter keeps its measurements when torch's counters are reset")
+    for symbol in (
+        "torch.cuda.memory.reset_peak_memory_stats",
+        "torch.cuda.memory.reset_accumulated_memory_stats",
+        "torch.cuda.memory.reset_peak_host_memory_stats",
+        "torch.accelerator.memory.reset_peak_memory_stats",
+        "torch.accelerator.memory.reset_accumulated_memory_stats",
+    )
+)
 
 
 class Meter:
@@ -50,15 +62,15 @@ class Meter:
         """Return how much of the limit is left now."""
         raise NotImplementedError
 
-    def begin_steps(self) -> None:
-        """The engine is initialised: allocation retries from here on would come in every step."""
+    def settle(self) -> None:
+        """A part that happens once is over: the rendezvous, building, initialising, or the first optimizer step."""
 
     def leave_device(self) -> dict[str, int]:
         """From here on the host works on a checkpoint. Return the device's peak until now, if it counts alone."""
         return {}
 
     def allocator(self) -> dict[str, int]:
-        """Return `idle_bytes`, reserved on the device without a tensor, and `alloc_retries` of the steps."""
+        """Return `idle_bytes`, reserved on the device without a tensor, and `alloc_retries` since the last `settle`."""
         return {}
 
     def synchronize(self) -> None:
@@ -74,6 +86,7 @@ class CpuMeter(Meter):
     _data_at_start: int = 0
     _anon_at_start: int = 0
     _peak_data: int = 0
+    _peak_private: int = 0
     _mapped_at_start: tuple[int, int] = (0, 0)
 
     def start(self) -> None:
@@ -96,6 +109,7 @@ class CpuMeter(Meter):
 
     def sample(self) -> None:
         self._peak_data = max(self._peak_data, self.held_bytes())
+        self._peak_private = max(self._peak_private, read_private_bytes())
 
     def held_bytes(self) -> int:
         with open("/proc/self/statm", "rb", buffering=0) as statm:
@@ -112,7 +126,8 @@ class CpuMeter(Meter):
             # Malloc's own high-water mark, and the growth of other private memory (the heap, Python's arenas).
             grown = now["VmData"] - self._data_at_start - (mapped - mapped_before)
             peak = max(peak, most - mapped_before + grown)
-        return {"device": peak, "host": touched, "pinned": 0}
+        host_bytes = max(0, self._peak_private - self._anon_at_start)
+        return {"device": peak, "host": host_bytes, "host_offset": -self._anon_at_start, "pinned": 0}
 
     def free_bytes(self) -> int | None:
         if self.limit_bytes is None:
@@ -130,11 +145,11 @@ class CpuMeter(Meter):
 
 @dataclass(slots=True)
 class CudaMeter(Meter):
-    """The meter of a CUDA rank: `limit_bytes` emulates a smaller card through the allocator's own limit.
+    """The meter of a CUDA rank: `limit_bytes` emulates a smaller card.
 
-    The CUDA context, NCCL and the code of kernels lie outside the allocator. Their bytes are those that NVML counts on
-    the card since before this rank began, less the bytes that the allocator reserves. They only grow, so they are read
-    when that costs no step time: after initialising, and for the peaks. A rank has its card to itself.
+    A card holds what torch's allocator reserves, and beside it the CUDA context, NCCL and the code of kernels: the
+    bytes that NVML counts since before this rank began, less the reserved ones. They only grow, so they are read when
+    that costs no step time, and the allocator may reserve what they leave of the limit. A rank has its card to itself.
     """
 
     limit_bytes: int | None
@@ -142,74 +157,124 @@ class CudaMeter(Meter):
     cuda: Any = field(default_factory=lambda: importlib.import_module("torch.cuda"))
     nvml: Any = field(default_factory=lambda: importlib.import_module("pynvml"))
     accelerator: Any = field(default_factory=lambda: importlib.import_module("deepspeed.accelerator").get_accelerator())
+    _total_bytes: int = 0
+    _used_before: int = 0
+    _beside_bytes: int = 0
     _private_at_start: int = 0
+    _peaks: dict[str, int] = field(default_factory=dict)  # of the allocators and of private memory
+    _forgotten_retries: int = 0  # by a reset of torch's counter
     _retries_before: int = 0
-    _used_before: int | None = None
-    _outside_bytes: int | None = None
 
     def start(self) -> None:
         """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
-        self._used_before = self._used_bytes()  # before this rank's context is made
+        self._used_before = self._read_nvml() or 0  # before this rank's context is made
         with contextlib.suppress(self.nvml.NVMLError):
             self.nvml.nvmlInit()  # DeepSpeed asks it for the card's free bytes, and expects it open since the import
-        cuda = self.cuda
-        cuda.set_device(self.local_rank)
-        total = int(cuda.get_device_properties(self.local_rank).total_memory)
-        if self.limit_bytes is not None and self.limit_bytes < total:
-            cuda.set_per_process_memory_fraction(self.limit_bytes / total, self.local_rank)
+        self.cuda.set_device(self.local_rank)
+        self.cuda.mem_get_info(self.local_rank)  # makes the context
+        self._total_bytes = int(self.cuda.get_device_properties(self.local_rank).total_memory)
+        if self.limit_bytes is not None and self.limit_bytes < self._total_bytes:
             self.accelerator.total_memory = lambda device_index=None: self.limit_bytes
             self.accelerator.available_memory = lambda device_index=None: self.free_bytes()
-        cuda.reset_peak_memory_stats(self.local_rank)
-        self._private_at_start = _private_bytes()
+        for patch in _RESETS:
+            patch.wrap(self._reset_counters, everywhere=True)
+        self._private_at_start = read_private_bytes()
+        self.settle()
+
+    def sample(self) -> None:
+        self._raise_peak("private", read_private_bytes())
+
+    def settle(self) -> None:
+        """Measure the bytes beside the allocator, limit it to the others, and count its retries from here on."""
+        self._measure()
+        if self.limit_bytes is not None and self.limit_bytes < self._total_bytes:
+            allowed_bytes = max(0, self.limit_bytes - self._beside_bytes)
+            self.cuda.set_per_process_memory_fraction(allowed_bytes / self._total_bytes, self.local_rank)
+            if self.cuda.memory_reserved(self.local_rank) > allowed_bytes:
+                self.cuda.empty_cache()  # else the next steps would do it, as a retry
+        self._retries_before = self._count_retries()
 
     def peaks(self) -> dict[str, int | None]:
-        """`device` is the peak of reserved bytes, which a limit counts; `device_card` adds `device_beside`."""
-        cuda = self.cuda
-        self._update_outside_bytes()
-        reserved = int(cuda.max_memory_reserved(self.local_rank))
-        # None if torch does not count page-locked bytes. The allocator's own bytes, in use or cached: older releases
-        # of torch call them reserved, newer ones allocated.
-        host: Any = getattr(cuda, "host_memory_stats", dict)()
-        pinned = host.get("reserved_bytes.peak", host.get("allocated_bytes.peak"))
+        """Return `device`, at most held on the card, and `device_in_use`, the same without the allocator's cache.
+
+        `device_beside` is the part of both that is not the allocator's. `host` is `host_offset` more than the private
+        memory at its peak: page-locked pages of the driver are not private memory.
+        """
+        self._measure()
+        peaks = self._peaks
+        pinned = peaks.get("pinned")
+        # Registered pages stay private memory. Others belong to the driver.
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        registered = "pinned_use_cuda_host_register:true" in settings.replace(" ", "").lower()
+        host_offset = (0 if registered else pinned or 0) - self._private_at_start
         return {
-            "device": reserved,
-            "device_allocated": int(cuda.max_memory_allocated(self.local_rank)),
-            "device_beside": self._outside_bytes,
-            "device_card": None if self._outside_bytes is None else reserved + self._outside_bytes,
-            "host": max(0, _private_bytes(most=True) - self._private_at_start),
-            "pinned": None if pinned is None else int(pinned),
+            "device": peaks["reserved"] + self._beside_bytes,
+            "device_in_use": peaks["active"] + self._beside_bytes,
+            "device_beside": self._beside_bytes,
+            "device_allocated": peaks["allocated"],
+            "host": max(0, peaks["private"] + host_offset),
+            "host_offset": host_offset,
+            "pinned": None if pinned is None else pinned + peaks["locked"],
             **self.allocator(),
         }
 
     def held_bytes(self) -> int:
         return int(self.cuda.memory_allocated(self.local_rank))
 
-    def begin_steps(self) -> None:
-        self._update_outside_bytes()
-        self._retries_before = 0
-        self._retries_before = self.allocator()["alloc_retries"]
-
     def allocator(self) -> dict[str, int]:
         stats = self.cuda.memory_stats(self.local_rank)
         idle = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
-        return {"idle_bytes": int(idle), "alloc_retries": int(stats.get("num_alloc_retries", 0)) - self._retries_before}
+        return {"idle_bytes": int(idle), "alloc_retries": self._count_retries() - self._retries_before}
 
     def free_bytes(self) -> int | None:
         free, _ = self.cuda.mem_get_info(self.local_rank)
         if self.limit_bytes is None:
             return int(free)
-        return min(int(free), max(0, self.limit_bytes - int(self.cuda.memory_reserved(self.local_rank))))
+        held = self._beside_bytes + int(self.cuda.memory_reserved(self.local_rank))
+        return min(int(free), max(0, self.limit_bytes - held))
 
     def synchronize(self) -> None:
         self.cuda.synchronize(self.local_rank)
 
-    def _update_outside_bytes(self) -> None:
-        used = self._used_bytes()
-        if used is not None and self._used_before is not None:
-            outside_bytes = used - self._used_before - int(self.cuda.memory_reserved(self.local_rank))
-            self._outside_bytes = max(outside_bytes, self._outside_bytes or 0, 0)
+    def _measure(self) -> None:
+        """Read what only grows, and what torch has counted."""
+        used = self._read_nvml()
+        if used is None:  # all that the card holds is then taken for this rank's
+            free, total = self.cuda.mem_get_info(self.local_rank)
+            used = total - free
+        beside_bytes = used - self._used_before - int(self.cuda.memory_reserved(self.local_rank))
+        self._beside_bytes = max(beside_bytes, self._beside_bytes)
+        self._raise_peak("locked", status_bytes("VmLck").get("VmLck", 0))  # by DeepSpeed's async_io
+        self.sample()
+        self._read_counters()
 
-    def _used_bytes(self) -> int | None:
+    def _read_counters(self) -> None:
+        stats = self.cuda.memory_stats(self.local_rank)
+        for name in ("allocated", "active", "reserved"):  # active: some freed blocks are still used by a stream
+            self._raise_peak(name, int(stats.get(f"{name}_bytes.all.peak", 0)))
+        # The host allocator's own bytes, in use or cached; older releases of torch call them reserved.
+        host: Any = getattr(self.cuda, "host_memory_stats", dict)()
+        pinned = host.get("reserved_bytes.peak", host.get("allocated_bytes.peak"))
+        if pinned is not None:
+            self._raise_peak("pinned", int(pinned))
+
+    def _raise_peak(self, name: str, size: int) -> None:
+        self._peaks[name] = max(size, self._peaks.get(name, 0))
+
+    def _count_retries(self) -> int:
+        """Return how often the allocator found nothing free. It fails without a retry while a graph is captured."""
+        stats = self.cuda.memory_stats(self.local_rank)
+        return self._forgotten_retries + max(int(stats.get(f"num_{name}", 0)) for name in ("alloc_retries", "ooms"))
+
+    def _reset_counters(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reset torch's counters for the caller, whose peaks begin anew, and keep what they have shown."""
+        self._read_counters()
+        before = self._count_retries()
+        result = original(*args, **kwargs)
+        self._forgotten_retries += before - self._count_retries()
+        return result
+
+    def _read_nvml(self) -> int | None:
         """Return the bytes in use on this rank's card, by any process; None if NVML does not tell."""
         used = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
         return used[self.local_rank] if used is not None and self.local_rank < len(used) else None
@@ -239,15 +304,11 @@ def status_bytes(*names: str) -> dict[str, int]:
     return values
 
 
-def _private_bytes(*, most: bool = False) -> int:
-    """Return the resident private memory of this process, now or at its peak.
-
-    The /proc of a sandbox such as gVisor has no private memory: there, all resident memory counts.
-    """
-    now = status_bytes("RssAnon", "VmHWM", "RssFile", "RssShmem", "VmRSS")
-    if not {"RssAnon", "VmHWM", "RssFile", "RssShmem"} <= set(now):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if most else now.get("VmRSS", 0)
-    return now["VmHWM"] - now["RssFile"] - now["RssShmem"] if most else now["RssAnon"]
+def read_private_bytes() -> int:
+    """Return the resident private memory of this process: without pages of files and shared pages."""
+    with open("/proc/self/statm", "rb", buffering=0) as statm:
+        _, resident, shared, *_ = map(int, statm.read().split())
+    return (resident - shared) * _PAGE
 
 
 class _MallocInfo(ctypes.Structure):

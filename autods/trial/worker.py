@@ -31,6 +31,7 @@ from .model_facts import seed_all
 from .preload import preload
 
 Result = Mapping[str, Any]
+_ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
 
 
 @dataclass(slots=True)
@@ -59,11 +60,12 @@ class Observer:
             self.build_s, self._init_began_s = now - self._build_began_s, now
         elif self.phase == "init":
             self.init_s = now - self._init_began_s
-            self.meter.begin_steps()
         elif phase == "evaluate" and not self.training_peaks:
             self.training_peaks = self.meter.allocator()
         elif phase == "save":
             self.training_peaks |= self.meter.leave_device()
+        if (phase != self.phase and self.phase in _ONCE) or (self.step, step) == (0, 1):
+            self.meter.settle()
         self.touch(phase, step)
 
     def touch(self, phase: Phase, step: int) -> None:

@@ -48,7 +48,9 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
         skipped_steps=fit.skipped_steps,
         alloc_retries=fit.alloc_retries,
         headroom_bytes={
-            tier: limit - fit.memory[tier].peak_bytes for tier, limit in limits.items() if limit is not None
+            tier: limit - (fit.device_peak_bytes if tier == "device" else fit.memory[tier].peak_bytes)
+            for tier, limit in limits.items()
+            if limit is not None
         },
         headroom_kept=fit.device_peak_bytes <= usable_bytes,
     )

@@ -121,7 +121,6 @@ def open_forecaster(
             limits=Limits(
                 device_bytes=settings.device_bytes,
                 host_bytes=settings.hardware.host_bytes,
-                emulated=settings.is_limited,
             ),
             report=lambda text: listen(Note(text=text)),
             journaled={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},

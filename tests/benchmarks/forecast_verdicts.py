@@ -271,9 +271,7 @@ def pairs_of(rows: Iterable[Row]) -> tuple[Observation, ...]:
 
 
 def _device(ask: EngineSpec, said: Simulation, pairs: Iterable[Observation]) -> TierForecast:
-    return judge_memory(ask, said, limits={}, emulated=True, calibration=calibrate_forecast(ask, pairs)).memory[
-        "device"
-    ]
+    return judge_memory(ask, said, limits={}, calibration=calibrate_forecast(ask, pairs)).memory["device"]
 
 
 def ask_of(setup: Setup, rung: str, facts: ModelFacts) -> EngineSpec:

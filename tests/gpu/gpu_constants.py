@@ -128,8 +128,17 @@ def _counts(cell: Mapping[str, Any]) -> bool:
 
 def _residual(cell: Mapping[str, Any]) -> int:
     """What was reserved beyond the forecast of the tensors, as the allocator holds them; negative: it says too much."""
+    return _reserved(cell) - _tensors(cell)
+
+
+def _reserved(cell: Mapping[str, Any]) -> int:
+    return int(cell["measured"]["device"] - (cell["measured"].get("device_beside") or 0))
+
+
+def _tensors(cell: Mapping[str, Any]) -> int:
+    """The forecast of what was reserved, without constants."""
     said = cell["forecast"]
-    return int(cell["measured"]["device"] - (said["at_limit_bytes"] - said["inside_bytes"]))
+    return int(said["at_limit_bytes"] - said["inside_bytes"] - said["beside_bytes"])
 
 
 def _row(name: str, readings: Sequence[int], least: int, source: str) -> Fitted:
@@ -153,9 +162,7 @@ def _spread(cells: Sequence[Mapping[str, Any]], workspace: int | None) -> float 
         return None
     errors = []
     for cell in cells:
-        said = cell["forecast"]
-        expected = max(1, said["at_limit_bytes"] - said["inside_bytes"] + workspace)
-        errors.append(math.log(cell["measured"]["device"] / expected))
+        errors.append(math.log(_reserved(cell) / max(1, _tensors(cell) + workspace)))
     return math.sqrt(statistics.fmean(error * error for error in errors))
 
 

@@ -61,19 +61,18 @@ def ask_of(cell: Mapping[str, Any], device: Device, usable_bytes: int) -> Engine
 
 
 def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> Row:
-    """Bytes a rank. at_limit_bytes: what is expected to be reserved within the limit, inside_bytes of it by constants.
+    """Bytes a rank. at_limit_bytes: what is expected on the card within the limit, inside_bytes of it by constants.
 
-    peak_bytes, low and high: what the card must hold: a trial may reserve more where it has more. The verdict is that
-    of the tier that trials limit, the device.
+    beside_bytes of it lie outside torch's allocator. peak_bytes, low and high: what the card must hold: a trial may
+    reserve more where it has more. The verdict is that of the tier that trials limit, the device.
     """
-    rows, emulated = read_overheads(), cell["card_bytes"] is not None or ask.device == "cpu"
-    forecast = judge_memory(ask, simulated, limits={"device": ask.device_bytes}, emulated=emulated)
-    need = compute_rank_memory(ask, simulated, rows, expandable=False)
+    forecast = judge_memory(ask, simulated, limits={"device": ask.device_bytes})
+    need = compute_rank_memory(ask, simulated, read_overheads(), expandable=False)
     held = forecast.memory["device"]
     at_limit = held.peak_bytes
     if cell["outcome"]["kind"] == "fit":
         pair = observe_trial(ask, simulated, read_as(Fit, cell["outcome"]))
-        at_limit = at_limit if pair is None else pair.predicted_bytes
+        at_limit = at_limit if pair is None else pair.predicted_bytes + need.outside_allocator.peak_bytes
     inside = need.device.peak_bytes - need.tensors_bytes
     trace = simulated.traces.get("device")
     roomy = replay(trace).peak_reserved_bytes if trace is not None and ask.device == "cuda" else None

@@ -70,7 +70,7 @@ def answered(said: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
-    """By rung, and of all: how far the forecast of reserved bytes was off, and what the verdicts were worth.
+    """By rung, and of all: how far the forecast of the device's bytes was off, and what the verdicts were worth.
 
     Errors are forecast over measured − 1, of trials that ran. A false cannot_fit: it ran. A false fit: the device ran
     out. tight is neither. beside: NVML's count less the allocator's, bytes.
@@ -109,7 +109,7 @@ def ran_out(cell: Mapping[str, Any]) -> bool:
 
 
 def error_of(cell: Mapping[str, Any]) -> float:
-    """Of a cell that ran: what was forecast to be reserved within its limit, over what was."""
+    """Of a cell that ran: what was forecast for the device within its limit, over what was measured."""
     return float(cell["forecast"]["at_limit_bytes"] / cell["measured"]["device"] - 1)
 
 
@@ -161,7 +161,7 @@ def line_of(cell: Mapping[str, Any]) -> str:
         outcome = cell["outcome"]
         tail = f" (forecast: {said['verdict']})" if "verdict" in said else ""
         return f"{head} {outcome['kind']} {outcome.get('tier') or ''} {outcome.get('evidence', '')[:80]}{tail}"
-    names = ("device_allocated", "device", "device_card")
+    names = ("device_allocated", "device_in_use", "device")
     sizes = " / ".join(_gib(cell["measured"].get(name)) for name in names)
     tail = f" (forecast {_gib(said['at_limit_bytes'])}, {said['verdict']})" if "at_limit_bytes" in said else ""
     return f"{head} {sizes} GiB{tail}, {cell['samples_per_second']:.2f} samples/s"

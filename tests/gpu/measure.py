@@ -16,7 +16,7 @@ cell is written at once into tests/benchmarks/results/<device>.json (--out) and 
 code 0: all of it is there; 4: time is up and some is left; 3: this machine cannot.
 
 Measured per trial: allocated and reserved by torch's allocator, the card by NVML (less what was on it before). A
-smaller card is emulated as `--gpu-memory` does: the limit is the allocator's, what lies beside it does not count.
+smaller card is emulated as `--gpu-memory` does: the limit is the whole process's, context and NCCL included.
 
 Without a network (Python 3.12, torch 2.11+cu130 or the pinned torch 2.13). On a machine with one, of the same kind:
   pip download -d wheels torch==2.11.0 --index-url https://download.pytorch.org/whl/cu130      (with its CUDA parts)

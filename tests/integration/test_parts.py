@@ -172,7 +172,7 @@ def test_experts_are_forecast_with_their_groups(runners, rung):
     with Simulator(runner.settings.source, processes=1) as simulator:
         simulated = simulator.simulate(ask, [8])[0]
     assert simulated.expert_groups == 2
-    said = judge_memory(ask, simulated, limits={"device": 2**30}, emulated=True).memory["device"]
+    said = judge_memory(ask, simulated, limits={"device": 2**30}).memory["device"]
     assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 
 

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -141,10 +141,16 @@ def install(ledger: Ledger) -> None:
             total_memory=ledger.device_bytes, major=9, minor=0, name=_NAME, multi_processor_count=132, warp_size=32
         )
 
+    def statistics(*args: Any) -> Mapping[str, int]:
+        counts: dict[str, int] = collections.defaultdict(int)
+        for name in ("allocated", "active", "reserved"):
+            counts |= {f"{name}_bytes.all.current": allocated(), f"{name}_bytes.all.peak": most_allocated()}
+        return counts
+
     memory: dict[str, Any] = {
         **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), allocated),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most_allocated),
-        "memory_stats": lambda *args: collections.defaultdict(int),
+        "memory_stats": statistics,
         "mem_get_info": free_and_total,
         "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,

@@ -31,6 +31,26 @@ def out_of_memory(rank: int, at_s: float) -> Evidence:
     return evidence(rank, at_s, exit=1, types=("RuntimeError",), message=message)
 
 
+def test_an_emulated_card_lacks_what_is_left_of_its_limit() -> None:
+    message = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 62.00 GiB is"
+        " free. 15.51 GiB allowed;"
+    )
+    full = evidence(
+        0,
+        1.0,
+        device="cuda",
+        exit=1,
+        types=("OutOfMemoryError",),
+        message=message,
+        free_bytes=GIB,
+        limit_bytes=16 * GIB,
+    )
+    out = explain_failure([full])
+    assert isinstance(out, OutOfMemory)
+    assert (out.tier, out.free_bytes, out.missing_bytes) == ("device", GIB, GIB)
+
+
 def stuck(rank: int, at_s: float, innermost: str) -> Evidence:
     stack = f'a warning\nCurrent thread 0x00007f (most recent call first):\n  File "{innermost}", line 3 in f\n'
     return evidence(rank, at_s, lost="stuck", log_tail=stack)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autods.forecast.calibration import calibrate_forecast, observe_trial
 from autods.forecast.memory_model import read_overheads
 from autods.forecast.values import EngineSpec, Simulation, Trace
-from autods.types import Failed, Fit, OutOfMemory, TierUse, Timing
+from autods.types import CardUse, Failed, Fit, OutOfMemory, TierUse, Timing
 
 MIB = 2**20
 ASK = EngineSpec(
@@ -21,8 +21,14 @@ SIMULATED = Simulation(
 )
 
 
-def fit(mib: int, limit: int | None = None) -> Fit:
+def fit(mib: int, limit: int | None = None, beside: int | None = None) -> Fit:
+    """`mib` are reserved; a card holds `beside` besides."""
+    card = None
+    if beside is not None:
+        card = CardUse(allocated_bytes=0, reserved_bytes=mib * MIB, nvml_bytes=(mib + beside) * MIB)
+        mib += beside
     return Fit(
+        card=card,
         memory={"device": TierUse(peak_bytes=mib * MIB, limit_bytes=limit)}, samples_per_second=1.0,
         tokens_per_second=None, step_s=(1.0,), spread=0.0, losses=(), timing=Timing(wall_s=1.0),
     )  # fmt: skip
@@ -50,14 +56,25 @@ def test_a_failure_or_another_tier_shows_nothing() -> None:
 
 
 def test_a_cuda_trial_is_compared_with_bytes_reserved_in_its_limit() -> None:
-    # 300 MiB are cached when 400 are asked for: 700 on a large card, 400 within 600.
+    # 300 MiB are cached when 400 are asked for: 700 on a large card, 400 where 600 of 1600 are left.
     events = (300 * MIB, -1, 400 * MIB)
     traces = {"device": Trace(events=events, marks=((0, "init"),))}
     cuda, made = replace(ASK, device="cuda", device_bytes=2**36), replace(SIMULATED, traces=traces)
-    large, small = observe_trial(cuda, made, fit(740)), observe_trial(cuda, made, fit(440, limit=600 * MIB))
+    large, small = (
+        observe_trial(cuda, made, fit(740, beside=1000)),
+        observe_trial(cuda, made, fit(440, limit=1600 * MIB, beside=1000)),
+    )
     assert large is not None
     assert small is not None
     assert large.predicted_bytes - small.predicted_bytes == 300 * MIB
+    assert (large.measured_bytes, small.measured_bytes) == (740 * MIB, 440 * MIB)
+
+
+def test_a_full_card_says_what_its_allocator_needed_at_least() -> None:
+    out = OutOfMemory(tier="device", rank=0, phase="step", evidence="", limit_bytes=4000 * MIB)
+    pair = observe_trial(replace(ASK, device="cuda"), SIMULATED, out)
+    assert pair is not None
+    assert pair.measured_bytes == (4000 - 700 - 1600) * MIB  # the context and NCCL at most
 
 
 def test_a_machine_is_calibrated_by_the_spread_of_its_kind_of_device() -> None:

@@ -47,7 +47,7 @@ def make_forecaster(script: Script = grows) -> tuple[TrialForecaster, ScriptedSi
         forecaster=Forecaster(simulator),
         spec_of=spec_of,
         key_of=trial_key,
-        limits=Limits(device_bytes=16 * GIB, emulated=True),
+        limits=Limits(device_bytes=16 * GIB),
         report=reported.append,
     )
     return made, simulator, reported

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autods.diagnosis.trial_outcome import HostUsage
-from autods.runner.outcome import find_failure
+from autods.runner.outcome import find_failure, judge_trial
 from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
 from autods.trial.job import describe_error
 from autods.trial.loss_parity import Incomparable
-from autods.types import Examined, Failed, Fit, OutOfMemory
+from autods.types import CardUse, Examined, Failed, Fit, OutOfMemory
 from tests.support.ends import JOB, outcome, rank_exit, report_of
 
 PASSED = {
@@ -59,6 +59,27 @@ def test_one_rank_that_is_not_restored_is_enough() -> None:
     assert isinstance(fits, Fit)
     assert fits.examined is not None
     assert fits.examined.restored is False
+
+
+def ran_with(rank: int, **peaks: int) -> RankExit:
+    timing = {"step_s": [0.5], "steps_s": 1.0, "losses": [2.0], "build_s": 0.1, "init_s": 0.1}
+    return rank_exit(rank, result={**timing, "peaks": {"device": 100, "host": 50, "pinned": 0, **peaks}})
+
+
+def test_the_headroom_is_judged_without_what_the_allocator_caches() -> None:
+    shares = {"device_beside": 10, "device_allocated": 60}
+    fits = outcome(ran_with(0, device_in_use=80, **shares), ran_with(1, device=110, device_in_use=75, **shares))
+    assert isinstance(fits, Fit)
+    assert fits.card == CardUse(allocated_bytes=60, reserved_bytes=100, nvml_bytes=110, in_use_bytes=80)
+    assert (fits.memory["device"].peak_bytes, fits.device_peak_bytes) == (110, 80)
+
+
+def test_the_host_peak_is_the_ranks_or_what_the_monitor_saw() -> None:
+    host = HostUsage(limit_bytes=2**30, least_free_bytes=2**29, peak_rss_bytes={"0": 200, "1": 130})
+    ranks = (ran_with(0, host_offset=-100), ran_with(1, host_offset=-100))
+    fits = judge_trial([report_of(*ranks, host=host)], JOB, wall_s=9.0, tokens_per_sample=None, host_bytes=None)
+    assert isinstance(fits, Fit)
+    assert fits.memory["host"].peak_bytes == (200 - 100) + 50
 
 
 def test_losses_that_cannot_be_compared_need_no_action() -> None:

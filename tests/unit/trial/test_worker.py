@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autods.trial.job import RankJob
-from autods.trial.worker import environment
-from autods.types import Device, WorkloadSource
+from autods.trial.job import Heartbeats, RankJob
+from autods.trial.memory import Meter
+from autods.trial.worker import Observer, environment
+from autods.types import PHASES, Device, WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 
@@ -41,3 +42,26 @@ def test_nccl_finds_its_network_and_gloo_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
     variables = environment(part, 0, 1)
     assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"]) == ("ib0", "ib1")
+
+
+class SettlingMeter(Meter):
+    def __init__(self) -> None:
+        self.settled = 0
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+def test_the_meter_settles_after_each_part_that_happens_once() -> None:
+    meter, board = SettlingMeter(), Heartbeats.create(1)
+    observer = Observer(board, 0, meter)
+    settled = {}
+    for phase in PHASES[1:4]:  # rendezvous, build, init
+        observer(phase, 0)
+        settled[phase] = meter.settled
+    for step in range(3):
+        for phase in PHASES[4:7]:  # forward, backward, step
+            observer(phase, step)
+        settled[f"step {step}"] = meter.settled
+    board.close()
+    assert settled == {"rendezvous": 0, "build": 1, "init": 2, "step 0": 3, "step 1": 4, "step 2": 4}

@@ -9,7 +9,7 @@ import pytest
 
 from autods.runner.testing import failed, out_of_memory, surface
 from autods.runner.testing import fit as scripted_fit
-from autods.types import Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
+from autods.types import CardUse, Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
 from tests.support.certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
 
 
@@ -51,12 +51,17 @@ def test_the_headroom_of_each_limited_tier_is_in_bytes() -> None:
             "host": TierUse(peak_bytes=3 * MIB, limit_bytes=5 * MIB),
             "pinned": TierUse(peak_bytes=3 * MIB),
         }
-        return replace(passes(asked), memory=memory)
+        return replace(passes(asked), memory=memory, card=card)
 
+    card: CardUse | None = None
     certificate = certifying(answer, timed(trial("zero2", 4))).certified.certificate
     assert certificate.passed  # the exam has to fit; the share that the search leaves free is only told
     assert certificate.headroom_bytes == {"device": 40 * MIB, "host": 2 * MIB}
     assert certificate.headroom_kept is False
+    card = CardUse(allocated_bytes=800 * MIB, reserved_bytes=900 * MIB, in_use_bytes=860 * MIB)  # 100 MiB are cached
+    certificate = certifying(answer, timed(trial("zero2", 4))).certified.certificate
+    assert certificate.headroom_bytes["device"] == 140 * MIB
+    assert certificate.headroom_kept
 
 
 def test_a_winner_backs_off_where_the_longest_batch_lacks_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from autods.config.profiles import GrowLimits
 from autods.runner.testing import ScriptedRunner, fit
 from autods.tuner.batch_size import Growth
-from autods.tuner.trials import fit_steps_to_budget
-from autods.types import Knobs, Outcome, Record, Steps, Trial
+from autods.tuner.trials import fit_steps_to_budget, fits_within
+from autods.types import CardUse, Knobs, Outcome, Record, Steps, Trial
 from tests.support.contexts import make_context
 
 GIB = 2**30
@@ -34,6 +35,14 @@ def test_a_fixed_number_of_steps_keeps_its_minimum() -> None:
     said = fit_steps_to_budget(exam, 7.0, least=4)
     assert (said.warmup, said.timed, said.most_timed) == (0, 4, 4)
     assert fit_steps_to_budget(exam, 3.0) == exam
+
+
+@pytest.mark.parametrize(("in_use", "retries", "fits"), [(900, 0, True), (900, 1, False), (960, 0, False)])
+def test_cached_memory_leaves_the_headroom_but_retries_do_not(in_use: int, retries: int, fits: bool) -> None:
+    card = CardUse(allocated_bytes=800, reserved_bytes=900, nvml_bytes=990, in_use_bytes=in_use)
+    ran = replace(fit(peak_bytes=990, limit_bytes=1000, alloc_retries=retries), card=card)
+    trial = Trial(rung="zero2", knobs=Knobs(), purpose="grow")
+    assert fits_within(Record(id=1, trial=trial, outcome=ran, seconds=1.0), usable_bytes=950) is fits
 
 
 class Model:
