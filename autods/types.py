@@ -304,6 +304,8 @@ class ModelFacts:
     `config_place` is the line that gives it if no file holds it; the result has to be put there by hand.
     `tokens_per_sample` counts all texts of a sample, `seq_len` the tokens of the first one.
     `stood_in` lists the script's uses of GPUs that CPU ranks did without, each with its line.
+    `writes_confined` tells whether the kernel of the first node refuses a script's writes outside the trial's folders,
+    or Python alone redirects them; None for other workloads.
     """
 
     parameters: int
@@ -314,6 +316,7 @@ class ModelFacts:
     config: Mapping[str, Any] | None = None
     config_place: str | None = None
     stood_in: tuple[str, ...] = ()
+    writes_confined: bool | None = None
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none

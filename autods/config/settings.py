@@ -293,6 +293,11 @@ def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:
     return replace(settings, base=base, global_batch=global_batch)
 
 
+# What keeps the writes of a script out of the user's folders.
+KEPT_BY_KERNEL = "the kernel (Landlock) refuses what the script would write outside the trial's folders and caches"
+KEPT_BY_PYTHON = "only Python's writes are redirected (no Landlock here): C libraries and programs really write in them"
+
+
 def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
     """Return sentences about a surveyed script that its user should know. `settings` hold the script's config."""
     if facts.config is None:
@@ -306,4 +311,5 @@ def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
         sentences.append(f"its DeepSpeed config is made in {facts.config_place}: put the resulting config there")
     if facts.stood_in:
         sentences.append(f"CPU ranks do without {', '.join(facts.stood_in)}; outside of autods that needs a GPU")
+    sentences.append(KEPT_BY_KERNEL if facts.writes_confined else KEPT_BY_PYTHON)
     return tuple(sentences)

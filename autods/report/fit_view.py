@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ..types import TIERS, Failed, Fit, Outcome, OutOfMemory, Record, Scalar, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
 from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
@@ -231,6 +232,8 @@ def _winner_facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
     if shares := sorted(report.importances.items(), key=lambda item: -item[1])[:_MOST_IMPORTANCES]:
         line = ", ".join(f"{key.rpartition('.')[2]} {share:.0%}" for key, share in shares)
         yield "mattered", Text(f"{line} of the variation in tuning", style="dim")
+    if report.question.writes_confined is not None:
+        yield "your files", Text(KEPT_BY_KERNEL if report.question.writes_confined else KEPT_BY_PYTHON, style="dim")
 
 
 def _setting(value: Scalar) -> str:

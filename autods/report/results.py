@@ -103,8 +103,9 @@ class FitQuestion:
 
     `gpus` are the ranks of all nodes, `threads` those of one rank. `ladder` has the names of its rungs in order.
     `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
-    script; it is None for any other workload. `fingerprint` identifies the question, see `Settings.fingerprint`;
-    `budget` and `forecast` are the parts of it that decide only which trials are run.
+    script; it is None for any other workload. `stood_in` and `writes_confined` are those of its `ModelFacts`.
+    `ops_folder` is the folder in which trials built DeepSpeed's ops. `fingerprint` identifies the question, see
+    `Settings.fingerprint`; `budget` and `forecast` are the parts of it that decide only which trials are run.
     """
 
     workload: str = "workload"
@@ -123,6 +124,9 @@ class FitQuestion:
     ladder: tuple[str, ...] = ()
     lacks_nvme: tuple[str, ...] = ()
     script: ScriptLaunch | None = None
+    stood_in: tuple[str, ...] = ()
+    writes_confined: bool | None = None
+    ops_folder: str | None = None
     fingerprint: str = ""
     budget: Budget = field(default_factory=Budget)
     forecast: bool = True

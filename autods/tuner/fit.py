@@ -23,6 +23,7 @@ from ..report import serialize, text
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, threads_per_rank
+from ..trial.ops import ops_folder
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
 from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast
@@ -211,6 +212,9 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, finger
                 rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None
             ),
             script=describe_launch(settings.source) if settings.source.kind == "script" else None,
+            stood_in=facts.stood_in,
+            writes_confined=facts.writes_confined,
+            ops_folder=str(ops_folder()),
             fingerprint=fingerprint,
             budget=settings.budget,
             forecast=settings.forecast,

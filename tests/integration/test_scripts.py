@@ -12,6 +12,7 @@ import pytest
 from autods.events import Note
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
+from autods.system.landlock import find_version
 from autods.tuner.fit import fit
 from autods.tuner.loss_parity import largest_difference, why_not_comparable
 from autods.types import Fit, OutOfMemory
@@ -22,10 +23,13 @@ from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
+# Where the kernel refuses them, this script also writes in its folder by C code and by a program that it starts.
+CONFINED = find_version() >= 3
+BESIDE_PYTHON = ("beside-python",) * CONFINED
 # Ways in which plain scripts make their engine, each with a command line.
 STYLES = {
     "args": ("with_args.py", ("--deepspeed_config", "{ds_config}", "--micro-batch", "{micro_batch_size}")),
-    "dict": ("with_dict.py", ("{micro_batch_size}", "{gradient_accumulation_steps}", "0")),
+    "dict": ("with_dict.py", ("{micro_batch_size}", "{gradient_accumulation_steps}", "0", *BESIDE_PYTHON)),
     "loader": ("with_loader.py", ("own.json",)),
     "partition": ("with_partition.py", ("{ds_config}",)),
 }
@@ -116,6 +120,7 @@ def test_the_survey_reads_the_script_s_model_and_config(runner_of):
     assert facts.parameters == 2 * (16 * 16 + 16)
     assert facts.has_optimizer
     assert not facts.checkpointing
+    assert facts.writes_confined is CONFINED
     assert facts.config["gradient_clipping"] == 0.5
     assert "train_micro_batch_size_per_gpu" not in facts.config
 
@@ -130,7 +135,9 @@ def test_a_script_s_config_file_is_the_base_and_sets_the_batch(runner_of):
 
 
 def test_the_filled_in_config_file_is_not_the_script_s_own(runner_of):
-    assert not runner_of("args").facts.config
+    facts = runner_of("args").facts
+    assert not facts.config
+    assert [use.startswith("nccl (") and "/with_args.py:" in use for use in facts.stood_in] == [True]
 
 
 def test_a_script_gets_the_micro_batch_size(runner_of):

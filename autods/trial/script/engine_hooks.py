@@ -231,6 +231,7 @@ def _describe_model(
         "config": session.config.own_part(config, from_file=from_file),
         "config_place": str(find_caller() or "") if in_script else None,
         "stood_in": tuple(session.stand_ins),
+        "writes_confined": session.writes_confined,
     }
 
 

@@ -1,11 +1,14 @@
 """A copy-on-write overlay over the user's files: a script reads its changes, and the files on disk stay the same.
 
-It replaces `open` and the functions of `os` that take a path. Libraries in C that open files themselves bypass it.
+It replaces `open`, `io.FileIO` and the functions of `os` that take a path. Libraries in C that open files themselves
+bypass it; the kernel refuses what they write where it can, see `sandbox`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import itertools
 import os
 import shutil
@@ -17,7 +20,13 @@ from ..patching import declare, declare_all
 
 _WHY = "a script's writes are kept out of the user's folders"
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_OPENS = (declare("builtins.open", _WHY), declare("io.open", _WHY))
+_OPENS = (
+    declare("builtins.open", _WHY),
+    declare("io.open", _WHY),
+    declare("tarfile.bltn_open", _WHY, optional=True),  # names that the standard library gives to `open`
+    declare("bz2._builtin_open", _WHY, optional=True),
+)
+_FILE_IO = declare("io.FileIO", _WHY)
 
 
 class Overlay:
@@ -36,6 +45,7 @@ class Overlay:
         """Replace the functions for the rest of this process."""
         for patch in _OPENS:
             patch.wrap(self._open)
+        _FILE_IO.install(_make_file_io(self._choose))
         for name, replacement in _REPLACEMENTS.items():
             _OS[name].wrap(replacement, self)
 
@@ -73,10 +83,13 @@ class Overlay:
     # Replacements of `open` and the functions of `os`.
 
     def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """An "x" for a file that is there fails on the file as the script sees it."""
+        return original(self._choose(file, mode), mode, *args, **kwargs)
+
+    def _choose(self, file: Any, mode: str) -> Any:
+        """The file to open. An "x" for a file that is there fails on the file as the script sees it."""
         if any(letter in mode for letter in "wax+") and not ("x" in mode and os.path.lexists(file)):
-            return original(self.path_to_write(file, keep="w" not in mode), mode, *args, **kwargs)
-        return original(self.path_to_read(file), mode, *args, **kwargs)
+            return self.path_to_write(file, keep="w" not in mode)
+        return self.path_to_read(file)
 
     def _os_open(self, original: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
         if flags & _WRITE_FLAGS and not (flags & os.O_EXCL and os.path.lexists(path)):
@@ -135,6 +148,23 @@ class Overlay:
     def _link(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         source = self.path_to_read(src) if original.__name__ == "link" else src
         original(source, self.path_to_write(dst, keep=False), *args, **kwargs)
+
+
+def _make_file_io(choose: Callable[[Any, str], Any]) -> type[io.FileIO]:
+    """A FileIO that opens the file of `choose`. A FileIO that `open` makes is an instance of it, too."""
+
+    original = io.FileIO
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return type.__instancecheck__(original if cls is FileIO else cls, instance)
+
+    class FileIO(original, metaclass=Kind):  # type: ignore[misc, valid-type]
+        def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            super().__init__(choose(file, mode), mode, *args, **kwargs)
+
+    functools.update_wrapper(FileIO, original, updated=())
+    return FileIO
 
 
 class _MergedScan(contextlib.ExitStack):

@@ -63,7 +63,7 @@ def run(
         os._exit(0)  # a forked child that ran on to the end of the script
     failure = failure or session.failure
     if failure is not None:
-        explained = explain(failure, job.device)
+        explained = explain(failure, job.device, writes_confined=session.writes_confined)
         if explained is failure:
             raise failure
         raise explained from failure
@@ -121,7 +121,8 @@ def _check_measured_enough(session: Session) -> None:
     if session.engine is None:
         raise script_error(
             "it ended and never called deepspeed.initialize",
-            hint="a trial runs a script that trains: is an argument missing after --, or --kind wrong?",
+            hint="is an argument missing after --? A script without DeepSpeed needs engine, *_ = deepspeed.initialize("
+            "model=model, optimizer=optimizer, config=…), then engine.backward(loss) and engine.step()",
         )
     if steps <= job.steps.warmup:
         raise script_error(

@@ -10,17 +10,21 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ...system.host import cache_folder
+from ...system.landlock import confine_writes
 from ...system.processes import temporary_folder
+from ..job import RankJob
 from ..patching import declare, declare_all
 from .data import iter_tensors
 from .overlay import Overlay
 from .session import Session
+from .user_errors import WRITABLE
 
 # Experiment trackers, by their own switches.
 _TRACKERS_OFF = {
@@ -53,10 +57,13 @@ _FILE_SAVES = (
     declare("safetensors.torch.save_file", _NOT_SAVED),
     declare("safetensors.torch.save_model", _NOT_SAVED),
     declare("safetensors.numpy.save_file", _NOT_SAVED),
+    declare("safetensors.serialize_file", _NOT_SAVED),  # libraries import `save_file` under names of their own
 )
+_TOKENIZER_SAVE = declare("tokenizers.Tokenizer.save", "its Rust code writes the file itself")
 # Libraries in C open files by path and bypass the overlay.
 _SQLITE = declare("sqlite3.connect", "a database of the script is a copy of its own")
 _ARROW = declare("pyarrow.memory_map", "a file that the script wrote is read where it was redirected")
+_LMDB = declare("lmdb.open", "it writes a lock file, also beside data that are only read")
 _WANDB = declare("wandb.init", 'mode="online" in a script overrides the environment')
 
 
@@ -65,8 +72,10 @@ def install(session: Session) -> Overlay:
 
     Saves are no part of training. Small files are written to the overlay, where the script finds them again. Large
     files are empty there, and so are the folders of checkpoints: a script may go on with them, for example copy them.
+    What bypasses the overlay is refused by the kernel, if it can; `session.writes_confined` tells. CUDA must be
+    initialised before, if it is needed: its setuid helper nvidia-modprobe gains no privileges any more.
     """
-    job, scratch, home = session.job, Path(session.job.scratch), Path.home()
+    scratch = Path(session.job.scratch)
     temporary, link = scratch / "tmp", temporary_folder(os.getpid())
     temporary.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
@@ -79,15 +88,40 @@ def install(session: Session) -> Overlay:
     for patch in _FILE_SAVES:
         with contextlib.suppress(ImportError):  # safetensors may be missing
             patch.wrap(_skip_large_file, session, everywhere=True)
-    caches = (*(os.environ.get(name) for name in _CACHES), home / ".cache", home / ".triton", home / ".nv")
-    free = (job.scratch, job.folder, job.swap, link, *caches, "/dev", "/proc", "/sys", sys.prefix)
+    free = tuple(_free_folders(session.job, str(link)))
+    session.writes_confined = confine_writes(free)
     # A rank of another node reads what rank 0 wrote into a folder of the cluster, such as prepared data.
-    overlay = Overlay(job.shared_folder / "written", tuple(str(folder) for folder in free if folder))
+    overlay = Overlay(session.job.shared_folder / "written", free)
     overlay.install()
     when_imported("sqlite3", lambda: redirect_databases(overlay))
     when_imported("pyarrow", lambda: _ARROW.wrap(_open_chosen, overlay.path_to_read, everywhere=True))
+    when_imported("tokenizers", lambda: redirect_tokenizers(overlay))
+    when_imported("lmdb", read_lmdb_unlocked)
     when_imported("wandb", disable_wandb)
     return overlay
+
+
+def _free_folders(job: RankJob, link: str) -> Iterator[str]:
+    """The folders in which a script may write, each also by its real path: the trial's own, caches, and the system's.
+
+    Missing caches are made: where the kernel refuses writes, nobody could make them later. Links in them count as well.
+    """
+    home = Path.home()
+    at_home = (".cache", ".triton", ".nv") if job.device == "cuda" else (".cache",)
+    named = [folder for name in _CACHES if (folder := os.environ.get(name))]
+    named += [str(cache_folder()), *(str(home / name) for name in at_home)]
+    caches = [os.path.join(job.source.folder or "", folder) for folder in named]
+    for folder in caches:
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+    places = ("*", "huggingface/*", "torch/*")
+    below = [str(path) for folder in caches for place in places for path in Path(folder).glob(place)]
+    given = filter(None, os.environ.get(WRITABLE, "").split(os.pathsep))
+    trials = (job.scratch, job.folder, str(job.shared_folder), job.swap, link)
+    system = ("/dev", "/proc", "/sys", sys.prefix)
+    for path in filter(None, (*trials, *caches, *filter(os.path.islink, below), *given, *system)):
+        yield path
+        yield os.path.realpath(path)
 
 
 def redirect_databases(overlay: Overlay) -> None:
@@ -104,6 +138,24 @@ def redirect_databases(overlay: Overlay) -> None:
         return overlay.path_to_read(path) if is_large else overlay.path_to_write(path, keep=True)
 
     _SQLITE.wrap(_open_chosen, choose, everywhere=True)
+
+
+def redirect_tokenizers(overlay: Overlay) -> None:
+    """Let a tokenizer write its file where the script finds it again."""
+
+    def save(original: Any, tokenizer: Any, path: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(tokenizer, overlay.path_to_write(path, keep=False), *args, **kwargs)
+
+    _TOKENIZER_SAVE.wrap(save)
+
+
+def read_lmdb_unlocked() -> None:
+    """Let `lmdb.open(…, readonly=True)` do without its lock file, which the kernel would refuse."""
+
+    def open_unlocked(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **({**kwargs, "lock": False} if kwargs.get("readonly") else kwargs))
+
+    _LMDB.wrap(open_unlocked)
 
 
 def disable_wandb() -> None:

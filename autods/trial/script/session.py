@@ -38,8 +38,9 @@ class Session:
     """Measures one script in one rank. The engine's hooks call it at each event, on every rank alike.
 
     `observer` gets each phase, and holds the rank's meter. `leave` ends the rank at once, with a result or an error.
-    `stand_ins` collects uses of a GPU that a CPU rank skips. A library's integration replaces `config` before the
-    script starts. `failure` is what a call of the engine raised: a script that catches it does not train any further.
+    `stand_ins` collects uses of a GPU that a CPU rank skips. `writes_confined`: the kernel refuses the script's writes
+    outside the trial's folders. A library's integration replaces `config` before the script starts. `failure` is what
+    a call of the engine raised: a script that catches it does not train any further.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Session:
         self.batches = Batches()
         self.traffic = Traffic(lambda: None)  # counts calls and bytes; no step measures their seconds
         self.stand_ins: list[str] = []
+        self.writes_confined = False
         self.steps = 0  # optimizer steps so far
         self.engine: Any = None
         self.failure: BaseException | None = None

@@ -7,6 +7,7 @@ import importlib.metadata
 import linecache
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 import traceback
@@ -29,6 +30,8 @@ _NO_CUDA = re.compile(
     r"|No GPUs? (?:was |were )?(?:found|available)|No supported gpu backend|accelerator device when none is available",
     re.IGNORECASE,
 )
+WRITABLE = "AUTODS_WRITABLE"  # a variable with further folders in which the user lets a script write
+_REFUSED = re.compile(r"permission denied|os error 13\b|errno[ =:]*13\b", re.IGNORECASE)
 _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|required)\b", re.IGNORECASE)
 _LOG_BYTES, _LOG_LINES, _QUOTED_CHARS = 4096, 12, 200  # what is read and quoted of the end of a log
 
@@ -89,8 +92,11 @@ def cause_of_exit(error: BaseException, engine_failure: BaseException | None) ->
     return cause if isinstance(cause, Exception) else error
 
 
-def explain(error: BaseException, device: Device) -> BaseException:
-    """An error in the user's terms where the exception alone does not tell enough; else the exception itself."""
+def explain(error: BaseException, device: Device, *, writes_confined: bool = False) -> BaseException:
+    """An error in the user's terms where the exception alone does not tell enough; else the exception itself.
+
+    `writes_confined`: the kernel refuses the script's writes outside the trial's folders.
+    """
     place = find_raiser(error)
     code = "" if place is None else place.code
     divides_by_gpus = isinstance(error, ZeroDivisionError) and "device_count" in code
@@ -98,6 +104,9 @@ def explain(error: BaseException, device: Device) -> BaseException:
         case Exception() if device == "cpu" and (divides_by_gpus or _NO_CUDA.search(str(error))):
             problem = f"needs CUDA, and --device cpu has none: {str(error).splitlines()[0]}"
             hint = "use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda"
+        case Exception() if writes_confined and (line := _find_refusal(error)):
+            problem = f"it may write only in the trial's own folders and in caches: {line}"
+            hint = f"leave this write out of a trial, or allow folders: {WRITABLE}=FOLDER:FOLDER autods …"
         case EOFError() | ValueError() if "EOF when reading a line" in str(error) or "sys.stdin" in code:
             # Standard input is empty. The script reads it directly, or through a parser of JSON or YAML.
             problem = "it waits for input, and a trial has no terminal"
@@ -118,6 +127,16 @@ def explain(error: BaseException, device: Device) -> BaseException:
         case _:
             return error
     return script_error(problem, hint=hint, at=place)
+
+
+def _find_refusal(error: BaseException) -> str | None:
+    """The line of an error, or of the output of a program that failed, which tells that permission was denied."""
+    texts = [str(error)]
+    if isinstance(error, subprocess.CalledProcessError):
+        output = error.stderr or error.output or ""
+        texts += [output.decode(errors="replace") if isinstance(output, bytes) else str(output), last_log_line()]
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return next((line[:_QUOTED_CHARS] for line in lines if _REFUSED.search(line)), None)
 
 
 def _explain_import(error: ImportError) -> tuple[str, str] | None:

@@ -1,8 +1,10 @@
 """A loop of its own: `config=` is a dict, its own optimizer and schedule, evaluation and files between the steps."""
 
+import ctypes
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 
@@ -12,6 +14,7 @@ from helper import build
 from torch.utils.data import DataLoader
 
 BATCH, ACCUMULATION, PAUSE_S = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+BESIDE_PYTHON = "beside-python" in sys.argv  # also write by C code and by a program
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": ACCUMULATION,
@@ -44,9 +47,18 @@ def main():
                     copy = f"results/best{os.environ['RANK']}.pt"
                     shutil.copyfile("results/best.pt", copy)
                     assert torch.load(copy).keys() == engine.module.state_dict().keys()
+                    if BESIDE_PYTHON:
+                        write_beside_python()
                     engine.save_checkpoint("results", tag="last")
                     with open("results/last/step.txt", "w") as note:
                         note.write(str(done))
+
+
+def write_beside_python():
+    libc = ctypes.CDLL(None)
+    assert libc.creat(b"numbers.json", 0o644) == libc.unlink(b"own.json") == libc.truncate(b"helper.py", 0) == -1
+    assert subprocess.run(["sh", "-c", "echo > numbers.json; rm own.json; touch new"]).returncode
+    subprocess.run(["sh", "-c", 'cp numbers.json "$TMPDIR/copy$RANK"'], check=True)
 
 
 def evaluated(engine, data):

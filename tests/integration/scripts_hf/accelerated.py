@@ -20,6 +20,8 @@ def main():
     accelerator = Accelerator(deepspeed_plugin=plugin)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2))
+    if asked.save:
+        model.save_pretrained(asked.save)
     dummy = asked.dummy or "optimizer" in config
     optimizer = (DummyOptim if dummy else torch.optim.AdamW)(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 128, (512, 32), generator=torch.Generator().manual_seed(0))

@@ -171,3 +171,40 @@ def test_a_database_is_a_copy_of_the_script(run):
     assert sqlite3.connect("runs.db").execute("select x from t").fetchall() == [(7,)]
     assert sqlite3.connect(":memory:").execute("select 1").fetchall() == [(1,)]
     """)
+
+
+def test_other_ways_to_open_a_file_write_no_file_either(run):
+    """The standard library has names of its own for `open`, and opens files by a class."""
+    run("""
+    import bz2, io, tarfile
+    with tarfile.open("best.tar", "w") as tar:
+        tar.add("data.txt")
+    tarfile.open("best.tar").extract("data.txt", "old", filter="data")
+    assert Path("old/data.txt").read_text() == "one\\n"
+    bz2.open("data.bz2", "wt").write("two")
+    with io.FileIO("data.txt", mode="a") as raw:
+        raw.write(b"three")
+    assert io.FileIO("data.txt").read() == b"one\\nthree" and bz2.open("data.bz2", "rt").read() == "two"
+    """)
+
+
+def test_files_are_of_the_class_that_opens_them(run):
+    run("""
+    import io
+    class Own(io.FileIO): pass
+    raw = open("data.txt", "rb", buffering=0)
+    assert isinstance(raw, io.FileIO) and isinstance(raw, io.RawIOBase) and not isinstance(raw, Own)
+    assert isinstance(Own("data.txt"), io.FileIO) and isinstance(io.FileIO("data.txt"), io.RawIOBase)
+    """)
+
+
+def test_a_tokenizer_is_saved_and_not_on_the_disk(run):
+    pytest.importorskip("tokenizers")
+    run("""
+    from tokenizers import Tokenizer, models
+    from autods.trial.script.sandbox import redirect_tokenizers
+    redirect_tokenizers(overlay)
+    os.makedirs("out")
+    Tokenizer(models.BPE()).save("out/tokenizer.json"), Tokenizer(models.BPE()).save("tokenizer.json")
+    assert json.loads(Path("out/tokenizer.json").read_text())["model"]["type"] == "BPE"
+    """)

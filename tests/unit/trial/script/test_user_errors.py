@@ -127,3 +127,26 @@ def test_folders_with_installed_packages_are_not_the_user_s(tmp_path):
     folders = library_folders([str(tmp_path / "site"), str(tmp_path / "project"), "", str(tmp_path / "nowhere")])
     assert f"{tmp_path}/site/" in folders
     assert not any(folder.startswith(f"{tmp_path}/project") for folder in folders)
+
+
+FAILED_PROGRAM = (
+    "import subprocess\n"
+    "subprocess.run('echo touch: out: Permission denied >&2; exit 1', shell=True, check=True, capture_output=True)"
+)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise PermissionError(13, 'Permission denied', 'out.h5')",
+        "raise OSError('Unable to create file (unable to open file: errno = 13, flags = 13)')",
+        "raise RuntimeError('I/O error: x (os error 13)')",
+        FAILED_PROGRAM,
+    ],
+)
+def test_a_write_that_the_kernel_refused_tells_how_to_allow_it(tmp_path, code):
+    error = raise_in(tmp_path, code)
+    explained = explain(error, "cpu", writes_confined=True)
+    assert explained.problem.startswith("it may write only in the trial's own folders and in caches: ")
+    assert "AUTODS_WRITABLE=FOLDER" in explained.hint
+    assert explain(error, "cpu") is error
