@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import DEFAULT_OPTIMIZER, enabled_half_precision, get_key
+from ..config.deepspeed import DEFAULT_OPTIMIZER, enabled_half_precision, get_key, required_ops
 from .results import Report
 
 DS_CONFIG = "ds_config.json"
@@ -62,13 +62,16 @@ def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
             yield "or", commands["accelerate"]
     if report.on_cpu and script.kind in _NOTES_ON_CPU_RANKS:
         yield "note", _NOTES_ON_CPU_RANKS[script.kind]
+    if report.on_cpu and report.question.stood_in:
+        yield "note", f"on CPU ranks it fails at {', '.join(report.question.stood_in)}; trials did without"
 
 
 def launch_commands(report: Report) -> dict[str, str]:
     """The whole command line of each launcher. `train.py` stands for the user's script where the workload is none.
 
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
-    are GPUs; OMP_NUM_THREADS gives each rank as many threads as it had in trials.
+    are GPUs; OMP_NUM_THREADS gives each rank as many threads as it had in trials; TORCH_EXTENSIONS_DIR has the ops that
+    trials built, which would take minutes again.
     """
     script, per_node = report.question.script, str(report.question.gpus // report.question.nodes)
     rendezvous = ["--standalone"]
@@ -89,6 +92,8 @@ def launch_commands(report: Report) -> dict[str, str]:
     }
     threads = report.question.threads
     environment = "DS_ACCELERATOR=cpu " * report.on_cpu + (f"OMP_NUM_THREADS={threads} " if threads else "")
+    if report.question.ops_folder and required_ops(report.ds_config or {}):
+        environment += f"TORCH_EXTENSIONS_DIR={shlex.quote(report.question.ops_folder)} "
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
 
 

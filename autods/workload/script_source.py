@@ -59,7 +59,9 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
             "is not a workload: it defines no build_model and build_batch, and imports none of deepspeed, "
             "transformers' Trainer, accelerate or Lightning",
             place=str(path),
-            hint="write them (a model.py), give the script that calls deepspeed.initialize, or add --kind script",
+            hint="write them (a model.py), or let the script train with DeepSpeed: "
+            "engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=…), then loss = engine(batch), "
+            "engine.backward(loss), engine.step(); if a package that it uses does so, add --kind script",
         )
     return False  # an incomplete model.py: `check_model_py` reports what is missing
 

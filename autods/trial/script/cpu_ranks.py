@@ -30,12 +30,12 @@ _PARSER_ERROR = declare("argparse.ArgumentParser.error", "a refused command line
 
 
 def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: list[str]) -> None:
-    """Prepare this process for a script. `stand_ins` collects the calls of torch.cuda that do nothing here."""
+    """Prepare this process for a script. `stand_ins` collects its uses of GPUs that a CPU rank does without."""
     if store is not None and job.local_ranks[slot] == 0:
         serve_store(store)
     if job.device == "cpu":
         for patch in _BACKENDS.values():
-            patch.wrap(_replace_nccl, everywhere=True)
+            patch.wrap(_replace_nccl, stand_ins, everywhere=True)
         ignore_cuda_calls(stand_ins)
     _PARSE.wrap(_pass_local_rank, slot)
     _PARSER_ERROR.install(_refuse_arguments)
@@ -46,18 +46,22 @@ def ignore_cuda_calls(stand_ins: list[str]) -> None:
     """Let calls that select a GPU or wait for one do nothing, and note each of them once with its line."""
 
     def ignore(name: str, original: Any, /, *args: Any, **kwargs: Any) -> None:
-        call = f"torch.cuda.{name} ({find_caller()})"
-        if call not in stand_ins:
-            stand_ins.append(call)
+        _note(stand_ins, f"torch.cuda.{name}")
 
     for name, patch in _CUDA_CALLS.items():
         patch.wrap(ignore, name)
 
 
-def _replace_nccl(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _note(stand_ins: list[str], use: str) -> None:
+    if (place := f"{use} ({find_caller()})") not in stand_ins:
+        stand_ins.append(place)
+
+
+def _replace_nccl(stand_ins: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs)
     if "nccl" in str(given.arguments.get("backend")).lower():
         given.arguments["backend"] = "gloo"
+        _note(stand_ins, "nccl")
     given.arguments.pop("device_id", None)
     return original(*given.args, **given.kwargs)
 

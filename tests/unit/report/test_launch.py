@@ -46,6 +46,14 @@ def test_each_rank_gets_the_threads_that_it_had_in_trials():
     assert launch_commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
 
 
+def test_ops_that_trials_built_are_not_built_again():
+    report = scripted()
+    built = replace(report, question=replace(report.question, ops_folder="/my cache/ops"))
+    assert launch_commands(built)["torchrun"].startswith("TORCH_EXTENSIONS_DIR='/my cache/ops' torchrun")
+    without_ops = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    assert launch_commands(replace(built, ds_config=without_ops))["torchrun"].startswith("torchrun")
+
+
 def test_braces_that_are_no_placeholder_stay():
     assert fill_placeholders(('{"a": 1}', "{seed}", "{micro_batch_size}x"), {"micro_batch_size": 4}) == (
         '{"a": 1}',
@@ -160,6 +168,13 @@ def test_accelerate_launches_its_script_without_a_placeholder():
 def test_what_accelerate_makes_of_cpu_ranks_is_said():
     said = dict(launch_lines(scripted("--epochs", "3", kind="accelerate", device="cpu")))
     assert "does not share out the data" in said["note"]
+
+
+def test_a_command_that_needs_gpus_says_so_on_cpu_ranks():
+    report = scripted(device="cpu")
+    report = replace(report, question=replace(report.question, stood_in=("torch.cuda.set_device (train.py:12)",)))
+    note = dict(launch_lines(report))["note"]
+    assert note == "on CPU ranks it fails at torch.cuda.set_device (train.py:12); trials did without"
 
 
 def test_where_nothing_fits_there_is_nothing_to_launch():

@@ -94,6 +94,13 @@ def test_a_file_that_is_no_workload_is_refused(write, text, options, message):
         make_source(write(text), **options)
 
 
+def test_a_training_loop_without_deepspeed_is_told_what_to_add(write):
+    with pytest.raises(InputError) as refused:
+        make_source(write("import torch\nloss.backward()\noptimizer.step()\n"))
+    assert "engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=…)" in refused.value.hint
+    assert "engine.backward(loss), engine.step()" in refused.value.hint
+
+
 def test_arguments_modules_and_named_files_change_the_digest(write, monkeypatch):
     path = write(PLAIN + "import loop\n")
     monkeypatch.chdir(path.parent)
