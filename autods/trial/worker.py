@@ -51,6 +51,7 @@ class Observer:
     training_peaks: dict[str, int] = field(default_factory=dict)
     _build_began_s: float = 0.0
     _init_began_s: float = 0.0
+    _first_step_over: bool = False
 
     def __call__(self, phase: Phase, step: int) -> None:
         now = time.perf_counter()
@@ -64,7 +65,8 @@ class Observer:
             self.training_peaks = self.meter.allocator()
         elif phase == "save":
             self.training_peaks |= self.meter.leave_device()
-        if (phase != self.phase and self.phase in _ONCE) or (self.step, step) == (0, 1):
+        if (phase != self.phase and self.phase in _ONCE) or (step and not self._first_step_over):
+            self._first_step_over = step > 0
             self.meter.settle()
         self.touch(phase, step)
 

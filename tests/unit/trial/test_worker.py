@@ -63,5 +63,6 @@ def test_the_meter_settles_after_each_part_that_happens_once() -> None:
         for phase in PHASES[4:7]:  # forward, backward, step
             observer(phase, step)
         settled[f"step {step}"] = meter.settled
+        observer.touch("evaluate", step + 1)  # a script evaluates between its steps
     board.close()
     assert settled == {"rendezvous": 0, "build": 1, "init": 2, "step 0": 3, "step 1": 4, "step 2": 4}
