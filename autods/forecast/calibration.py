@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..types import Fit, Outcome, OutOfMemory
 from .allocator import replay
 from .memory_model import Overheads, compute_rank_memory, read_overheads
-from .values import EngineSpec, Ratios, Simulation
+from .values import EngineSpec, Interval, Ratios, Simulation
 
 # Weights in samples of prior beliefs:
 _WEIGHT_OF_ZERO = 1.0  # the simulation is right
@@ -22,6 +22,7 @@ _WIDTH = 2.0  # standard errors each way: about 95 %
 class Observation:
     """A trial's peak on the device, of a card the allocator's part of it, and its forecast before calibration.
 
+    `beside_bytes` is the other part: the CUDA context, NCCL and kernels.
     `at_least` means that the trial ran out of memory, so that the true peak is larger. Such a peak counts only if it
     contradicts the forecast.
     """
@@ -30,6 +31,7 @@ class Observation:
     predicted_bytes: int
     measured_bytes: int
     at_least: bool = False
+    beside_bytes: int | None = None
 
     @property
     def error(self) -> float:
@@ -42,6 +44,7 @@ class Calibration:
     """The errors of a machine's forecasts, as logarithms of measured over predicted bytes.
 
     `spread` is the standard error of one forecast, and `least` the smallest half-width.
+    `beside` has the bytes that cards hold beside torch's allocator, from the least to the most of the trials.
     `mean` is the machine's error. `rungs` has that of each rung with trials, shrunk towards the machine's.
     """
 
@@ -49,6 +52,7 @@ class Calibration:
     least: float
     mean: float = 0.0
     rungs: Mapping[str, float] = field(default_factory=dict)
+    beside: Interval | None = None
 
     def ratios(self, rung: str) -> Ratios:
         error = self.rungs.get(rung, self.mean)
@@ -60,8 +64,12 @@ def calibrate_forecast(
     spec: EngineSpec, observations: Iterable[Observation], overheads: Overheads | None = None
 ) -> Calibration:
     """Return the calibration of a machine with this kind of device after its trials."""
-    overheads = overheads or read_overheads()
-    return fit_calibration(observations, spread=overheads.spread[spec.device], least=overheads.least[spec.device])
+    overheads, trials = overheads or read_overheads(), tuple(observations)
+    calibration = fit_calibration(trials, spread=overheads.spread[spec.device], least=overheads.least[spec.device])
+    sizes = [trial.beside_bytes for trial in trials if trial.beside_bytes is not None]
+    if not sizes:
+        return calibration
+    return replace(calibration, beside=Interval(low_bytes=min(sizes), peak_bytes=max(sizes), high_bytes=max(sizes)))
 
 
 def fit_calibration(observations: Iterable[Observation], *, spread: float, least: float) -> Calibration:
@@ -99,7 +107,7 @@ def observe_trial(
     """Return the device's peak with its forecast; None when the trial does not show it.
 
     `spec` and `simulation` are those of the config that the trial ran. On CUDA both are what torch's allocator reserved
-    within the limit, which may be more than the trial needed: the forecast adds what lies outside without correction.
+    within the limit, which may be more than the trial needed: the forecast adds what lies beside it.
     """
     need = compute_rank_memory(spec, simulation, overheads or read_overheads(), expandable=expandable)
     predicted, outside = need.device.peak_bytes, need.outside_allocator
@@ -114,7 +122,12 @@ def observe_trial(
                 limited = replay(trace, expandable=expandable, limit_bytes=limit - beside_tensors)
                 if limited.ran_out is None:
                     predicted = max(limited.peak_reserved_bytes, need.live_bytes) + beside_tensors
-            return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=measured)
+            return Observation(
+                rung=spec.rung,
+                predicted_bytes=predicted,
+                measured_bytes=measured,
+                beside_bytes=None if card is None else use.peak_bytes - measured,
+            )
         case OutOfMemory(tier="device", limit_bytes=int(limit)):
             least = max(0, limit - outside.high_bytes)
             return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=least, at_least=True)

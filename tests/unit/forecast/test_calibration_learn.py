@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from autods.forecast.calibration import calibrate_forecast, observe_trial
 from autods.forecast.memory_model import read_overheads
-from autods.forecast.values import EngineSpec, Simulation, Trace
+from autods.forecast.values import EngineSpec, Interval, Simulation, Trace
+from autods.forecast.verdict import judge_memory
 from autods.types import CardUse, Failed, Fit, OutOfMemory, TierUse, Timing
 
 MIB = 2**20
@@ -68,6 +69,19 @@ def test_a_cuda_trial_is_compared_with_bytes_reserved_in_its_limit() -> None:
     assert small is not None
     assert large.predicted_bytes - small.predicted_bytes == 300 * MIB
     assert (large.measured_bytes, small.measured_bytes) == (740 * MIB, 440 * MIB)
+
+
+def test_bytes_beside_the_allocator_are_those_that_trials_measured() -> None:
+    cuda = replace(ASK, device="cuda")
+    pairs = [observe_trial(cuda, SIMULATED, fit(440, beside=beside)) for beside in (1000, 1200)]
+    calibration = calibrate_forecast(cuda, [pair for pair in pairs if pair is not None])
+    assert calibration.beside == Interval(low_bytes=1000 * MIB, peak_bytes=1200 * MIB, high_bytes=1200 * MIB)
+    without = replace(calibration, beside=None)
+    measured, stated = (
+        judge_memory(cuda, SIMULATED, limits={}, calibration=each).memory["device"] for each in (calibration, without)
+    )
+    assert measured.peak_bytes - stated.peak_bytes == (1200 - 480 - 600) * MIB  # stated: the context and NCCL
+    assert calibrate_forecast(cuda, ()).beside is None
 
 
 def test_a_full_card_says_what_its_allocator_needed_at_least() -> None:
