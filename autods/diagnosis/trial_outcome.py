@@ -225,7 +225,7 @@ def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
     notes: tuple[str, ...] = ()
     if row.tier == "device":
         shortage = parse_shortage(cause.text)
-        if cause.idle_bytes is not None:  # the allocator's own figure
+        if shortage.idle_bytes is None:  # less exact: the error has freed tensors by now
             shortage = replace(shortage, idle_bytes=cause.idle_bytes)
         notes = shortage.notes()
     if "ValidationError" in cause.types and (match := _PYDANTIC_ERROR.search(cause.message)):

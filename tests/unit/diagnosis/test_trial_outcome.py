@@ -140,6 +140,18 @@ def test_fragmentation_is_reported_with_its_setting():
     assert "expandable_segments:True" in outcome.advice
 
 
+def test_tensors_freed_by_the_error_are_no_fragmentation():
+    message = (
+        "CUDA out of memory. Tried to allocate 1.25 GiB. GPU 1 has a total capacity of 8.00 GiB of which 6.25 GiB is "
+        "free. Of the allocated memory 1.25 GiB is allocated by PyTorch, and 1.94 MiB is reserved by PyTorch but "
+        "unallocated."
+    )
+    said = evidence(0, 1.0, device="cuda", types=("OutOfMemoryError",), message=message, idle_bytes=2 * GIB)
+    outcome = explain_failure([said])
+    assert isinstance(outcome, OutOfMemory)
+    assert "fragmentation" not in outcome.advice
+
+
 def test_a_failed_build_names_its_op():
     said = evidence(0, 1.0, types=("RuntimeError",), message="Error building extension 'cpu_adam'")
     outcome = explain_failure([said])
