@@ -16,6 +16,7 @@ from ..units import format_bytes
 
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
+_LOST = 15  # NVML_ERROR_GPU_IS_LOST
 # From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
 _COMPUTES_BF16 = (8, 0)
 
@@ -159,10 +160,11 @@ def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
     whole: list[Any] = []
     slices: list[Any] = []
     for name in (part.strip() for part in names):
-        find = api.nvmlDeviceGetHandleByIndex if name.isdigit() else api.nvmlDeviceGetHandleByUUID
         try:
-            handle = find(int(name) if name.isdigit() else name)
-        except api.NVMLError:
+            handle = api.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else _find_by_uuid(api, name)
+        except api.NVMLError as error:
+            if error.value == _LOST:
+                raise
             break
         if name.startswith("MIG-"):
             return iter([handle])
@@ -173,6 +175,18 @@ def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
         else:
             whole.append(handle)
     return iter(whole or slices[:1])
+
+
+def _find_by_uuid(api: Any, name: str) -> Any:
+    """Return the handle of a UUID, or of its beginning where no other card has the same, as CUDA takes it."""
+    try:
+        return api.nvmlDeviceGetHandleByUUID(name)
+    except api.NVMLError:
+        cards = [api.nvmlDeviceGetHandleByIndex(index) for index in range(api.nvmlDeviceGetCount())]
+        named = [card for card in cards if (_text(api.nvmlDeviceGetUUID(card)) or "").startswith(name or "-")]
+        if len(named) != 1:
+            raise
+        return named[0]
 
 
 def _read_card(api: Any, handle: Any) -> Card:

@@ -25,6 +25,7 @@ class FakeCard:
     pids: tuple[int, ...] = ()
     slices: list[FakeCard | None] | None = None
     knows_mig: bool = True
+    lost: bool = False
     capability: tuple[int, int] | None = (9, 0)
 
 
@@ -67,6 +68,8 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeCard:
         if not 0 <= index < len(self.cards):
             raise NVMLError("Invalid Argument", 2)
+        if self.cards[index].lost:
+            raise NVMLError("GPU is lost", 15)
         return self.cards[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeCard:

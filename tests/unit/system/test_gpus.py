@@ -34,6 +34,19 @@ def test_cuda_visible_devices_is_honoured_as_cuda_does(visible: str | None, indi
     assert not nvml.open
 
 
+def test_the_beginning_of_a_uuid_names_the_card_if_it_is_unique() -> None:
+    nvml = FakeNvml([FakeCard(uuid="GPU-8932f937-d72c"), FakeCard(uuid="GPU-8a11c2d0-02fb")])
+    assert [card.index for card in read_nvml("GPU-8a,GPU-8932f937", nvml).cards] == [1, 0]
+    assert uuids_to_indices("GPU-8a", nvml) == "1"
+    assert read_nvml("GPU-8", nvml).cards == ()
+
+
+def test_a_lost_card_is_a_problem_and_no_end_of_the_list() -> None:
+    nvml = FakeNvml([FakeCard(uuid="GPU-a", lost=True), FakeCard(uuid="GPU-b")])
+    assert read_nvml(None, nvml).problem == "NVML: GPU is lost"
+    assert read_used_bytes(None, nvml) is None
+
+
 def test_a_cards_memory_excludes_the_drivers_reserve() -> None:
     nvml = FakeNvml([FakeCard(name="H100", total_bytes=79 * GIB, reserved_bytes=GIB // 2)])
     (card,) = read_nvml(None, nvml).cards
