@@ -56,7 +56,9 @@ _ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-_ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() must not initialise CUDA before the fork
+# Neither torch nor DeepSpeed may initialise CUDA before the fork. DeepSpeed counts the cards to find its accelerator,
+# and torch cannot count a MIG slice without CUDA. Older releases of DeepSpeed ask the card for its capability, too.
+_ON_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda", "DS_IGNORE_CUDA_DETECTION": "1"}
 _CUDA_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order; CUDA's default puts the fastest GPU first
     "NCCL_DEBUG": "WARN",  # else NCCL does not report why it failed, for example that memory ran out

@@ -76,10 +76,13 @@ def preload() -> None:
 
     torch.set_num_threads(1)  # a parent that ran a parallel OpenMP region makes children with threads hang
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # CPU ranks stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if get_accelerator().device_name() == "cpu":
+        # They stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
+        # CUDA ranks have no such op, and this access looks at all ops, which can initialise CUDA.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for name in _LATE:
         with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
             importlib.import_module(name)
