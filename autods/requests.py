@@ -192,6 +192,13 @@ class TrialRequest(WorkloadRequest):
     config: PathText = _option(
         "Search", "How hard to try: quick, default, thorough or a FILE.toml.", "NAME", value="default"
     )
+    stall_limit: Duration | None = _option(
+        "Search",
+        "Silence of all ranks in a step that counts as a hang: 90s, 20m, 2h. A longer one lengthens the limits of "
+        "building, checkpoints and the whole trial in proportion; large models have more by their bytes.",
+        "TIME",
+        default="the config's",
+    )
     forecast: Switch = _option(
         "Search", "Forecast first; --no-forecast tries every rung, even those that cannot fit.", value=True
     )

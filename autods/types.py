@@ -11,7 +11,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
 TIERS_OF_A_NODE: tuple[Tier, ...] = ("host", "nvme")  # the others are a rank's
 # The activity of a rank. The order is that of a trial; the heartbeat stores the index.
 Phase = Literal[
-    "start", "rendezvous", "build", "init", "forward", "backward", "step", "evaluate", "save", "load", "done"
+    "start", "rendezvous", "build", "init", "compile", "forward", "backward", "step", "evaluate", "save", "load", "done"
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 FailureKind = Literal[

@@ -80,12 +80,22 @@ class TuneLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimits:
-    """Seconds after which a trial counts as stuck. `init_s` replaces `stall_s` while it builds and initialises."""
+    """Seconds after which a trial counts as stuck. `init_s` replaces `stall_s` while it builds and initialises.
+
+    They hold for small models; `runner.time_limits` adds seconds for the bytes of a large one.
+    """
 
     stall_s: float
     init_s: float
     wall_s: float
     build_s: float
+
+    def allow_silence(self, stall_s: float) -> TimeLimits:
+        """Return the limits with this `stall_s`; a longer one lengthens the others in proportion."""
+        longer = max(1.0, stall_s / self.stall_s)
+        return TimeLimits(
+            stall_s=stall_s, init_s=longer * self.init_s, wall_s=longer * self.wall_s, build_s=longer * self.build_s
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

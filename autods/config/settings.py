@@ -211,6 +211,9 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
             problem = f"--stop {request.stop!r} is neither first-fit nor fastest"
             raise InputError(problem, hint="give --stop first-fit or fastest")
         profile = replace(profile, race=replace(profile.race, stop=cast(Stop, request.stop)))
+    if request.stall_limit is not None:
+        stall_s = _parse_time(request.stall_limit, "--stall-limit")
+        profile = replace(profile, limits=profile.limits.allow_silence(stall_s))
     rungs = select_ladder(request, profile.ladder)
     kind = resolve_device(request.device, hardware)
     nodes = check_nodes(request.nodes, request.address)
@@ -262,11 +265,16 @@ def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None
     """Return the profile's budget, with the limits that the request gives."""
     if trials is not None and trials < 1:
         raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
-    try:
-        seconds = budget.seconds if time is None else parse_seconds(str(time))
-    except ValueError as error:
-        raise InputError(f"--max-time {error}", hint="give a time such as 90s, 20m or 2h") from None
+    seconds = budget.seconds if time is None else _parse_time(time, "--max-time")
     return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
+
+
+def _parse_time(time: str | float, option: str) -> float:
+    """Return the seconds. Raises InputError that names the option."""
+    try:
+        return parse_seconds(str(time))
+    except ValueError as error:
+        raise InputError(f"{option} {error}", hint="give a time such as 90s, 20m or 2h") from None
 
 
 def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...]) -> tuple[Rung, ...]:

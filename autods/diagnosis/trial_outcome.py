@@ -72,7 +72,8 @@ class HostUsage:
 class Evidence:
     """How one rank ended: by an exception (`types`, `message`), by a signal or exit code (`exit`), or `lost`.
 
-    `exit` is negative for a signal, as in `subprocess`. `lost` is 'stuck', 'stopped' or 'wall limit'.
+    `exit` is negative for a signal, as in `subprocess`. `lost` is 'stuck', 'stopped' or 'wall limit', and
+    `lost_after_s` the limit that was passed.
     `types` are the exception's class and its bases. `causes` are type and message of the exceptions that it was raised
     from, the nearest first. `contract` is the part of the workload contract that was broken. `idle_bytes` are reserved
     by the device's allocator without a tensor in them.
@@ -86,6 +87,7 @@ class Evidence:
     limit_bytes: int | None = None
     exit: int | None = None
     lost: str | None = None
+    lost_after_s: float = 0.0
     types: tuple[str, ...] = ()
     message: str = ""
     traceback: str = ""
@@ -245,11 +247,12 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
             text = "the process was stopped (SIGSTOP) and not continued"
             return Verdict("infrastructure", "retry", text, "find out who stops it")
         case Evidence(lost="wall limit"):
-            text = "the trial took longer than the wall limit"
-            return Verdict("infrastructure", "retry", text, "raise limits.wall_s")
+            text = f"the trial took longer than {cause.lost_after_s:.0f} s, the limit for its size"
+            return Verdict("infrastructure", "retry", text, "--stall-limit raises it, too")
         case Evidence(lost=str()):
-            text = f"no rank moved for the stall limit; this rank's last heartbeat was in {cause.phase}"
-            return Verdict("communication", "retry", text, "its stack is at the end of its log")
+            text = f"no rank moved for {cause.lost_after_s:.0f} s; this rank's last heartbeat was in {cause.phase}"
+            advice = "its stack is at the end of its log; where it was only slow, --stall-limit allows more"
+            return Verdict("communication", "retry", text, advice)
         case Evidence(signal_name="SIGKILL"):
             return _verdict_on_sigkill(cause)
         case Evidence(signal_name=str(name)):

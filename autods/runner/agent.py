@@ -39,7 +39,8 @@ from .protocol import (
 )
 from .zygote import remove_folders
 
-_CLOSE_S = 2.0  # a zygote whose connection was closed ends at once
+_CLOSE_S = 10.0  # a zygote whose connection was closed ends at once, unless it runs a job or waits for a file
+_STRAYS_S = 2.0
 
 
 class NodeAgent:
@@ -67,6 +68,7 @@ class NodeAgent:
         self.zygote: ZygoteProcess | None = None
         self.heartbeat = Heartbeat()
         self.job_number = 0  # of the running job; 0: none runs
+        self.job: RankJob | None = None  # that runs
         self.sending = threading.Lock()  # an abort that is meant for one job must not follow the next job's line
 
     def describe(self, address: str) -> NodeDescription:
@@ -113,7 +115,7 @@ class NodeAgent:
         assert self.zygote is not None
         self.heartbeat, host = Heartbeat(), HostMonitor.begin()
         with self.sending:
-            self.job_number = number
+            self.job_number, self.job = number, job
             self.zygote.send(job.to_json().encode())
         try:
             while (message := self.zygote.receive()) is not None:
@@ -122,7 +124,7 @@ class NodeAgent:
                 assert isinstance(message, Heartbeat)
                 self.heartbeat = message
         finally:
-            self.job_number = 0
+            self.job_number, self.job = 0, None
         death = self._bury_zygote()
         remove_folders(job)  # not before the ranks that work in them are gone
         return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
@@ -139,17 +141,18 @@ class NodeAgent:
                 zygote.send(ABORT)
 
     def stop(self) -> None:
-        """End the zygote and everything below it."""
+        """End the zygote and everything below it. A zygote that runs a job removes its swap files before it ends."""
+        job = self.job
         if (zygote := self.zygote) is not None:
-            zygote.close()
-        processes.kill_children(2.0)
+            zygote.close(_CLOSE_S if job is None else _CLOSE_S + job.end_s)
+        processes.kill_children(_STRAYS_S)
 
     def _bury_zygote(self) -> ZygoteDied:
         """Reap the zygote. Its ranks die with it; processes that hid from it became our children."""
         assert self.zygote is not None
         code = self.zygote.close()
         self.zygote = None
-        processes.kill_children(2.0)
+        processes.kill_children(_STRAYS_S)
         return ZygoteDied(how=f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}")
 
 
@@ -178,15 +181,17 @@ class ZygoteProcess:
         line, _, self.pending = self.pending.partition(b"\n")
         return decode(line)
 
-    def close(self) -> int:
-        """End the zygote with its ranks; return its exit code, negative for a signal."""
+    def close(self, within_s: float = _CLOSE_S) -> int:
+        """End the zygote with its ranks, by SIGKILL after that time; return its exit code, negative for a signal."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         try:
-            code = self.process.wait(_CLOSE_S)
+            code = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            code = self.process.wait()
+            code = -signal.SIGKILL
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a file system that does not answer
+                code = self.process.wait(_STRAYS_S)
         self.connection.close()
         return code
 

@@ -25,8 +25,6 @@ _GRACE_S = 0.05  # after the first failure: time for the other ranks to report t
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
 _STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 _KILL_AGAIN_S = 0.5
-# In these phases ranks may build ops, load weights, read a data set or write a checkpoint: the longer limit holds.
-_SLOW_PHASES = ("start", "rendezvous", "build", "init", "save", "load")
 
 
 @dataclass(slots=True)
@@ -100,21 +98,40 @@ class RankMonitor:
                 rank.beat, rank.changed_s = beat, now
             rank.stopped_s = (rank.stopped_s or now) if processes.is_stopped(rank.pid) else None
             if rank.stopped_s is not None and now - rank.stopped_s > _STOPPED_S:
-                self._give_up([rank], "stopped")
+                self._give_up([rank], "stopped", _STOPPED_S)
                 return
-        is_slow = any(rank.beat.phase in _SLOW_PHASES for rank in ranks)
-        stall_s = self.job.init_s if is_slow else self.job.stall_s
-        if ranks and all(now - rank.changed_s > stall_s for rank in ranks):
-            self._give_up(ranks, "stuck")
-        elif ranks and now - began > self.job.wall_s:
-            self._give_up(ranks, "wall limit")
+        if not ranks:
+            return
+        silence_s = max(self.job.silence_s[rank.beat.phase] for rank in ranks)  # a fast rank waits for a slow one
+        is_silent = all(now - rank.changed_s > silence_s for rank in ranks)
+        if is_silent and any(processes.is_compiling(rank.pid) for rank in ranks):
+            for rank in ranks:
+                rank.changed_s = now
+        elif is_silent:
+            self._give_up(ranks, "stuck", silence_s)
+        elif now - began > self.job.wall_s:
+            self._give_up(ranks, "wall limit", self.job.wall_s)
+
+    def is_overdue(self) -> bool:
+        """Whether ranks that were killed are still there: the kernel cannot end a process that waits for a device."""
+        return self.killed_s is not None and time.monotonic() - self.killed_s > self.job.end_s
+
+    def abandon(self) -> None:
+        """Wait no longer for ranks that do not end."""
+        for pidfd, rank in self.running.items():
+            os.close(pidfd)
+            beat = rank.beat
+            self.exits.append(
+                RankExit(rank=rank.rank, phase=beat.phase, step=beat.step, at_s=beat.at_s, killed_by_us=True)
+            )
+        self.running.clear()
 
     def kill(self, because: str) -> None:
         """End all ranks with their children."""
         self.killed_s, self.killed_because = time.monotonic(), because
         self._kill_all()
 
-    def _give_up(self, suspects: Sequence[RunningRank], because: LostBecause) -> None:
+    def _give_up(self, suspects: Sequence[RunningRank], because: LostBecause, limit_s: float) -> None:
         """Ask all ranks for their stacks, note the suspects as lost, end all ranks.
 
         The diagnosis decides which suspect waits and which one makes the others wait.
@@ -135,6 +152,7 @@ class RankMonitor:
                 step=rank.beat.step,
                 at_s=rank.beat.at_s,
                 lost=because,
+                lost_after_s=limit_s,
                 log_tail=processes.read_tail(self._log_of(rank)),
             )
             for rank in suspects

@@ -98,6 +98,13 @@ def find_failure(results: Sequence[NodeResult], job: RankJob) -> OutOfMemory | F
     failure = _judge_ranks(reports, job)
     for result in results:
         match result:
+            case NodeReport(survivors=str(text)) if text:  # they still hold memory, which spoils further trials
+                failure = Failed(
+                    failure="infrastructure", rank=-1, phase=result.ranks[-1].phase, action="fix_environment",
+                    evidence=f"a killed rank is still there after {job.end_s:.0f} s on {text}",
+                    advice="it waits for a disk, a network file system or a device, see dmesg; restart the node if "
+                    "that does not answer",
+                )  # fmt: skip
             case LoadFailed():  # the user's module could not be imported
                 rank = RankExit(rank=0, phase="build", step=0, at_s=0.0, exit_code=1, error=result.error)
                 failure = explain_failure([evidence_of(rank, job, None)])
@@ -148,6 +155,7 @@ def evidence_of(rank: RankExit, job: RankJob, host: HostUsage | None) -> Evidenc
         limit_bytes=job.limit_bytes,
         exit=rank.exit_code,
         lost=rank.lost,
+        lost_after_s=rank.lost_after_s,
         free_bytes=rank.free_bytes,
         idle_bytes=rank.idle_bytes,
         log_tail=rank.log_tail,

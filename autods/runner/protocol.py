@@ -44,6 +44,7 @@ class RankExit:
     at_s: float
     exit_code: int | None = None  # negative: the signal; None: it was lost before it ended
     lost: LostBecause | None = None
+    lost_after_s: float = 0.0  # the limit that was passed
     killed_by_us: bool = False
     result: Mapping[str, Any] | None = None
     error: RankError = field(default_factory=RankError)  # empty where there was none
@@ -101,7 +102,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """All ranks of a node's part of a job are gone, and so is everything they started."""
+    """All ranks of a node's part of a job are gone, and so is everything they started, but `survivors`."""
 
     kind: Literal["report"] = "report"
     ranks: tuple[RankExit, ...]
@@ -110,6 +111,7 @@ class NodeReport:
     killed_because: str | None = None  # why the watcher ended ranks that did not end by themselves
     swap_bytes: int | None = None
     notes: tuple[str, ...] = ()  # sentences for the user
+    survivors: str = ""  # processes of the ranks that the kernel has not ended, with what they wait for
 
     @property
     def succeeded(self) -> bool:

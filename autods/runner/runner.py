@@ -22,10 +22,11 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
-from ..types import Failed, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
+from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
+from .time_limits import limit_trial, silence_limits
 from .worker_group import WorkerGroup
 
 Survey = tuple[ModelFacts, Mapping[str, str]]  # the facts, and for each missing DeepSpeed op the reason
@@ -64,6 +65,7 @@ class RayRunner:
             room_within_s=_ROOM_WITHIN_S if number else None,
         )
         self.results: Sequence[NodeResult] = ()  # of the last job
+        self.sample_s = 0.0  # that a rank's sample took in the slowest trial so far
 
     def __enter__(self) -> RayRunner:
         if not self.number:
@@ -114,6 +116,8 @@ class RayRunner:
                 tokens_per_sample=self.facts.tokens_per_sample,
                 host_bytes=self.workers.host_memory.total_bytes,
             )
+        if isinstance(outcome, Fit):
+            self.sample_s = max(self.sample_s, max(outcome.step_s) / trial.knobs.train_batch(1))
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
@@ -153,7 +157,7 @@ class RayRunner:
             local_ranks=tuple(range(ranks)),
             micro_batch=micro_batch,
             ds_config={**self._native_config(settings.ladder[0]), "train_micro_batch_size_per_gpu": micro_batch},
-            stall_s=settings.profile.limits.init_s,
+            silence_s=dict.fromkeys(PHASES, settings.profile.limits.init_s),
         )
 
     def training_job(self, trial: Trial, id: int) -> RankJob:
@@ -177,12 +181,16 @@ class RayRunner:
             limit_bytes=settings.device_bytes if trial.limited and settings.is_limited else None,
             seed=settings.seed,
             swap=str(swap) if "async_io" in required_ops(config) else None,
+            **limit_trial(
+                settings.profile.limits, trial, self.facts, config, nodes=settings.nodes, sample_s=self.sample_s
+            ),
         )
 
     def building_job(self, op: str) -> RankJob:
         """Make the job that builds and loads one of DeepSpeed's ops."""
         limit_s = self.settings.profile.limits.build_s
-        return self._make_job("ops", f"build-{op}{self._log_suffix}", ops=(op,), init_s=limit_s, wall_s=limit_s)
+        silence_s = dict.fromkeys(PHASES, limit_s)
+        return self._make_job("ops", f"build-{op}{self._log_suffix}", ops=(op,), silence_s=silence_s, wall_s=limit_s)
 
     def _survey(self) -> Survey:
         job = self.survey_job()
@@ -245,7 +253,7 @@ class RayRunner:
     def _make_job(self, kind: JobKind, name: str, **options: Any) -> RankJob:
         settings, limits = self.settings, self.settings.profile.limits
         folder = settings.out / "logs" / name
-        common: dict[str, Any] = {"stall_s": limits.stall_s, "init_s": limits.init_s, "wall_s": limits.wall_s}
+        common: dict[str, Any] = {"silence_s": silence_limits(limits), "wall_s": limits.wall_s}
         return RankJob(
             job=kind,
             source=settings.source,

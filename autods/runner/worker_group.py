@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from .protocol import Heartbeat, LoadFailed, NodeLost, NodeReport, NodeResult, R
 from .ray_connect import format_ray_error, session
 
 POLL_S = 0.25
-SILENT_S = 30.0  # a node whose agent does not answer for so long is lost
-ABORTED_S = 5.0  # a node that was told to end a job has ended it by then, or is lost
+SILENT_S = 120.0  # a node whose agent does not answer for so long is lost; one that swaps may take a minute
+MARGIN_S = 15.0  # on top of the limits that a node itself keeps
 STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report which rank makes the others wait
-STOP_S = 10.0
+STOP_S = 3.0  # a longer wait for the nodes' last ranks is reported
 _ABORT_AGAIN_S = 0.5
 _HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
 OnProgress = Callable[[Heartbeat], None]
@@ -57,14 +57,36 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class RunningPart:
-    """A node's part of a job: the references of its agent's `run` and of a `progress` that has no answer yet."""
+    """What a node does: the references of a call of its agent and of a `progress` that has no answer yet.
+
+    `within_s` is the longest that it may take, `end_s` the longest after it was told to end.
+    """
 
     node: Node
     run: Any
-    answered_s: float
+    within_s: float
+    end_s: float = 0.0
+    began_s: float = field(default_factory=time.monotonic)
+    answered_s: float = field(default_factory=time.monotonic)
     progress: Any = None
     heartbeat: Heartbeat | None = None
     result: NodeResult | None = None
+
+    @classmethod
+    def of_job(cls, node: Node, job: RankJob, run: Any) -> RunningPart:
+        """A job, for which the agent may have to start another zygote first."""
+        return cls(node, run, job.silence_s["start"] + job.wall_s + job.end_s + MARGIN_S, job.end_s)
+
+    def find_loss(self, abort_from_s: float = math.inf) -> str | None:
+        """Return why the node counts as lost; None while it may still answer."""
+        now, silent_s, end_s = time.monotonic(), max(SILENT_S, self.end_s), self.end_s + MARGIN_S
+        if now - self.answered_s > silent_s:
+            return f"it has not answered for {silent_s:.0f} s"
+        if now - abort_from_s > end_s:
+            return f"it has not ended the trial {end_s:.0f} s after it was told to"
+        if now - self.began_s > self.within_s:
+            return f"it has not done its part within {self.within_s:.0f} s"
+        return None
 
 
 class WorkerGroup:
@@ -92,6 +114,7 @@ class WorkerGroup:
         self.ray: Any = None
         self.head: str | None = None  # HOST:PORT of the head of somebody's cluster
         self._placement_group: Any = None
+        self._end_s = 0.0  # that the ranks of the last job may take to end
         self._job_numbers = itertools.count(1)
         self._exits = contextlib.ExitStack()
 
@@ -187,7 +210,7 @@ class WorkerGroup:
                 shutil.rmtree(folder, ignore_errors=True)
         lost = self._find_lost()
         if lost is not None and self.settings.address is None:
-            raise EnvironmentBroken(f"the Ray actor of this node died: {lost.lost}")
+            raise EnvironmentBroken(f"the Ray actor of this node was lost: {lost.lost}")
         return results
 
     def execute(
@@ -195,7 +218,8 @@ class WorkerGroup:
     ) -> list[NodeResult]:
         """Run each part on its node until all have ended; when one fails, the others are ended."""
         number, began = next(self._job_numbers), time.monotonic()
-        running = [RunningPart(node, node.agent.run.remote(job, number), began) for node, job in parts]
+        running = [RunningPart.of_job(node, job, node.agent.run.remote(job, number)) for node, job in parts]
+        self._end_s = max(job.end_s for _, job in parts)
         abort_calls: list[Any] = []
         abort_from_s, aborted_s = math.inf, -math.inf  # infinite: all is well; no node was told to end
         head_checked_s = began
@@ -211,10 +235,8 @@ class WorkerGroup:
             for part in pending:
                 if part.run in done:
                     part.result = self.take_result(part.node, part.run)
-                elif now - part.answered_s > SILENT_S:
-                    part.result = part.node.lose(f"it has not answered for {SILENT_S:.0f} s")
-                elif now - abort_from_s > ABORTED_S:
-                    part.result = part.node.lose("it did not end the trial when it was told to")
+                elif (how := part.find_loss(abort_from_s)) is not None:
+                    part.result = part.node.lose(how)
                 else:
                     continue
                 report = part.result if isinstance(part.result, NodeReport) else None
@@ -238,7 +260,14 @@ class WorkerGroup:
         """End all ranks and zygotes, then the agents, and give the reservation back. Ray itself stays."""
         nodes, self.nodes = self.nodes, []
         with contextlib.suppress(Exception):  # Ray may be going down already; who is late is killed below
-            self.ray.get([node.agent.stop.remote() for node in nodes if node.lost is None], timeout=STOP_S)
+            calls = [node.agent.stop.remote() for node in nodes if node.lost is None]
+            _, late = self.ray.wait(calls, num_returns=len(calls), timeout=STOP_S)
+            if late:
+                within_s = self._end_s + 2 * MARGIN_S
+                self._note(f"waiting until the ranks have ended and their files are removed, {within_s:.0f} s at most")
+                _, late = self.ray.wait(late, num_returns=len(late), timeout=within_s)
+            if late:
+                self._note("some ranks have not ended: they may hold memory, and swap files may be left")
         try:
             self.check_head()
         except EnvironmentBroken:
@@ -365,9 +394,15 @@ class WorkerGroup:
     def _bind_store(self) -> StoreBound | NodeResult:
         """A port for the rendezvous of the next job, on the first node; or the reason that there is none."""
         first = self.nodes[0]
-        reference = first.agent.bind_store.remote(first.address)
-        done, _ = self.ray.wait([reference], timeout=SILENT_S * 2)  # it may have to start another zygote
-        return self.take_result(first, reference) if done else first.lose("it does not answer")
+        # It may have to start another zygote, whose imports can come from a slow file system.
+        part = RunningPart(
+            first, first.agent.bind_store.remote(first.address), within_s=self.settings.profile.limits.init_s
+        )
+        while not self.ray.wait([part.run], timeout=POLL_S)[0]:
+            self._read_heartbeats([part])
+            if (how := part.find_loss()) is not None:
+                return first.lose(how)
+        return self.take_result(first, part.run)
 
     def _read_heartbeats(self, pending: Sequence[RunningPart]) -> bool:
         """Ask each agent for its heartbeat without waiting for the answer. Return whether one has answered."""

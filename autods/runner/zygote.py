@@ -150,7 +150,8 @@ class Zygote:
         if aborted:
             monitor.kill("aborted")
         self._watch(monitor, host, began)
-        processes.kill_children(_STRAYS_S)
+        left = processes.kill_children(min(_STRAYS_S, job.end_s) if monitor.is_overdue() else job.end_s)
+        monitor.abandon()
         gone_at_s = time.monotonic()
         board.close()
         processes.unlink_shared_memory(pids, shared_before)
@@ -173,6 +174,7 @@ class Zygote:
             killed_because=monitor.killed_because,
             swap_bytes=swap_bytes,
             notes=tuple(notes),
+            survivors=f"{socket.gethostname()}: {'; '.join(map(processes.describe_process, left))}" if left else "",
         )
 
     def _start_ranks(self, job: RankJob, board: Heartbeats, *, spawn: bool) -> dict[int, RunningRank]:
@@ -226,12 +228,15 @@ class Zygote:
             os._exit(code)  # no atexit, no buffers of the zygote
 
     def _watch(self, monitor: RankMonitor, host: HostMonitor, began: float) -> None:
-        """Return when the last rank has ended, by itself or by us. Any message, and the end of a peer, ends the job."""
+        """Return when the last rank has ended, by itself or by us, or does not end after it was killed.
+
+        Any message, and the end of a peer, ends the job.
+        """
         poll = self._poll_peers()
         for pidfd in monitor.running:
             poll.register(pidfd, select.POLLIN)
         beat_sent_s = 0.0
-        while monitor.running:
+        while monitor.running and not monitor.is_overdue():
             for fd, _ in poll.poll(_POLL_MS):
                 if fd in monitor.running:
                     poll.unregister(fd)

@@ -17,6 +17,7 @@ from pathlib import Path
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_REAP_EVERY_S = 0.005
 # Files in /dev/shm that are named after their maker: torch's (`at::NewProcessWideShmHandle`), and those of LLVM's and
 # Intel's OpenMP (`__kmp_register_library_startup`).
 _SHARED_FILES = (r"torch_{pid}_\d+_\d+", r"__KMP_REGISTERED_LIB_{pid}_{uid}")
@@ -116,14 +117,50 @@ def prefer_for_oom_kill() -> None:
         score.write("1000")
 
 
-def kill_children(limit_s: float) -> None:
-    """Kill and reap children until none is left, for `limit_s` seconds at most."""
-    began = time.monotonic()
-    while (pids := list_children()) and time.monotonic() - began < limit_s:
+def kill_children(limit_s: float) -> list[int]:
+    """Kill and reap children until none is left, for `limit_s` seconds at most; return those that are left.
+
+    A process in state D waits for a device or a file system, and ends when that answers.
+    """
+    until = time.monotonic() + limit_s
+    while pids := list_children():
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() >= until:
+            break
+        time.sleep(_REAP_EVERY_S)
+    return list_children()
+
+
+def describe_process(pid: int) -> str:
+    """'process 7 (python) in state D (disk sleep), in rpc_wait_bit_killable'."""
+    status = read_status(pid)
+    try:
+        place = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        place = ""
+    where = f", in {place}" if place not in ("", "0") else ""
+    return f"process {pid} ({status.get('Name', '?')}) in state {status.get('State', '?')}{where}"
+
+
+# They work for long, or wait for others of these that do.
+_COMPILERS = frozenset(
+    ("ninja", "make", "cmake", "nvcc", "cicc", "ptxas", "hipcc", "cc1", "cc1plus", "clang", "clang++", "ld", "lto1")
+)
+
+
+def is_compiling(session: int) -> bool:
+    """Whether a compiler runs in this session, for an op of DeepSpeed or of the user, or for a kernel."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                before, _, after = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")
+                state, _, _, leader, *_ = after.split()
+                if before.partition("(")[2] in _COMPILERS and int(leader) == session and state not in "ZX":
+                    return True
+    return False
 
 
 def list_shared_memory() -> frozenset[str]:

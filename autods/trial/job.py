@@ -54,9 +54,9 @@ class RankJob:
     ops: tuple[str, ...] = ()
     threads: int | None = None  # of each rank; None: its share of the node's cores
     seed: int = 0
-    stall_s: float = 120.0
-    init_s: float = 900.0
+    silence_s: Mapping[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 120.0))  # then it is stuck
     wall_s: float = 1800.0
+    end_s: float = 60.0  # killed ranks are gone by then, with their swap files
 
     @property
     def is_whole(self) -> bool:

@@ -64,6 +64,7 @@ _LATE = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper",
+    "torch._dynamo.callback",
     "torch.distributed.fsdp",
     "torch.utils.checkpoint",
     "transformers.integrations.deepspeed",

@@ -70,6 +70,13 @@ class Observer:
             self.meter.settle()
         self.touch(phase, step)
 
+    def watch_compiles(self) -> None:
+        """Be in the phase "compile" while torch.compile works, which may take minutes; then in the one before."""
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        on_compile_start(lambda *args: self.board.beat(self.slot, "compile", self.step))
+        on_compile_end(lambda *args: self.board.beat(self.slot, self.phase, self.step))
+
     def touch(self, phase: Phase, step: int) -> None:
         """Write a heartbeat for work between the trial's own phases, such as an evaluation that a script does."""
         self.phase, self.step = phase, step
@@ -137,6 +144,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     torch.set_num_threads(_threads(job))  # it inherited one thread from the zygote, which has to stay single-threaded
     meter: Meter = CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
     observer = Observer(board, slot, meter)
+    observer.watch_compiles()
     context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload)
     try:
         return context.write_record(_HANDLERS[job.job](context))

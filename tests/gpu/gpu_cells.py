@@ -12,7 +12,7 @@ from gpu_ranks import Ranks
 
 from autods.config.deepspeed import compose, required_ops, start_settings
 from autods.config.strategies import Rung, read_rungs
-from autods.types import Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
+from autods.types import PHASES, Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import make_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +156,7 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
     config = config_of(cell, ranks.facts, site)
     outcome, peaks, seconds = ranks.run(
         ds_config=config, micro_batch=cell.micro_batch, checkpointing=cell.checkpointing and ranks.facts.checkpointing,
-        steps=STEPS, limit_bytes=cell.card_bytes, wall_s=wall_s, stall_s=_STALL_S, init_s=_STALL_S,
+        steps=STEPS, limit_bytes=cell.card_bytes, wall_s=wall_s, silence_s=dict.fromkeys(PHASES, _STALL_S),
         swap=str(site.nvme / "autods-gpu") if site.nvme and read_rungs()[cell.rung].needs_nvme_path else None,
     )  # fmt: skip
     ran = outcome if isinstance(outcome, Fit) else None

@@ -13,7 +13,7 @@ from autods.runner.agent import ZygoteProcess, start_zygote
 from autods.runner.outcome import find_failure, judge_trial, result_of_rank_0
 from autods.runner.protocol import LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from autods.trial.job import RankJob
-from autods.types import Device, ModelFacts, Outcome, WorkloadSource
+from autods.types import PHASES, Device, ModelFacts, Outcome, WorkloadSource
 
 
 class NoRanks(Exception):
@@ -50,7 +50,7 @@ class Ranks:
 
     def build(self, op: str, limit_s: float) -> bool:
         """Whether this op of DeepSpeed can be had here."""
-        job = self._job(job="ops", ranks=1, ops=(op,), init_s=limit_s, wall_s=limit_s)
+        job = self._job(job="ops", ranks=1, ops=(op,), silence_s=dict.fromkeys(PHASES, limit_s), wall_s=limit_s)
         return find_failure([self._execute(job)], job) is None
 
     def run(self, **said: Any) -> tuple[Outcome, Mapping[str, int | None], float]:

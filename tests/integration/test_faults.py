@@ -103,7 +103,7 @@ def test_the_rank_that_makes_the_others_wait_is_named(runner, scene, phase, rung
     seen = run_with_fault(runner, scene, "hang", phase, rung=rung)
     assert isinstance(seen.outcome, Failed), seen.outcome
     assert (seen.outcome.failure, seen.outcome.rank, seen.outcome.phase) == ("communication", 1, phase)
-    assert "stall limit" in seen.outcome.evidence
+    assert "no rank moved for" in seen.outcome.evidence
     log = Path(runner.settings.out / "logs" / f"001-{rung}" / "rank1.log").read_text()
     assert "in hang" in log  # its stack
     assert seen.left == []

@@ -100,7 +100,7 @@ def test_every_option_reaches_the_fit() -> None:
     rest = ("--ladder", "zero1,zero2", "--strategies", "a", "--strategies", "b", "--nvme-path", "/n", "--seed", "7")
     last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh", "--no-forecast")
     search = ("--objective", "memory", "--stop", "first-fit", "--max-trials", "9", "--max-time", "20m")
-    place = ("--nodes", "2", "--address", "10.0.0.1:6379")
+    place = ("--nodes", "2", "--address", "10.0.0.1:6379", "--export", "DATA,WANDB_*", "--stall-limit", "10m")
     script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
     assert fake(*CPU, *more, *rest, *last, *search, *place, *script) == 0
     assert fake.request == FitRequest(
@@ -108,7 +108,7 @@ def test_every_option_reaches_the_fit() -> None:
         base_config="base.json", config="quick", ladder="zero1,zero2", strategies=("a", "b"), nvme_path="/n",
         task="seq2seq", seq_len=512, target_len=64, out="here", seed=7, forecast=False, objective="memory",
         stop="first-fit", max_trials=9, max_time="20m", kind="script", script_args=("--epochs", "3", "{ds_config}"),
-        nodes=2, address="10.0.0.1:6379", fresh=True,
+        nodes=2, address="10.0.0.1:6379", export="DATA,WANDB_*", stall_limit="10m", fresh=True,
     )  # fmt: skip
 
 
@@ -126,7 +126,8 @@ def test_every_option_reaches_the_fit() -> None:
         ((*CPU, "--nodes", "2"), "--nodes 2 needs a Ray cluster"),
         ((*CPU, "--nodes", "0", "--address", "auto"), "at least one node"),
         ((*CPU, "--gpus", "3", "--nodes", "2", "--address", "auto"), "cannot be split evenly over 2 nodes"),
-        ((*CPU, "--max-time", "soon"), "'soon' is not a time"),
+        ((*CPU, "--max-time", "soon"), "--max-time 'soon' is not a time"),
+        ((*CPU, "--stall-limit", "0"), "--stall-limit '0' is not a time"),
         ((*CPU, "--precision", "bf16,int4"), "there is no precision 'int4'"),
         (("fit",), "Missing argument 'WORKLOAD'"),
         ((*CPU, "--colour"), "No such option: --colour"),

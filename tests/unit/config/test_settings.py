@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autods.config import settings as settings_module
-from autods.config.profiles import Budget, read_profile
+from autods.config.profiles import Budget, TimeLimits, read_profile
 from autods.config.settings import Settings, apply_survey
 from autods.errors import EnvironmentBroken, InputError
 from autods.system.gpus import Card
@@ -336,6 +336,14 @@ def test_a_thorough_fit_tries_harder_than_a_quick_one() -> None:
     quick, default, thorough = (read_profile(name) for name in ("quick", "default", "thorough"))
     assert quick.tune.trials < default.tune.trials < thorough.tune.trials
     assert quick.timed.budget_s < default.timed.budget_s < thorough.timed.budget_s
+
+
+def test_a_longer_stall_limit_lengthens_the_other_limits_alike() -> None:
+    usual = asked().profile.limits
+    assert asked(stall_limit="10m").profile.limits == TimeLimits(
+        stall_s=600, init_s=5 * usual.init_s, wall_s=5 * usual.wall_s, build_s=5 * usual.build_s
+    )
+    assert asked(stall_limit=30).profile.limits == replace(usual, stall_s=30)  # a shorter one finds a hang sooner
 
 
 def test_an_unknown_config_is_refused_with_the_names_there_are() -> None:

@@ -16,7 +16,8 @@ import pytest
 from autods.runner.monitor import GpuMonitor, RankMonitor, RunningRank
 from autods.system import processes
 from autods.trial.job import Beat, Heartbeats, RankJob
-from autods.types import Phase, WorkloadSource
+from autods.types import PHASES, Phase, WorkloadSource
+from tests.support.watching import wait_for
 
 GIB = 2**30
 
@@ -30,11 +31,12 @@ def pid() -> Iterator[int]:
 
 
 def silent(phase: Phase, folder: Path, pid: int) -> RankMonitor:
-    """A rank whose last heartbeat in this phase is ten seconds old; the stall limit is one second."""
+    """A rank whose last heartbeat in this phase is ten seconds old; in a forward, one second is too long."""
     source = WorkloadSource(kind="file", path="/model.py", name="model", digest="")
     job = RankJob(
-        job="train", source=source, device="cpu", folder=str(folder), scratch=str(folder), stall_s=1.0, init_s=60.0
-    )
+        job="train", source=source, device="cpu", folder=str(folder), scratch=str(folder), end_s=0.2,
+        silence_s={**dict.fromkeys(PHASES, 1.0), "save": 60.0},
+    )  # fmt: skip
     board = Heartbeats.create(1)
     board.beat(0, phase, 3)
     long_ago = time.monotonic() - 10.0
@@ -42,18 +44,45 @@ def silent(phase: Phase, folder: Path, pid: int) -> RankMonitor:
     return RankMonitor(job, board, {os.pidfd_open(pid): rank})
 
 
-@pytest.mark.parametrize("phase", ["save", "load"])
-def test_a_rank_that_writes_a_checkpoint_may_be_silent(tmp_path: Path, pid: int, phase: Phase) -> None:
+@pytest.mark.parametrize(("phase", "because"), [("save", None), ("forward", "stuck")])
+def test_how_long_a_rank_may_be_silent_depends_on_its_phase(
+    tmp_path: Path, pid: int, phase: Phase, because: str | None
+) -> None:
     monitor = silent(phase, tmp_path, pid)
     monitor.check(time.monotonic())
-    assert monitor.killed_s is None
+    assert monitor.killed_because == because
+    assert [(rank.lost, rank.lost_after_s) for rank in monitor.exits] == [("stuck", 1.0)] * bool(because)
 
 
-@pytest.mark.parametrize("phase", ["forward", "evaluate"])
-def test_a_rank_that_computes_may_not_be_silent(tmp_path: Path, pid: int, phase: Phase) -> None:
-    monitor = silent(phase, tmp_path, pid)
-    monitor.check(time.monotonic())
-    assert monitor.killed_because == "stuck"
+def test_a_rank_whose_compiler_runs_is_not_stuck(tmp_path: Path) -> None:
+    """It builds an op or a kernel: `ninja` is a child of the rank, in its session."""
+    ninja = tmp_path / "ninja"
+    ninja.symlink_to("/bin/sleep")
+    with subprocess.Popen(["/bin/sh", "-c", f"{ninja} 60; true"], start_new_session=True) as rank:
+        try:
+            wait_for(lambda: processes.is_compiling(rank.pid), 10)
+            monitor = silent("forward", tmp_path, rank.pid)
+            monitor.check(time.monotonic())
+            assert monitor.killed_s is None
+        finally:
+            os.killpg(rank.pid, signal.SIGKILL)
+    assert not processes.is_compiling(rank.pid)
+
+
+def test_a_rank_that_sigkill_does_not_end_is_abandoned(
+    tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process in state D waits for a device, and no signal reaches it."""
+    monitor = silent("forward", tmp_path, pid)
+    with monkeypatch.context() as patched:
+        for name in ("kill", "killpg"):
+            patched.setattr(os, name, lambda pid, number: None)
+        monitor.kill("aborted")
+        assert not monitor.is_overdue()
+        wait_for(monitor.is_overdue, 10)
+    monitor.abandon()
+    assert monitor.running == {}
+    assert [(rank.killed_by_us, rank.exit_code) for rank in monitor.exits] == [(True, None)]
 
 
 def test_a_stuck_rank_writes_its_stack_before_it_is_killed(

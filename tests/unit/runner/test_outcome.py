@@ -120,3 +120,13 @@ def test_ranks_that_only_we_killed_name_the_reason() -> None:
     failed = find_failure([killed], JOB)
     assert isinstance(failed, Failed)
     assert failed.evidence == "the driver is gone"
+
+
+def test_a_rank_that_outlives_sigkill_ends_the_fit() -> None:
+    """It holds memory, so that no further trial could be trusted."""
+    text = "node-3: process 7 (python) in state D (disk sleep), in rpc_wait_bit_killable"
+    report = report_of(rank_exit(0, killed_by_us=True, phase="step"), survivors=text)
+    failure = find_failure([report], JOB)
+    assert isinstance(failure, Failed)
+    assert (failure.action, failure.phase) == ("fix_environment", "step")
+    assert failure.evidence == f"a killed rank is still there after 60 s on {text}"

@@ -17,7 +17,7 @@ from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.schema import read_as
 from autods.trial.job import describe_error
 from autods.trial.ops import BUILDERS
-from autods.types import Failed, Knobs, OutOfMemory, Trial
+from autods.types import Failed, Fit, Knobs, OutOfMemory, Trial
 from tests.support.ends import JOB, rank_exit, report_of
 from tests.support.walks import FACTS, SETTINGS
 
@@ -91,8 +91,20 @@ def test_runners_side_by_side_write_different_logs() -> None:
 
 def test_a_build_has_a_time_limit_of_its_own() -> None:
     job, limits = a_runner().building_job("cpu_adam"), SETTINGS.profile.limits
-    assert (job.ops, job.init_s, job.wall_s) == (("cpu_adam",), limits.build_s, limits.build_s)
-    assert a_runner().training_job(a_trial(), 1).wall_s == limits.wall_s
+    assert (job.ops, set(job.silence_s.values()), job.wall_s) == (("cpu_adam",), {limits.build_s}, limits.build_s)
+
+
+def test_a_trial_has_more_time_where_earlier_ones_were_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, small = a_runner(), a_trial()
+    before = runner.training_job(small, 1).silence_s
+    seconds = {"step_s": [80.0], "steps_s": 80.0, "build_s": 0.1, "init_s": 0.1}  # 8 samples a rank: 10 s each
+    peaks = {"device": 1, "host": 1, "pinned": None}
+    slow = [rank_exit(rank, result={**seconds, "losses": [1.0], "peaks": peaks}) for rank in (0, 1)]
+    monkeypatch.setattr(runner.workers, "run", lambda job, report, everywhere: [report_of(*slow)])
+    assert isinstance(runner.run(small, id=1).outcome, Fit)
+    after = runner.training_job(small, 2).silence_s
+    assert after["forward"] - before["forward"] == pytest.approx(10 * 10.0 * 4)  # ten times the micro batch's seconds
+    assert after["save"] == before["save"]
 
 
 def caught(error: Exception) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from autods.events import Event, Note
 from autods.runner import worker_group
 from autods.runner.outcome import find_failure
 from autods.runner.placement import NodeDescription, NodeState
-from autods.runner.protocol import Heartbeat, NodeLost, NodeResult, RankExit
+from autods.runner.protocol import Heartbeat, NodeLost, NodeResult, RankExit, StoreBound
 from autods.runner.worker_group import Node, WorkerGroup, repeat_job, split_job
 from autods.trial.job import RankJob
 from autods.trial.worker import environment
@@ -72,7 +72,7 @@ class Agent:
     def __init__(self, result: Any, when: str = "done", ahead_s: float = 0.0) -> None:
         self.result, self.when, self.aborted, self.ahead_s = result, when, [], ahead_s
         self.looks = 0
-        for name in ("run", "abort", "progress", "read_clock"):
+        for name in ("run", "abort", "progress", "read_clock", "bind_store"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     def _run(self, job: RankJob, number: int) -> Reference:
@@ -80,6 +80,9 @@ class Agent:
             self.when, self._later
         )
         return Reference(self.result, ready)
+
+    def _bind_store(self, address: str) -> Reference:
+        return self._run(JOB, 0)
 
     def _later(self) -> bool:
         self.looks += 1
@@ -209,12 +212,45 @@ def test_an_agent_that_ray_cannot_reach_is_lost(error: Exception, how: str) -> N
     assert group.nodes[1].lost == how
 
 
-@pytest.mark.parametrize(("limit", "words"), [("ABORTED_S", "did not end"), ("SILENT_S", "not answered")])
-def test_a_node_that_does_not_answer_or_end_is_lost(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "job", "words"),
+    [
+        ("MARGIN_S", replace(JOB, end_s=0.0), "it has not ended the trial 0 s after it was told to"),
+        ("SILENT_S", replace(JOB, end_s=0.0), "it has not answered for 0 s"),
+        ("MARGIN_S", replace(JOB, wall_s=0.0, silence_s={"start": -60.0}), "it has not done its part within 0 s"),
+    ],
+)
+def test_a_node_that_does_not_answer_or_end_is_lost(
+    monkeypatch: pytest.MonkeyPatch, limit: str, job: RankJob, words: str
+) -> None:
     monkeypatch.setattr(worker_group, limit, 0.0)
-    lost = run(a_group(Agent(report_of(failed(0, PEER_CLOSED))), Agent(None, when="never")))[1]
+    group = a_group(Agent(report_of(failed(0, PEER_CLOSED))), Agent(None, when="never"))
+    lost = group.execute(split_job(job, group.nodes, 2, 29500))[1]
     assert isinstance(lost, NodeLost)
-    assert words in lost.how
+    assert lost.how == words
+
+
+def test_a_node_with_much_memory_to_free_has_longer_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpinning hundreds of gigabytes takes a minute, in which it may not even answer."""
+    monkeypatch.setattr(worker_group, "MARGIN_S", 0.0)
+    monkeypatch.setattr(worker_group, "SILENT_S", 0.0)
+    late = Agent(report_of(killed(2)), when="later")
+    group = a_group(Agent(report_of(failed(0, PEER_CLOSED))), late)
+    results = group.execute(split_job(replace(JOB, end_s=60.0), group.nodes, 2, 29500))
+    assert late.aborted
+    assert not any(isinstance(result, NodeLost) for result in results)
+
+
+def test_a_slow_start_of_a_zygote_is_awaited_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its imports can come from a slow file system."""
+    monkeypatch.setattr(worker_group, "POLL_S", 0.0)
+    agent = Agent(StoreBound(port=29500), when="later")
+    group = a_group(agent, Agent(WELL))
+    port: list[int | None] = []
+    monkeypatch.setattr(group, "execute", lambda parts, on_progress: port.extend(job.master_port for _, job in parts))
+    group.run(replace(JOB, world_size=8, local_ranks=tuple(range(8))))
+    assert port == [29500, 29500]
+    assert agent.looks > 20
 
 
 def test_a_second_stuck_node_may_report_before_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from autods.runner.protocol import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
+from autods.system import processes
 from tests.support.ends import JOB, report_of
 
 
@@ -41,3 +47,20 @@ def test_a_store_is_bound_where_the_address_is_this_machines() -> None:
     assert isinstance(bound, StoreBound)
     assert isinstance(failed, StoreFailed)
     assert "192.0.2.1" in failed.reason
+
+
+def test_a_job_ends_although_a_rank_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in state D waits for a device, and no signal reaches it."""
+    job = replace(JOB, folder=str(tmp_path / "logs"), scratch=str(tmp_path / "scratch"), local_ranks=(0,), end_s=0.1)
+    ours, peer = socket.socketpair()
+    with ours, peer, subprocess.Popen(["/bin/sleep", "60"]) as rank, monkeypatch.context() as patched:
+        patched.setattr(processes, "fork_watched", lambda: (rank.pid, os.pidfd_open(rank.pid), -1))
+        patched.setattr(processes, "list_children", lambda: [rank.pid])
+        for name in ("kill", "killpg"):
+            patched.setattr(os, name, lambda pid, number: None)
+        report = Zygote(peer, None, None, spawn=False).run_job(job, aborted=True)
+        patched.undo()
+        rank.send_signal(signal.SIGKILL)
+    assert f"process {rank.pid} (sleep) in state S" in report.survivors
+    assert [rank.killed_by_us for rank in report.ranks] == [True]
+    assert not report.succeeded

@@ -150,3 +150,14 @@ def test_only_files_that_a_rank_made_leave_shared_memory(shared: Callable[[str],
     processes.unlink_shared_memory([pid], before)
     assert [path.exists() for path in ranks] == [False, False]
     assert all(path.exists() for path in (earlier, *users))
+
+
+def test_a_child_that_sigkill_does_not_end_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in state D waits for a device, and no signal reaches it."""
+    with subprocess.Popen(["/bin/sleep", "60"]) as child:
+        monkeypatch.setattr(processes, "list_children", lambda: [child.pid])
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "kill", lambda pid, number: None)
+            assert processes.kill_children(0.05) == [child.pid]
+        assert processes.describe_process(child.pid).startswith(f"process {child.pid} (sleep) in state S (sleeping)")
+        child.kill()

@@ -1,12 +1,14 @@
-"""The environment of a rank."""
+"""The environment of a rank, and its heartbeats."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from autods.trial.job import Heartbeats, RankJob
+from autods.trial.job import Beat, Heartbeats, RankJob
 from autods.trial.memory import Meter
 from autods.trial.worker import Observer, environment
 from autods.types import PHASES, Device, WorkloadSource
@@ -60,9 +62,33 @@ def test_the_meter_settles_after_each_part_that_happens_once() -> None:
         observer(phase, 0)
         settled[phase] = meter.settled
     for step in range(3):
-        for phase in PHASES[4:7]:  # forward, backward, step
+        for phase in PHASES[5:8]:  # forward, backward, step
             observer(phase, step)
         settled[f"step {step}"] = meter.settled
         observer.touch("evaluate", step + 1)  # a script evaluates between its steps
     board.close()
     assert settled == {"rendezvous": 0, "build": 1, "init": 2, "step 0": 3, "step 1": 4, "step 2": 4}
+
+
+def test_torch_compile_is_a_phase_in_the_heartbeats() -> None:
+    """It may take minutes in one forward, and is no hang."""
+    import torch
+    from torch._dynamo.callback import callback_handler
+
+    board, beats = Heartbeats.create(1), list[Beat]()
+    meter: Any = SimpleNamespace(sample=lambda: None)
+    observer = Observer(board, 0, meter)
+    observer.watch_compiles()
+    observer.touch("forward", 3)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        beats.append(board.read(0))
+        return graph.forward
+
+    try:
+        torch.compile(lambda tensor: tensor + 1, backend=backend)(torch.ones(2))
+    finally:
+        callback_handler.clear()
+    assert [(beat.phase, beat.step) for beat in beats] == [("compile", 3)]
+    assert board.read(0).phase == "forward"
+    board.close()

@@ -1,0 +1,85 @@
+"""The time limits of a trial: of silence in each phase, of the whole, and of its end.
+
+The limits of the profile hold for small models. A large one has more: seconds for the bytes that a phase moves, at
+speeds that even a slow machine reaches. A hang of a small model is found as soon as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config.deepspeed import get_key
+from ..config.profiles import TimeLimits
+from ..types import PHASES, ModelFacts, Phase, Trial
+
+_FILES = 1e8  # bytes a second: a network file system, or a disk that others use
+_NVME = 2.5e8
+_NETWORK = 2.5e8  # between the ranks
+_HOST = 1e9  # copied, updated, pinned and freed in host memory, on a few cores
+_WEIGHTS, _HALF, _STATES, _CHECKPOINT = 4, 2, 16, 14  # bytes of a parameter: in fp32, in bf16, with Adam's, saved
+_UPDATED = 28  # bytes of a parameter that an optimizer step reads and writes
+_SLOWER = 10  # times the seconds that a micro batch took before
+_END_S = 60.0  # for killed ranks without large memory: a file system may hold them
+_SLOW_PHASES = ("start", "rendezvous", "build", "init", "save", "load")
+
+
+def silence_limits(limits: TimeLimits) -> dict[Phase, float]:
+    """Return the seconds after which silent ranks are stuck, by phase, for a model of any small size.
+
+    Ranks build ops, load weights, read data or write a checkpoint in the slow phases, and a compiler may take minutes.
+    """
+    by_phase: dict[Phase, float] = {
+        phase: limits.init_s if phase in _SLOW_PHASES else limits.stall_s for phase in PHASES
+    }
+    return by_phase | {"compile": max(limits.build_s, limits.stall_s)}
+
+
+def limit_trial(
+    limits: TimeLimits,
+    trial: Trial,
+    facts: ModelFacts,
+    ds_config: Mapping[str, Any],
+    *,
+    nodes: int,
+    sample_s: float,
+) -> dict[str, Any]:
+    """Return the limits of a trial with this config, the fields `silence_s`, `wall_s` and `end_s` of its `RankJob`.
+
+    `sample_s` are the seconds that a sample of a rank took in the slowest trial before, 0 where there is none.
+    """
+    moved_s = _time_bytes(facts, ds_config, nodes=nodes)
+    knobs = trial.knobs
+    repeats = knobs.accumulation if facts.pipeline_stages else 1  # a pipeline is silent for a whole step
+    computed_s = _SLOWER * sample_s * knobs.micro_batch * repeats
+    for phase in ("forward", "backward", "evaluate"):
+        moved_s[phase] += computed_s
+    silence_s = silence_limits(limits)
+    steps = trial.steps.warmup + trial.steps.most_timed + 2
+    step_s = (moved_s["forward"] + moved_s["backward"]) * knobs.accumulation + moved_s["step"]
+    exam_s = 2 * moved_s["evaluate"] + moved_s["save"] + moved_s["load"] if trial.exam == "worst_case" else 0.0
+    return {
+        "silence_s": {phase: seconds + moved_s.get(phase, 0.0) for phase, seconds in silence_s.items()},
+        "wall_s": limits.wall_s + moved_s["build"] + moved_s["init"] + steps * step_s + exam_s,
+        "end_s": _END_S + moved_s["init"],  # what it pinned is unpinned, and its swap files are removed
+    }
+
+
+def _time_bytes(facts: ModelFacts, ds_config: Mapping[str, Any], *, nodes: int) -> dict[Phase, float]:
+    """Return the seconds for the bytes of each phase; the ranks of a node share its disk and its memory."""
+    optimizer, parameters = (
+        get_key(ds_config, f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")
+    )
+    whole, share = facts.parameters, facts.parameters / nodes
+    states = _NVME if "nvme" in (optimizer, parameters) else _HOST
+    gathered_s = whole * _HALF / (_NVME if parameters == "nvme" else _NETWORK)
+    return {
+        "build": whole * _WEIGHTS / _FILES,
+        "init": whole * _HALF / _NETWORK + share * _STATES / states,
+        "forward": gathered_s,
+        "backward": gathered_s,
+        "step": gathered_s + (share * _UPDATED / states if optimizer in ("cpu", "nvme") else 0.0),
+        "evaluate": gathered_s,
+        "save": share * _CHECKPOINT / _FILES + gathered_s,
+        "load": share * _CHECKPOINT / _FILES,
+    }
