@@ -131,6 +131,26 @@ def read_used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | 
             return None
 
 
+def read_process_bytes(visible: str | None, pid: int, nvml: Any = None) -> tuple[int | None, ...] | None:
+    """Return the bytes that a process holds on each card that CUDA shows; None where NVML does not tell.
+
+    In a container NVML may list no processes, or pids of another namespace.
+    """
+    with _open(nvml) as (api, _):
+        if api is None:
+            return None
+        try:
+            lists = [
+                _query(api, "nvmlDeviceGetComputeRunningProcesses", handle) for handle in _visible_handles(api, visible)
+            ]
+        except api.NVMLError:
+            return None
+        return tuple(
+            next((process.usedGpuMemory for process in processes or () if process.pid == pid), None)
+            for processes in lists
+        )
+
+
 @contextlib.contextmanager
 def _open(nvml: Any) -> Iterator[tuple[Any, str | None]]:
     """Yield NVML, or None with the problem, if there is one."""

@@ -10,13 +10,13 @@ import re
 import resource
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..system.gpus import read_used_bytes
+from ..system.gpus import read_process_bytes, read_used_bytes
 from ..units import format_bytes
 from .patching import declare
 
@@ -148,8 +148,9 @@ class CudaMeter(Meter):
     """The meter of a CUDA rank: `limit_bytes` emulates a smaller card.
 
     A card holds what torch's allocator reserves, and beside it the CUDA context, NCCL and the code of kernels: the
-    bytes that NVML counts since before this rank began, less the reserved ones. They only grow, so they are read when
-    that costs no step time, and the allocator may reserve what they leave of the limit. A rank has its card to itself.
+    bytes that NVML counts for this process, less the reserved ones. Where it does not know the process, it counts the
+    card since before the rank began, which has its card to itself. The bytes only grow, so they are read when that
+    costs no step time, and the allocator may reserve what they leave of the limit.
     """
 
     limit_bytes: int | None
@@ -167,7 +168,7 @@ class CudaMeter(Meter):
 
     def start(self) -> None:
         """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
-        self._used_before = self._read_nvml() or 0  # before this rank's context is made
+        self._used_before = self._read_card(read_used_bytes) or 0  # before this rank's context is made
         with contextlib.suppress(self.nvml.NVMLError):
             self.nvml.nvmlInit()  # DeepSpeed asks it for the card's free bytes, and expects it open since the import
         self.cuda.set_device(self.local_rank)
@@ -238,12 +239,8 @@ class CudaMeter(Meter):
 
     def _measure(self) -> None:
         """Read what only grows, and what torch has counted."""
-        used = self._read_nvml()
-        if used is None:  # all that the card holds is then taken for this rank's
-            free, total = self.cuda.mem_get_info(self.local_rank)
-            used = total - free
-        beside_bytes = used - self._used_before - int(self.cuda.memory_reserved(self.local_rank))
-        self._beside_bytes = max(beside_bytes, self._beside_bytes)
+        reserved = int(self.cuda.memory_reserved(self.local_rank))
+        self._beside_bytes = max(self._count_card_bytes(reserved) - reserved, self._beside_bytes)
         self._raise_peak("locked", status_bytes("VmLck").get("VmLck", 0))  # by DeepSpeed's async_io
         self.sample()
         self._read_counters()
@@ -274,10 +271,21 @@ class CudaMeter(Meter):
         self._forgotten_retries += before - self._count_retries()
         return result
 
-    def _read_nvml(self) -> int | None:
-        """Return the bytes in use on this rank's card, by any process; None if NVML does not tell."""
-        used = read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
-        return used[self.local_rank] if used is not None and self.local_rank < len(used) else None
+    def _count_card_bytes(self, reserved: int) -> int:
+        """Return what this process holds on its card, at least the bytes reserved; without NVML, what all hold."""
+        known = self._read_card(lambda visible, nvml: read_process_bytes(visible, os.getpid(), nvml))
+        if known is not None and known >= reserved:  # fewer are those of a process of another pid namespace
+            return known
+        used = self._read_card(read_used_bytes)
+        if used is None:
+            free, total = self.cuda.mem_get_info(self.local_rank)
+            used = total - free
+        return max(reserved, used - self._used_before)
+
+    def _read_card(self, read: Callable[[str | None, Any], Sequence[int | None] | None]) -> int | None:
+        """Return what NVML tells of this rank's card; None if it does not."""
+        sizes = read(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
+        return sizes[self.local_rank] if sizes is not None and self.local_rank < len(sizes) else None
 
 
 def growth_per_step(held_bytes: Sequence[int]) -> int | None:

@@ -23,6 +23,7 @@ class FakeCard:
     reserved_bytes: int = GIB // 2
     used_bytes: int = 0
     pids: tuple[int, ...] = ()
+    held_bytes: dict[int, int] = field(default_factory=dict)  # by pid; not every driver tells it
     slices: list[FakeCard | None] | None = None
     knows_mig: bool = True
     lost: bool = False
@@ -103,7 +104,7 @@ class FakeNvml:
         return SimpleNamespace(total=whole, reserved=card.reserved_bytes, free=free, used=card.used_bytes)
 
     def nvmlDeviceGetComputeRunningProcesses(self, card: FakeCard) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in card.pids]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=card.held_bytes.get(pid)) for pid in card.pids]
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, card: FakeCard) -> list[SimpleNamespace]:
         raise NVMLError("Not Supported", 3)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,6 +129,25 @@ def test_memory_in_use_leaves_out_what_the_allocator_caches() -> None:
 
 def test_bytes_of_other_processes_are_not_counted() -> None:
     meter, cuda, _ = meter_on(FakeCard(used_bytes=3 * GIB))
+    meter.start()
+    cuda.hold(reserved=2 * GIB, allocated=GIB)
+    assert meter.peaks()["device"] == 2 * GIB + 500 * MIB
+
+
+def test_other_processes_that_come_and_go_are_not_counted() -> None:
+    card = FakeCard(pids=(os.getpid(),), used_bytes=20 * GIB, total_bytes=80 * GIB)
+    meter, cuda, _ = meter_on(card, limit=16 * GIB)
+    card.held_bytes[os.getpid()] = 500 * MIB
+    meter.start()
+    card.used_bytes += 30 * GIB  # another process
+    meter.settle()
+    assert cuda.fraction == pytest.approx((16 * GIB - 500 * MIB) / (80 * GIB))
+    assert meter.peaks()["device"] == 500 * MIB
+
+
+def test_the_pid_of_another_namespace_is_not_this_process() -> None:
+    card = FakeCard(pids=(os.getpid(),), held_bytes={os.getpid(): 100 * MIB})
+    meter, cuda, _ = meter_on(card)
     meter.start()
     cuda.hold(reserved=2 * GIB, allocated=GIB)
     assert meter.peaks()["device"] == 2 * GIB + 500 * MIB
