@@ -80,7 +80,17 @@ def zygote_environment(device: Device, environment: Mapping[str, str]) -> dict[s
         return variables | _ON_CPU
     variables = _CUDA_DEFAULTS | variables | _ON_CUDA
     if (assigned := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:  # the GPUs that Ray gave this actor
+        assigned = _sort_as(environment.get("CUDA_VISIBLE_DEVICES", ""), assigned)
         variables["CUDA_VISIBLE_DEVICES"] = uuids_to_indices(assigned)
         if variables["CUDA_VISIBLE_DEVICES"] != assigned:
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order that those indices count in
     return variables
+
+
+def _sort_as(users: str, assigned: str) -> str:
+    """Return the assigned cards in the user's order, else by number: Ray gives them in any order."""
+    order = users.split(",")
+    names = assigned.split(",")
+    return ",".join(
+        sorted(names, key=lambda name: (order.index(name) if name in order else len(order), len(name), name))
+    )

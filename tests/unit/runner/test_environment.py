@@ -50,13 +50,23 @@ def test_the_users_settings_for_cards_stay(monkeypatch: pytest.MonkeyPatch) -> N
     )  # fmt: skip
     assert (environment["NCCL_DEBUG"], environment["CUDA_DEVICE_ORDER"]) == ("INFO", "FASTEST_FIRST")
     assert environment["OMP_NUM_THREADS"] == "1"  # the zygote forks; a rank gets those six
-    assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+@pytest.mark.parametrize(("users", "expected"), [({"CUDA_VISIBLE_DEVICES": "3,10,1"}, "3,10,1"), ({}, "1,3,10")])
+def test_ranks_have_the_cards_in_the_users_order(
+    users: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "10,1,3")  # Ray keeps no order
+    assert start_environment("cuda", monkeypatch, **users)["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_cards_named_by_uuid_are_given_to_ranks_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", four())  # type: ignore[arg-type]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-d,GPU-b")
-    environment = start_environment("cuda", monkeypatch, CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    environment = start_environment(
+        "cuda", monkeypatch, CUDA_DEVICE_ORDER="FASTEST_FIRST", CUDA_VISIBLE_DEVICES="GPU-d,GPU-b"
+    )
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
 
 
