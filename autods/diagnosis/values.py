@@ -49,7 +49,7 @@ _FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORECASE)
 _ALLOCATED = re.compile(rf"{_SIZE} already allocated", re.IGNORECASE)
 _RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
-_OTHERS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IGNORECASE)
+_OTHERS = re.compile(rf"(?<!this )process (\d+) has {_SIZE} memory in use", re.IGNORECASE)
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -85,7 +85,8 @@ def parse_shortage(text: str) -> Shortage:
     if idle is None and allocated is not None and reserved is not None:
         idle = max(0, reserved - allocated)
     # Without "this process has", a lone "Process 4121 has" may be this process, seen from inside a container.
-    others = sum(_sizes(_OTHERS, text)) if "this process has" in text.lower() else 0
+    named = dict(_OTHERS.findall(text)) if "this process has" in text.lower() else {}  # by pid: a text may repeat it
+    others = sum(_sizes(re.compile(_SIZE, re.IGNORECASE), " ".join(named.values())))
     wanted, free = next(_sizes(_WANTED, text), None), next(_sizes(_FREE, text), None)
     return Shortage(wanted_bytes=wanted, free_bytes=free, idle_bytes=idle, others_bytes=others or None)
 

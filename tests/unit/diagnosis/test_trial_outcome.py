@@ -152,6 +152,17 @@ def test_tensors_freed_by_the_error_are_no_fragmentation():
     assert "fragmentation" not in outcome.advice
 
 
+def test_another_process_on_the_card_counts_once():
+    message = (
+        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 8.00 GiB of which 10.00 MiB is "
+        "free. Process 41 has 3.00 GiB memory in use. Including non-PyTorch memory, this process has 4.99 GiB memory "
+        "in use."
+    )
+    traceback = f"Traceback (most recent call last):\ntorch.OutOfMemoryError: {message}"
+    said = evidence(0, 1.0, device="cuda", types=("OutOfMemoryError",), message=message, traceback=traceback)
+    assert "other processes hold 3.0 GiB of this card" in explain_failure([said]).advice
+
+
 def test_a_failed_build_names_its_op():
     said = evidence(0, 1.0, types=("RuntimeError",), message="Error building extension 'cpu_adam'")
     outcome = explain_failure([said])
