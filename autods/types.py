@@ -134,7 +134,7 @@ class Fit:
     losses: tuple[float, ...]  # one per optimizer step, warm-up included: rank 0's; in a parity trial the mean of all
     timing: Timing
     skipped_steps: int = 0  # besides: fp16 gradients overflowed, so that the optimizer did not run
-    alloc_retries: int = 0  # in the steps: the device's allocator found nothing free and had to flush its cache
+    alloc_retries: int = 0  # after the first step: the device's allocator found nothing free and had to flush its cache
     examined: Examined | None = None
     trained: Trained | None = None  # of a script's parity trial
     communication: Communication | None = None
@@ -145,8 +145,8 @@ class Fit:
     def device_peak_bytes(self) -> int:
         """Peak bytes in use on the fullest rank's device, which decide whether a trial leaves the headroom.
 
-        What torch's allocator caches does not count: it gives that back to make room. If it had to in the steps, the
-        trial has `alloc_retries`.
+        What torch's allocator caches does not count: it gives that back to make room. If it had to after the first
+        step, the trial has `alloc_retries`.
         """
         in_use_bytes = None if self.card is None else self.card.in_use_bytes
         return self.memory["device"].peak_bytes if in_use_bytes is None else in_use_bytes

@@ -168,7 +168,8 @@ class CudaMeter(Meter):
 
     def start(self) -> None:
         """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
-        self._used_before = self._read_card(read_used_bytes) or 0  # before this rank's context is made
+        # Before this rank's context is made, on the card and on the host:
+        self._used_before, self._private_at_start = self._read_card(read_used_bytes) or 0, read_private_bytes()
         with contextlib.suppress(self.nvml.NVMLError):
             self.nvml.nvmlInit()  # DeepSpeed asks it for the card's free bytes, and expects it open since the import
         self.cuda.set_device(self.local_rank)
@@ -179,7 +180,6 @@ class CudaMeter(Meter):
             self.accelerator.available_memory = lambda device_index=None: self.free_bytes()
         for patch in _RESETS:
             patch.wrap(self._reset_counters, everywhere=True)
-        self._private_at_start = read_private_bytes()
         self.settle()
 
     def sample(self) -> None:
