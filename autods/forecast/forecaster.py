@@ -252,8 +252,7 @@ class TrialForecaster:
     A model may refuse so few samples: the forecast is then that of a larger micro batch.
 
     `spec_of` returns the engine that a trial runs.
-    `key_of` returns the trial's key in `observations`, and in `journaled`, which has those of an earlier run.
-    One of these counts from the moment its trial is answered again, so that a resumed fit decides as the first run did.
+    `key_of` returns the trial's key in `observations`.
     """
 
     forecaster: Forecaster
@@ -261,7 +260,6 @@ class TrialForecaster:
     key_of: Callable[[Trial], str]
     limits: Limits
     report: Callable[[str], None]
-    journaled: Mapping[str, Observation] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
     forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _pending: dict[tuple[str, int], Future[Simulation]] = field(default_factory=dict)
@@ -312,8 +310,6 @@ class TrialForecaster:
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
         """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
         spec, key = self.spec_of(trial), self.key_of(trial)
-        if key in self.journaled:
-            self.observations[key] = self.journaled[key]
         simulation = self.forecaster.get(spec, trial.knobs.micro_batch)
         if simulation is None or key in self.observations:
             return None

@@ -257,8 +257,8 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
     usable = [node for node in hardware if len(node.cards) >= gpus_per_node]
     if len(usable) < nodes:  # the check of the request fails later, with the figures of the best nodes
         usable = sorted(hardware, key=lambda node: len(node.cards), reverse=True)[:nodes]
-    fewest = min(usable, key=lambda node: len(node.cards))
-    cards = sorted((card for node in usable for card in node.cards), key=lambda card: card.usable_bytes)
+    fewest = min(usable, key=lambda node: (len(node.cards), node.cpu))  # the same one whatever the order of the nodes
+    cards = sorted((card for node in usable for card in node.cards), key=lambda card: (card.usable_bytes, card.name))
     bf16 = all(card.bf16 for card in cards)
     return Hardware(
         cpu=fewest.cpu,

@@ -97,7 +97,8 @@ def open_forecaster(
     """A forecaster of this fit's trials; one that knows nothing when the settings want no forecast.
 
     The simulator starts with the first forecast. Each trial's measured peak is stored in the journal with its
-    forecast, so that later forecasts are corrected by it, also after the fit is resumed.
+    forecast, and corrects later forecasts. A resumed fit learns it from there when the trial is answered again, and
+    nothing before: so it decides as the first run did.
     """
     if not settings.forecast:
         yield NO_FORECASTER
@@ -107,7 +108,13 @@ def open_forecaster(
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
 
+    past = memory.past
+
     def learn(record: Record) -> Mapping[str, Any] | None:
+        if (key := trial_key(record.trial)) in past.records:
+            if key in past.forecasts:
+                forecaster.observations[key] = read_as(Observation, past.forecasts[key])
+            return None
         if on_cuda and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
             return None  # its peak includes saving a checkpoint, which is not forecast
         observation = forecaster.learn(record.trial, record.outcome)
@@ -123,7 +130,6 @@ def open_forecaster(
                 host_bytes=settings.hardware.host_bytes,
             ),
             report=lambda text: listen(Note(text=text)),
-            journaled={key: read_as(Observation, row) for key, row in memory.past.forecasts.items()},
         )
         memory.learn = learn
         try:

@@ -145,20 +145,6 @@ def test_a_trial_corrects_the_forecast_once() -> None:
     assert made.learn(trial(), fit(peak_bytes=GIB)) is None
 
 
-def test_an_earlier_runs_measurement_counts_from_its_trial_on() -> None:
-    made, _, _ = make_forecaster()
-    first = made.forecast(trial())
-    assert first is not None
-    observation = made.learn(trial(), fit(peak_bytes=int(1.5 * first.memory["device"].peak_bytes)))
-    assert observation is not None
-    then = made.forecast(trial("zero2"))
-
-    resumed = replace(make_forecaster()[0], journaled={trial_key(trial()): observation})
-    assert resumed.forecast(trial()) == first
-    assert resumed.learn(trial(), fit(peak_bytes=1)) is None
-    assert resumed.forecast(trial("zero2")) == then
-
-
 @pytest.mark.parametrize("outcome", [out_of_memory(tier="host"), out_of_memory(missing_bytes=5)])
 def test_other_tiers_and_unknown_limits_correct_nothing(outcome: Outcome) -> None:
     made, _, _ = make_forecaster()

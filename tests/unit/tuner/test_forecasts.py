@@ -12,9 +12,10 @@ import pytest
 
 from autods.config.profiles import GrowLimits, TuneLimits
 from autods.forecast.forecaster import TrialForecaster
+from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import Journal, TrialStore
-from autods.runner.testing import ScriptedRunner, surface
+from autods.runner.testing import ScriptedRunner, fit, surface
 from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
 from autods.tuner.forecasts import open_forecaster
@@ -173,3 +174,25 @@ def test_the_nodes_memory_is_the_limit_not_the_drivers(tmp_path: Path) -> None:
     with open_forecaster(settings, lambda trial: {}, store, lambda event: None, start) as forecaster:
         assert isinstance(forecaster, TrialForecaster)
         assert forecaster.limits.by_tier("cuda")["host"] == 2048 * GIB
+
+
+def test_a_resumed_fit_forecasts_as_its_first_run_did(tmp_path: Path) -> None:
+    """A measurement corrects the forecasts after its trial, and none before it."""
+    trials = [
+        Trial(rung=each.rung.name, knobs=each.knobs, purpose="walk")
+        for each in list_candidates(SETTINGS, FACTS, {})[:3]
+    ]
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=2 * GIB))
+    simulator: Any = nullcontext(ScriptedSimulator(FACTS, lambda *_: simulate_peaks(1, backward=GIB)))
+    forecasts = []
+    for _ in range(2):
+        journal = Journal(tmp_path / "journal.jsonl")
+        store = TrialStore(journal, journal.open(fingerprint="1"), lambda trial, _: runner.run(trial), lambda _: None)
+        with open_forecaster(SETTINGS, lambda trial: {}, store, lambda event: None, lambda _: simulator) as forecaster:
+            for trial in trials:
+                forecasts.append(forecaster.forecast(trial))
+                store.run(trial)
+    assert runner.trials == trials
+    assert forecasts[:3] == forecasts[3:]
+    middles = [forecast.memory["device"].peak_bytes for forecast in forecasts if forecast is not None]
+    assert middles[0] < middles[1] < middles[2]
