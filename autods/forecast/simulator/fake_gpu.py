@@ -34,9 +34,10 @@ _CONSTANT_PATCHES = declare_all("torch.cuda", _CONSTANTS, _NO_GPU)
 _NO_OP_PATCHES = declare_all("torch.cuda", _NO_OPS, _NO_GPU)
 _STREAM_PATCHES = declare_all(
     "torch.cuda",
-    ("Stream", "Event", "stream", "current_stream", "default_stream", "get_rng_state", "nvtx"),
-    "streams and random states need a GPU",
+    ("Stream", "Event", "stream", "current_stream", "default_stream", "nvtx"),
+    "streams need a GPU",
 )
+_RANDOM_STATE = declare("torch.cuda.get_rng_state", "random states need a GPU")
 _MEMORY_PATCHES = declare_all(
     "torch.cuda",
     (
@@ -116,16 +117,6 @@ def no_gpu_visible() -> Iterator[None]:
 
 def install(ledger: Ledger) -> None:
     """Replace the functions of torch.cuda: the ledger answers for memory, and a single idle card for the rest."""
-    stream = Stream()
-    streams: dict[str, Any] = {
-        "Stream": Stream,
-        "Event": Event,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": _always(stream),
-        "default_stream": _always(stream),
-        "get_rng_state": lambda *args: torch.zeros(16, dtype=torch.uint8),
-        "nvtx": types.SimpleNamespace(range_push=_always(None), range_pop=_always(None)),
-    }
 
     def allocated(*args: Any) -> int:
         return ledger.current[DEVICE]
@@ -160,14 +151,31 @@ def install(ledger: Ledger) -> None:
     for patch in _NO_OP_PATCHES.values():
         # A function each, because torch's compiler looks them up by identity; also in the module that defines it.
         patch.install(_always(None), everywhere=True)
-    for name, patch in (_STREAM_PATCHES | _MEMORY_PATCHES).items():
-        patch.install((streams | memory)[name], everywhere=True)
+    for name, patch in _MEMORY_PATCHES.items():
+        patch.install(memory[name], everywhere=True)
+    install_streams()
+    _RANDOM_STATE.install(lambda *args: torch.zeros(16, dtype=torch.uint8), everywhere=True)
     _NCCL_VERSION.install(_always((2, 27, 0)))
     _CUDA_VERSION.install(torch.version.cuda or "12.8")
     _CUDNN_ACCEPTS.install(lambda tensor: False)
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         for name in _WHOLE_ON_CUDA:
             _register_kernel(name)
+
+
+def install_streams() -> None:
+    """Replace streams and events of torch.cuda by those of a card without work."""
+    stream = Stream()
+    replacements: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": _always(stream),
+        "default_stream": _always(stream),
+        "nvtx": types.SimpleNamespace(range_push=_always(None), range_pop=_always(None)),
+    }
+    for name, patch in _STREAM_PATCHES.items():
+        patch.install(replacements[name], everywhere=True)
 
 
 def _register_kernel(name: str) -> None:

@@ -8,22 +8,26 @@
 
 namespace {
 
-const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+// This process's card, and how many it sees.
+c10::DeviceIndex current = 0;
+c10::DeviceIndex count = 1;
+
+c10::Device device() { return c10::Device(c10::DeviceType::CUDA, current); }
 
 struct NoDeviceGuard final : public c10::impl::DeviceGuardImplInterface {
   using Device = c10::Device;
   using Stream = c10::Stream;
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return kDevice; }
-  Device getDevice() const override { return kDevice; }
+  Device exchangeDevice(Device) const override { return device(); }
+  Device getDevice() const override { return device(); }
   void setDevice(Device) const override {}
   void uncheckedSetDevice(Device) const noexcept override {}
   Stream getStream(Device device) const noexcept override { return Stream(Stream::DEFAULT, device); }
   Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
   Stream getNewStream(Device device, int) const override { return Stream(Stream::DEFAULT, device); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return Stream(Stream::DEFAULT, device); }
-  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, kDevice); }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, device()); }
+  c10::DeviceIndex deviceCount() const noexcept override { return count; }
   void record(void**, const Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -40,13 +44,13 @@ struct NoDeviceHooks final : public at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  int getNumGPUs() const override { return count; }
+  c10::DeviceIndex deviceCount() const override { return count; }
+  c10::DeviceIndex current_device() const override { return current; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
   void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return current; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return current; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void*) const override { return false; }
   void deviceSynchronize(c10::DeviceIndex) const override {}
@@ -70,4 +74,10 @@ const bool kHooks = [] {
 extern "C" void autods_register_guard() {
   // By the registrar's constructor: torch 2.9 has no registerDeviceGuard().
   c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new NoDeviceGuard());
+}
+
+// A rank's card among those that it sees; forecasts have a single one.
+extern "C" void autods_use_device(int index, int devices) {
+  current = static_cast<c10::DeviceIndex>(index);
+  count = static_cast<c10::DeviceIndex>(devices);
 }
