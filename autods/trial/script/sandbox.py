@@ -88,7 +88,7 @@ def install(session: Session) -> Overlay:
     for patch in _FILE_SAVES:
         with contextlib.suppress(ImportError):  # safetensors may be missing
             patch.wrap(_skip_large_file, session, everywhere=True)
-    free = tuple(_free_folders(session.job, str(link)))
+    free = tuple(list_free_folders(session.job, str(link)))
     session.writes_confined = confine_writes(free)
     # A rank of another node reads what rank 0 wrote into a folder of the cluster, such as prepared data.
     overlay = Overlay(session.job.shared_folder / "written", free)
@@ -101,7 +101,7 @@ def install(session: Session) -> Overlay:
     return overlay
 
 
-def _free_folders(job: RankJob, link: str) -> Iterator[str]:
+def list_free_folders(job: RankJob, link: str) -> Iterator[str]:
     """The folders in which a script may write, each also by its real path: the trial's own, caches, and the system's.
 
     Missing caches are made: where the kernel refuses writes, nobody could make them later. Links in them count as well.
@@ -109,7 +109,9 @@ def _free_folders(job: RankJob, link: str) -> Iterator[str]:
     home = Path.home()
     at_home = (".cache", ".triton", ".nv") if job.device == "cuda" else (".cache",)
     named = [folder for name in _CACHES if (folder := os.environ.get(name))]
-    named += [str(cache_folder()), *(str(home / name) for name in at_home)]
+    # Inductor decides at import where it compiles headers, whatever TORCHINDUCTOR_CACHE_DIR says later.
+    headers = getattr(sys.modules.get("torch._inductor.codecache"), "_HEADER_DIR", None)
+    named += [str(cache_folder()), *(str(home / name) for name in at_home), *([headers] if headers else [])]
     caches = [os.path.join(job.source.folder or "", folder) for folder in named]
     for folder in caches:
         with contextlib.suppress(OSError):

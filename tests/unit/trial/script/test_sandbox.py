@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from autods.trial.script.sandbox import disable_wandb, read_lmdb_unlocked, when_imported
+from autods.trial.script.sandbox import disable_wandb, list_free_folders, read_lmdb_unlocked, when_imported
+from tests.support.script_trials import script_job
 
 STAND_INS = {
     "wandb": "def init(mode=None):\n    return mode\n",
@@ -46,3 +48,17 @@ def test_an_lmdb_that_is_only_read_gets_no_lock_file(stand_in):
     when_imported("lmdb", read_lmdb_unlocked)
     assert stand_in("lmdb").open("data", readonly=True) is False
     assert stand_in("lmdb").open("data") is True
+
+
+def test_caches_are_free_also_through_links_and_the_users_folder_is_not(tmp_path, monkeypatch):
+    home, disk, headers = tmp_path / "home", tmp_path / "disk", tmp_path / "inductor"
+    (home / ".cache").mkdir(parents=True), (disk / "hf").mkdir(parents=True)
+    (home / ".cache" / "huggingface").symlink_to(disk / "hf")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("AUTODS_WRITABLE", str(tmp_path / "allowed"))
+    monkeypatch.setitem(sys.modules, "torch._inductor.codecache", SimpleNamespace(_HEADER_DIR=str(headers)))
+    free = set(list_free_folders(script_job(), "/tmp/link"))
+    assert {str(path) for path in (home / ".cache", disk / "hf", headers, tmp_path / "allowed")} <= free
+    assert (tmp_path / "triton").is_dir()  # a cache that is missing could not be made later
+    assert not {"", "/", str(home), str(tmp_path), "/tmp"} & free
