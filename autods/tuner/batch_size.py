@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..types import Failed, Fit, OutOfMemory, Record, Steps, Trial, first_line
+from ..types import Failed, Fit, OutOfMemory, Purpose, Record, Steps, Trial, first_line
 from ..units import format_bytes
 from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry, samples_per_second
@@ -82,11 +82,12 @@ class Growth:
         self.measure(choice)
         return True
 
-    def measure(self, micro_batch: int) -> Record:
+    def measure(self, micro_batch: int, purpose: Purpose = "grow") -> Record:
         """Time one micro batch at the fit's global batch."""
-        trial = self.trial_at(micro_batch)
+        trial = replace(self.trial_at(micro_batch), purpose=purpose)
         step_s = self._micro_step_at(micro_batch) * trial.knobs.accumulation
-        repeat = sum(record.trial.knobs.micro_batch == micro_batch for record in self.records)
+        same_size = (record.trial.repeat for record in self.records if record.trial.knobs.micro_batch == micro_batch)
+        repeat = 1 + max(same_size, default=-1)
         trial = replace(trial, steps=fit_steps_to_budget(self.steps, step_s, least=2), repeat=repeat)
         self.records.extend(run_with_retry(trial, self.context.run))
         return self.records[-1]
@@ -140,6 +141,14 @@ class Growth:
         if self.context.settings.objective == "memory":
             return f"needs {format_bytes(best.outcome.device_peak_bytes)}"
         return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
+
+    def explain_end(self) -> Stop:
+        """Why its growth ended: the reason to stop, or the micro batch that came too late."""
+        choice = self._choose()
+        if isinstance(choice, Stop):
+            return choice
+        again = " again" if any(record.trial.knobs.micro_batch == choice for record in self.records) else ""
+        return Stop(is_limit=False, reason=f"the race ended before micro batch {choice} was measured{again}")
 
     # Limits
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from ..types import Fit, Record, Steps
 from ..units import format_bytes
 from .batch_curve import BatchCurve, least_sample_s
-from .batch_size import Growth, Stop, describe_misfit
+from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, in_precision, without_checkpointing
-from .comparison import comparison_words, finals
+from .comparison import PRIOR_NOISE, FinalsResult, comparison_words, finals
 from .forecasts import why_impossible
 from .ladder_walk import Lessons, WalkResult, first_trial, try_rung, untried_rungs
 from .trials import FitContext, fit_steps_to_budget, median_step_s
@@ -240,7 +240,7 @@ class _Race:
 
     def score_to_beat(self) -> float:
         """The leader's score less the noise."""
-        return (1 - self.context.settings.profile.race.noise) * self.leader().score
+        return (1 - self.context.noise) * self.leader().score
 
     def leading(self, speedup: float = 1.0) -> list[Candidate]:
         """The best candidates that would lead, give or take the noise, if they were `speedup` times as fast."""
@@ -300,53 +300,105 @@ class _Race:
         return None
 
     def decide(self) -> RaceResult:
-        """Grow the leader once more with longer trials, and measure the leaders again in turn."""
-        context, limits, score = self.context, self.context.settings.profile.race, self.context.score
-        grows = context.settings.objective != "memory"
-        if grows and context.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
+        """Grow the leader once more with longer trials, and measure the leaders again in turn.
+
+        Where one of them no longer leaves the headroom, those that follow are compared with the rest. Where repeats
+        differ by more than the profile's noise, other work slows down this machine: all that may lead are measured once
+        more, and the fastest of the new timings counts.
+        """
+        context, limits = self.context, self.context.settings.profile.race
+        turns = 0 if context.settings.objective == "memory" else limits.turns
+        if turns and context.may_run(_LAST_TRIALS + limits.finalists * turns):
             self.leader().extend(limits.finals, _LAST_TRIALS)
-        fitting = [contestant for contestant in self.contestants if contestant.best() is not None]
-        fitting.sort(key=lambda contestant: contestant.score, reverse=True)  # stable: of equals, the ladder's order
-        close = self._close_to_leader(fitting)
-        finalists = []
-        for record, _ in close[: max(1, sum(context.may_run(count) for count in range(1, limits.finalists + 1)))]:
-            steps = fit_steps_to_budget(limits.finals, median_step_s(record), least=_FEWEST_FINAL_STEPS)
-            finalists.append(replace(record, trial=replace(record.trial, steps=steps)))
-        final = finals(finalists, context, turns=limits.turns if grows else 0, purpose="race", may_run=context.may_run)
-        winner = close[final.winner][1]
-        stop = Stop(is_limit=False, reason="the race ended before its memory was full")
-        winner.stop = winner.stop or stop
+        before = len(context.memory.records)
+        close, final = self._measure_leaders_again(turns)
+        if turns and len(final.measured) < len(final.scores):
+            close, final = self._measure_leaders_again(turns)
+        winner, best, reason = close[final.winner][1], final.best, final.reason
         remeasured: dict[str, float] = {}
         for place in final.measured:
             name = close[place][1].name
             remeasured[name] = max(remeasured.get(name, 0.0), final.scores[place])
-        best, times = comparison_words(score)
-        reasons = {winner.name: f"{best} of {len(fitting)} that fit: {final.reason}"}
+        if turns and context.noise > limits.noise:
+            self._measure_all_again()
+            new = context.memory.records[before:]
+            timed = [(record, owner) for owner in self._fitting() for record in owner.eligible() if record in new]
+            fastest, owner = max(timed, key=lambda item: context.score(item[0]), default=(best, winner))
+            if (owner, fastest.trial.knobs) != (winner, best.trial.knobs):
+                winner, best, remeasured = owner, fastest, {}
+                name = f"{best.trial.rung} with micro batch {best.trial.knobs.micro_batch}"
+                reason = f"{name} has the fastest timing; those of one config differ by up to {context.noise:.0%}"
+        return self._explain(winner, best, reason, remeasured)
+
+    def _explain(self, winner: Contestant, best: Record, reason: str, remeasured: Mapping[str, float]) -> RaceResult:
+        """The result with a reason for each contestant. `remeasured` maps names to scores of the last comparison."""
+        if winner.stop is None:
+            winner.stop = winner.explain_end()
+        best_word, times = comparison_words(self.context.score)
+        fitting = self._fitting()
+        reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {reason}"}
         for contestant in self.contestants:
             speed, ratio = contestant.describe_best(), contestant.score / winner.score
             if contestant.name in remeasured and remeasured.get(winner.name):
-                speed = f"{speed} at first; measured again in turn"
+                speed = f"{speed} at best; measured again in turn"
                 ratio = remeasured[contestant.name] / remeasured[winner.name]
             slower = f"{speed}, {ratio:.2f} {times} as {winner.name}"
             reasons.setdefault(contestant.name, contestant.out or slower)
         for contestant in self.contestants:  # some rungs were raced only without checkpointing
             rung = contestant.candidate.rung.name
             reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
-        return _result(winner, [each for each in fitting if each is not winner], reasons, best=final.best)
+        return _result(winner, [each for each in fitting if each is not winner], reasons, best=best)
 
-    def _close_to_leader(self, fitting: Sequence[Contestant]) -> list[tuple[Record, Contestant]]:
-        """The trials that led, give or take the noise, best first.
+    def _fitting(self) -> list[Contestant]:
+        """The contestants that fitted, best first; of equals, in the ladder's order."""
+        fitting = [contestant for contestant in self.contestants if contestant.best() is not None]
+        return sorted(fitting, key=lambda contestant: contestant.score, reverse=True)
 
-        Where micro batches of one config are similar, only the largest is kept: it is the fastest but for noise.
+    def _measure_leaders_again(self, turns: int) -> tuple[Sequence[tuple[Record, Contestant]], FinalsResult]:
+        """Measure as many leaders again as the budget allows, with longer trials. A place is one among the leaders."""
+        context, limits, finalists = self.context, self.context.settings.profile.race, []
+        close, earlier = self._close_to_leader(), tuple(context.memory.records)
+        repeat = max((record.trial.repeat for record in earlier if record.trial.purpose == "race"), default=0)
+        for record, _ in close[: max(1, sum(context.may_run(count) for count in range(1, limits.finalists + 1)))]:
+            steps = fit_steps_to_budget(limits.finals, median_step_s(record), least=_FEWEST_FINAL_STEPS)
+            trial = replace(record.trial, steps=steps)
+            finalists.append(replace(record, trial=replace(trial, purpose="race", repeat=repeat) if repeat else trial))
+        final = finals(finalists, context, turns=turns, purpose="race", may_run=context.may_run)
+        for finalist, (_, owner) in zip(finalists, close, strict=False):
+            config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]
+            owner.records.extend(record for record in new if (record.trial.rung, record.trial.knobs) == config)
+        return close, final
+
+    def _measure_all_again(self) -> None:
+        """Measure those again that may lead, give or take the noise that was seen, and grow them where that pays."""
+        for contestant in self._fitting():
+            best = contestant.best()
+            if best is not None and contestant.score >= self.score_to_beat() and self._may_go_on():
+                contestant.out, contestant.steps = None, self.context.settings.profile.race.finals
+                contestant.measure(best.trial.knobs.micro_batch, purpose="race")
+                self._grow(contestant)
+
+    def _close_to_leader(self) -> list[tuple[Record, Contestant]]:
+        """The trials that led, give or take the noise, best first; the runner-up is always among them.
+
+        Where micro batches of one config are similar, the largest is kept unless a smaller one was clearly faster.
         """
-        score, least = self.context.score, self.score_to_beat()
+        score, least, fitting = self.context.score, self.score_to_beat(), self._fitting()
         timed = [(record, contestant) for contestant in fitting for record in contestant.eligible()]
         close = [(record, contestant) for record, contestant in timed if score(record) >= least]
         close.sort(key=lambda item: score(item[0]), reverse=True)
-        kept = list(close)
+        kept: list[tuple[Record, Contestant]] = []
         for record, contestant in close:
             size = record.trial.knobs.micro_batch
-            sizes = [other.trial.knobs.micro_batch for other, owner in kept if owner is contestant]
-            if any(size < other < _OTHER_SIZE * size for other in sizes):
-                kept.remove((record, contestant))
+            for place, (other, owner) in enumerate(kept):
+                other_size = other.trial.knobs.micro_batch
+                if owner is contestant and max(size, other_size) < _OTHER_SIZE * min(size, other_size):
+                    if size > other_size and score(record) >= (1 - 2 * PRIOR_NOISE) * score(other):
+                        kept[place] = (record, contestant)
+                    break
+            else:
+                kept.append((record, contestant))
+        others = [contestant for contestant in fitting if contestant is not kept[0][1]]
+        if others and all(owner is kept[0][1] for _, owner in kept) and (best := others[0].best()) is not None:
+            kept.append((best, others[0]))
         return kept

@@ -19,7 +19,7 @@ from autods.runner.testing import fit, out_of_memory
 from autods.tuner.fit import FitResult, build_report, search
 from autods.tuner.forecasts import NO_FORECASTER, Forecaster
 from autods.tuner.trials import FitContext
-from autods.types import Outcome, Record, Tier, Trial
+from autods.types import Fit, Outcome, Record, Tier, TierUse, Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, SETTINGS, TOO_SMALL
 
@@ -43,7 +43,7 @@ class Rung:
     full_from: int = 1
 
 
-@dataclass(slots=True)
+@dataclass
 class Machine:
     """Rungs as one machine runs them. The rungs that are not named run out of memory at once.
 
@@ -324,6 +324,32 @@ def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Calla
     flattered_one = result.raced.reasons["zero1"]  # its first timing was above the winner's
     assert float(flattered_one.partition("measured again in turn, ")[2].partition(" times as fast as ddp")[0]) < 1
     assert result.best.outcome == machine.answer(result.best.trial)
+
+
+def test_a_rival_that_was_slowed_down_is_measured_again_and_wins(raced: Callable[..., FitResult]) -> None:
+    def slowed(trial: Trial) -> float:
+        return 0.4 if (trial.rung, trial.purpose) == ("zero1", "grow") else 1.0
+
+    machine = Machine({"ddp": Rung(sample_s=0.15), "zero1": Rung(sample_s=0.1), "zero3": Rung(sample_s=0.5)})
+    result = raced(replace(machine, flattery=slowed))
+    assert won(result)[0] == "zero1"
+    assert "0." in result.raced.reasons["ddp"].partition("times as fast as zero1")[0]
+
+
+def test_a_finalist_without_headroom_leaves_the_race_to_its_next_size(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3), "zero1": Rung(gib=3, sample_s=0.2)})
+    answer = machine.answer
+
+    def fuller(trial: Trial) -> Outcome:
+        outcome = answer(trial)
+        if trial.purpose == "race" and trial.knobs.micro_batch == 24 and isinstance(outcome, Fit):
+            return replace(outcome, memory={"device": TierUse(peak_bytes=LIMIT, limit_bytes=LIMIT)})
+        return outcome
+
+    machine.answer = fuller  # type: ignore[method-assign]
+    rung, size = won(raced(machine))
+    assert rung == "ddp"
+    assert size < 24
 
 
 @pytest.mark.parametrize("budget", [Budget(trials=4), Budget(seconds=40.0)])
