@@ -332,6 +332,11 @@ def test_each_shipped_config_walks_the_whole_ladder(name: str) -> None:
     assert len(profile.ladder) == 8
 
 
+def test_the_config_of_the_resume_benchmark_can_be_read() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "resume.toml"
+    assert read_profile(str(path)).name == "resume"
+
+
 def test_a_thorough_fit_tries_harder_than_a_quick_one() -> None:
     quick, default, thorough = (read_profile(name) for name in ("quick", "default", "thorough"))
     assert quick.tune.trials < default.tune.trials < thorough.tune.trials
