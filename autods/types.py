@@ -137,6 +137,7 @@ class Fit:
     alloc_retries: int = 0  # after the first step: the device's allocator found nothing free and had to flush its cache
     examined: Examined | None = None
     trained: Trained | None = None  # of a script's parity trial
+    update_size: float | None = None  # of a parity trial: mean change of a weight in an optimizer step
     communication: Communication | None = None
     card: CardUse | None = None  # of a CUDA rank
     kind: Literal["fit"] = "fit"

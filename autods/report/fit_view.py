@@ -306,12 +306,19 @@ def _parity(parity: Parity) -> str:
     if math.isinf(difference):
         result = f"a loss is not finite where {reference}'s is,"
     else:
-        result = f"losses {'within' if parity.within else 'differ by'} {format_share(difference)}"
-        result += f" {'of' if parity.within else 'from'} {reference}'s"
+        result = f"losses {_apart(difference, parity.tolerance)} {reference}'s"
     result += f" over {format_number_of(parity.steps, 'step')}, tolerance {format_share(parity.tolerance)}"
+    if (apart := parity.update_difference) is not None and (tolerance := parity.update_tolerance) is not None:
+        result += f"; updates {_apart(apart, tolerance)} {reference}'s, tolerance {format_share(tolerance)}"
     if parity.taken_back:
         return f"{result}, since {parity.taken_back}, which changed them, was taken back"
     return f"{result}; changed by {', '.join(parity.changed_by)}" if parity.changed_by else result
+
+
+def _apart(difference: float, tolerance: float) -> str:
+    """'within 0.2 % of' or 'differ by 3 % from'."""
+    share = format_share(difference)
+    return f"within {share} of" if difference <= tolerance else f"differ by {share} from"
 
 
 # Nothing fits.

@@ -48,12 +48,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The losses compared with a plain config's on the same samples, step by step.
+    """The losses compared with a plain config's on the same samples, step by step, and the sizes of the updates.
 
     `reference` is the plain config's rung.
-    `largest_difference` is relative; infinite when only one of two losses is finite.
-    `changed_by` are the knobs that changed the losses; setting back any of them is enough.
-    `taken_back` is the one that was set back. The difference is then that of the config without it.
+    `largest_difference` is that of losses, relative; infinite when only one of two losses is finite.
+    `update_difference` is that of the mean change of a weight in a step, relative; None where it is not known.
+    `changed_by` are the knobs that changed them; setting back any of them is enough.
+    `taken_back` is the one that was set back. The differences are then those of the config without it.
     """
 
     reference: str
@@ -61,6 +62,8 @@ class Parity:
     tolerance: float
     largest_difference: float
     within: bool
+    update_difference: float | None = None
+    update_tolerance: float | None = None
     changed_by: tuple[str, ...] = ()
     taken_back: str | None = None
 

@@ -40,6 +40,7 @@ class TrainResult:
     init_s: float
     peaks: Mapping[str, int | None]
     skipped_steps: int = 0
+    update_size: float | None = None
     examined: Examined | None = None
     communication: Communication | None = None
     trained: Trained | None = None
@@ -74,6 +75,7 @@ def judge_trial(
         alloc_retries=max(rank.peaks.get("alloc_retries") or 0 for rank in ranks),
         examined=_join_exams([rank.examined for rank in ranks if rank.examined is not None]),
         trained=first.trained,
+        update_size=first.update_size,
         card=_join_cards([rank.peaks for rank in ranks]),
         communication=_join_communication([rank.communication for rank in ranks if rank.communication is not None]),
         timing=Timing(

@@ -16,6 +16,7 @@ from .distributed import Ranks
 from .model_facts import check_batch, is_moe, seed_all
 
 _SAMPLE_SEEDS = 2**24  # apart from each other for every seed of a trial
+_SAMPLED = 2**20  # elements; their mean is that of all within some thousandths
 _STEADY = 1e-3  # relative: far below the effect of a mask or of noise on a loss, above that of the order of sums
 
 
@@ -130,6 +131,46 @@ def reset_step_counts(optimizer: Any) -> None:
             step.zero_()
         elif isinstance(step, int):
             counted["step"] = 0
+
+
+class UpdateMeter:
+    """Measures the mean size of a weight's change in an optimizer step, from a sample of the weights.
+
+    With Adam it is in proportion to the learning rate, whatever rounding does to the loss. The weights are those that
+    the optimizer steps: in fp32 where DeepSpeed keeps such a copy, each rank's part under ZeRO, one sub-group of
+    ZeRO-3 after the other, wherever they lie between steps.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[Any] = []
+        self._change, self._elements = 0.0, 0
+
+    def watch(self, optimizer: Any) -> None:
+        """Measure each step of a torch optimizer from now on."""
+        optimizer.register_step_pre_hook(self._begin_step)
+        optimizer.register_step_post_hook(self._end_step)
+
+    def mean(self, ranks: Ranks) -> float:
+        """Return the mean over all steps, weights and ranks; 0 without a step. Every rank has to call this."""
+        change, elements = ranks.mean(self._change), ranks.mean(float(self._elements))
+        return change / elements if elements else 0.0
+
+    def _begin_step(self, optimizer: Any, *_: Any) -> None:
+        self._before = [sample.clone() for _, sample in _stepped_weights(optimizer)]
+
+    def _end_step(self, optimizer: Any, *_: Any) -> None:
+        for before, (elements, sample) in zip(self._before, _stepped_weights(optimizer), strict=True):
+            self._change += elements * float((sample.double() - before.double()).abs().mean())
+            self._elements += elements
+        self._before = []
+
+
+def _stepped_weights(optimizer: Any) -> list[tuple[int, Any]]:
+    """The number of elements, and a view of some of them, for each tensor that the optimizer steps."""
+    tensors = [weights.detach() for group in optimizer.param_groups for weights in group["params"] if weights.numel()]
+    # An odd step through the elements meets all columns of a matrix, whose number is even mostly.
+    stride = sum(tensor.numel() for tensor in tensors) // _SAMPLED | 1
+    return [(tensor.numel(), tensor.reshape(-1)[::stride]) for tensor in tensors]
 
 
 class RandomnessWatch:

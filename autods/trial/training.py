@@ -32,8 +32,8 @@ class TrainingResult:
 
     `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
     for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `held_bytes` are those
-    in use on the device after each step. `examined` is `types.Examined` of a worst-case exam. `communication` is
-    `types.Communication` of this rank as a dict.
+    in use on the device after each step. `update_size` is that of a parity trial, see `types.Fit`. `examined` is
+    `types.Examined` of a worst-case exam. `communication` is `types.Communication` of this rank as a dict.
     """
 
     step_s: tuple[float, ...] = ()
@@ -41,6 +41,7 @@ class TrainingResult:
     losses: tuple[float, ...] = ()
     skipped_steps: int = 0
     held_bytes: tuple[int, ...] = ()
+    update_size: float | None = None
     examined: Examined | None = None
     communication: Mapping[str, Any] | None = None
 
@@ -77,8 +78,10 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
     engine = initialize(workload, model, allow_gathering(job.ds_config) if job.exam == "worst_case" else job.ds_config)
     del model
     batches = [place(batch, engine) for batch in batches]
+    updates = loss_parity.UpdateMeter()
     if job.exam == "parity":
         loss_parity.make_comparable(engine)
+        updates.watch(engine.basic_optimizer)
     traffic = Traffic(meter.synchronize)
     traffic.listen()
     train_step, compute_loss = _engine_steps(workload, engine, batches, job.accumulation, observe)
@@ -110,7 +113,8 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
                 step(exam.index)
             result = replace(result, examined=exam.examined)
         case "parity":
-            result = replace(result, losses=tuple(ranks.mean(loss) for loss in result.losses))
+            losses = tuple(ranks.mean(loss) for loss in result.losses)
+            result = replace(result, losses=losses, update_size=updates.mean(ranks))
             loss_parity.check_deterministic(watch.drew, lambda: compute_loss(True), ranks)
         case None:
             has_time = result.steps_s + 2 * statistics.median(result.step_s) <= job.steps.budget_s

@@ -137,3 +137,17 @@ def test_a_knob_that_changes_the_training_changes_the_losses(runners, plain, bro
     found = losses(runners("lengths.py"), "zero1", micro_batch=4, settings={**FP32, **broken})
     assert found[0] == pytest.approx(plain[0], rel=TOLERANCE)
     assert apart(found, plain) > 10 * TOLERANCE
+
+
+def test_the_size_of_updates_shows_a_learning_rate_that_bf16_hides(runners):
+    def update_size(rung: str, **settings: Scalar) -> float:
+        outcome = explain_failure(
+            runners("lengths.py"), rung, "parity", settings={**BUCKETS, **TORCH_ADAM, **settings}, micro_batch=4
+        )
+        assert isinstance(outcome, Fit), outcome
+        assert outcome.update_size is not None
+        return outcome.update_size
+
+    plain = update_size("ddp")
+    assert update_size("zero3") == pytest.approx(plain, rel=0.003)
+    assert update_size("zero1", **{"optimizer.params.lr": 1.1e-4}) == pytest.approx(1.1 * plain, rel=0.01)

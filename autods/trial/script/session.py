@@ -15,7 +15,7 @@ from ...types import Examined, Phase
 from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam
 from ..job import RankJob
-from ..loss_parity import generator_state, make_comparable
+from ..loss_parity import UpdateMeter, generator_state, make_comparable
 from ..model_facts import shifts_labels
 from ..training import Skips, check_finite, has_enough_steps, was_skipped
 from .data import Batches, find_loss, iter_tensors
@@ -71,6 +71,7 @@ class Session:
         self._recorder = LossRecorder(self.ranks) if job.exam == "parity" else None
         self._exam: WorstCaseExam | None = None
         self._trained: Result | None = None  # `types.Trained`
+        self._update_size: float | None = None  # of a parity trial, see `types.Fit`
         self._peaks: dict[str, int | None] | None = None
 
     # Calls of the engine.
@@ -270,6 +271,7 @@ class Session:
             "skipped_steps": self._skips.total,
             "examined": None if self._exam is None else asdict(self._exam.examined),
             "trained": self._trained,
+            "update_size": self._update_size,
             "communication": self.traffic.describe(),
             "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
             "tokens_per_sample": self.batches.tokens / samples if samples else None,
@@ -296,6 +298,7 @@ class Session:
 
         if self._recorder is not None and self._trained is None and torch.distributed.is_initialized():
             self._losses, self._trained = self._recorder.losses, self._recorder.describe()
+            self._update_size = self._recorder.updates.mean(self.ranks)
 
 
 @dataclass(slots=True)
@@ -341,12 +344,14 @@ class LossRecorder:
     """Records the samples and losses of a parity trial, so that the trials of two configs can be compared.
 
     `losses` has the mean over all micro batches of all ranks for each optimizer step. `weights` is the sum of the
-    magnitudes of the whole model's weights before the first step; None where a part of them lies on NVMe.
+    magnitudes of the whole model's weights before the first step; None where a part of them lies on NVMe. `updates`
+    measures the steps after `start`.
     """
 
     ranks: Ranks
     losses: list[float] = field(default_factory=list)
     weights: float | None = None
+    updates: UpdateMeter = field(default_factory=UpdateMeter)
     _samples: Any = field(default_factory=hashlib.sha256)
     _saw_tensors: bool = False
     _generators: bytes = b""
@@ -355,6 +360,7 @@ class LossRecorder:
     def start(self, engine: Any) -> None:
         """Make the engine's losses comparable, and note its weights. Raises Incomparable for mixtures of experts."""
         make_comparable(engine)
+        self.updates.watch(engine.basic_optimizer)
         self.weights = _sum_magnitudes(engine.module, self.ranks)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -84,6 +84,13 @@ def test_losses_that_differ_are_said_with_the_knob() -> None:
     assert parity(largest_difference=0.0) == "losses within 0 % of ddp's over 6 steps, tolerance 2 %"
 
 
+def test_updates_stand_beside_the_losses() -> None:
+    sizes = {"update_difference": 0.0005, "update_tolerance": 0.03}
+    assert parity(**sizes).endswith("tolerance 2 %; updates within 0.05 % of ddp's, tolerance 3 %")
+    apart = parity(within=False, **{**sizes, "update_difference": 0.1})
+    assert apart.endswith("; updates differ by 10 % from ddp's, tolerance 3 %")
+
+
 def test_a_loss_that_is_no_number_is_said() -> None:
     assert "a loss is not finite where ddp's is" in parity(within=False, largest_difference=math.inf)
 

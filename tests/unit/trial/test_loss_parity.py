@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from autods.trial.distributed import Ranks
 from autods.trial.loss_parity import (
     Incomparable,
     RandomnessWatch,
+    UpdateMeter,
     check_deterministic,
     draw_share,
     reset_step_counts,
@@ -148,3 +150,33 @@ def test_only_random_numbers_that_change_the_loss_are_refused() -> None:
     check_deterministic(True, lambda: 1.0 + 0 * float(torch.rand(())), ALONE)
     with pytest.raises(Incomparable, match="draws random numbers"):
         check_deterministic(True, lambda: 1.0 + float(torch.rand(())), ALONE)
+
+
+def update_size(optimizer: type[torch.optim.Optimizer], lr: float, *, parts: int = 1, steps: int = 3) -> float:
+    """The mean change of 3 million weights in some steps, which lie in so many tensors of the optimizer."""
+    torch.manual_seed(0)
+    weights, gradients = torch.randn(3_000_000), torch.randn(steps, 3_000_000)
+    tensors = [torch.nn.Parameter(part.clone()) for part in weights.chunk(parts)]
+    stepped, meter = optimizer(tensors, lr=lr), UpdateMeter()  # type: ignore[call-arg]
+    meter.watch(stepped)
+    for gradient in gradients:
+        for tensor, part in zip(tensors, gradient.chunk(parts), strict=True):
+            tensor.grad = part.clone()
+        stepped.step()
+    return meter.mean(ALONE)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_size_of_updates_shows_the_learning_rate(optimizer: type[torch.optim.Optimizer]) -> None:
+    size = update_size(optimizer, 1e-3)
+    assert update_size(optimizer, 1.1e-3) == pytest.approx(1.1 * size, rel=0.002)
+    assert update_size(optimizer, 1e-3, parts=7) == pytest.approx(size, rel=0.002)  # other weights are sampled
+    assert update_size(optimizer, 0.0) == 0
+
+
+def test_the_size_of_an_update_is_a_mean_over_weights() -> None:
+    assert update_size(torch.optim.SGD, 1.0, steps=1) == pytest.approx(math.sqrt(2 / math.pi), rel=0.01)
+
+
+def test_without_a_step_there_is_no_update() -> None:
+    assert UpdateMeter().mean(ALONE) == 0

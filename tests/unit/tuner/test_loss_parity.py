@@ -243,6 +243,51 @@ def test_a_winner_whose_loss_is_no_number_does_not_pass() -> None:
     assert "a loss is not finite" in run.said
 
 
+def sized(size_of: Callable[[Trial], float | None]) -> Callable[[Trial], Outcome]:
+    """Everything fits with the same losses; the updates of a parity trial are of this size."""
+
+    def answer(asked: Trial) -> Outcome:
+        ran = passes(asked)
+        return replace(ran, update_size=size_of(asked)) if asked.exam == "parity" else ran
+
+    return answer
+
+
+def test_updates_of_another_size_are_seen_where_losses_agree() -> None:
+    """A learning rate that is a tenth too high, under bf16, where rounding hides it from the losses."""
+    run = against(winner_with({}, rung="zero3"), sized(lambda asked: 1.1e-4 if asked.rung == "zero3" else 1e-4))
+    certificate = run.certified.certificate
+    assert not certificate.passed
+    assert certificate.parity is not None
+    assert (certificate.parity.largest_difference, certificate.parity.within) == (0.0, False)
+    assert certificate.parity.update_difference == pytest.approx(0.1)
+    assert run.certified.certificate.failures[0].startswith(
+        "updates of the weights differ by 10 % from zero2's, tolerance 3 %: zero3 itself"
+    )
+
+
+def test_the_knob_that_changes_updates_is_taken_back() -> None:
+    run = against(winner_with({OVERLAP: False, BUCKET: 5000}), sized(lambda asked: 9e-5 if by_overlap(asked) else 1e-4))
+    parity = run.certified.certificate.parity
+    assert parity is not None
+    assert (parity.taken_back, parity.update_difference, run.certified.certificate.passed) == (OVERLAP, 0.0, True)
+    assert "with false updates of the weights differ by 10 % from zero2's, tolerance 3 %" in run.said
+
+
+@pytest.mark.parametrize("sizes", [(1.01e-4, 1e-4), (None, 1e-4)])
+def test_updates_of_the_same_size_pass(sizes: tuple[float | None, float]) -> None:
+    run = against(winner_with({}, rung="zero3"), sized(lambda asked: sizes[asked.rung == "zero2"]))
+    assert run.certified.certificate.passed
+
+
+def test_without_updates_losses_prove_nothing() -> None:
+    certificate = against(winner_with({}, rung="zero3"), sized(lambda asked: 0.0)).certified.certificate
+    assert not certificate.passed
+    assert certificate.not_checked == (
+        "parity was not checked: no step changed a weight (is the learning rate 0 at first?)",
+    )
+
+
 def test_losses_that_are_no_numbers_on_either_side_prove_nothing() -> None:
     run = against(
         winner_with({}, rung="zero3"),

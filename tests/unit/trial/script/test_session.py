@@ -82,7 +82,8 @@ def test_work_of_the_trial_itself_does_not_count():
 
 
 def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
-    return SimpleNamespace(module=torch.nn.Sequential(*layers), basic_optimizer=None)
+    model = torch.nn.Sequential(*layers)
+    return SimpleNamespace(module=model, basic_optimizer=torch.optim.SGD([*model.parameters(), torch.ones(1)]))
 
 
 def sample_mark(*batches: object, draws: bool = False) -> str | None:
