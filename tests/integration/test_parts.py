@@ -23,6 +23,7 @@ PARAMETERS = 20_480  # of counted.py, in five layers; bf16 has two bytes for eac
 WHOLE = 2 * PARAMETERS
 TIMED = Steps(warmup=1, timed=2, most_timed=2)
 ONCE = Steps()
+EXAM = Steps(warmup=1, timed=4, most_timed=4)
 BUCKETS: dict[str, Scalar] = {f"zero_optimization.{name}_bucket_size": 1_000_000 for name in ("reduce", "allgather")}
 # Nothing that was gathered is kept: each use gathers anew.
 RELEASING: dict[str, Scalar] = {
@@ -124,7 +125,7 @@ def test_the_stages_of_a_pipeline_train_on_the_same_samples(runners):
 
 @pytest.mark.parametrize(("rung", "settings"), [("ddp", FP32), ("zero1", {})])
 def test_a_pipeline_evaluates_saves_and_loads(runners, rung, settings):
-    examined = ran(runners("pipe.py"), rung, exam="worst_case", accumulation=2, settings=settings).examined
+    examined = ran(runners("pipe.py"), rung, exam="worst_case", steps=EXAM, accumulation=2, settings=settings).examined
     assert isinstance(examined, Examined)
     assert (examined.evaluated, examined.restored, examined.left_out) == (True, True, ())
     assert examined.checkpoint_bytes > 4 * (64 * 64 + 64) * 12
