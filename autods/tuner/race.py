@@ -13,7 +13,7 @@ from .candidates import Candidate, config_name, in_precision, without_checkpoint
 from .comparison import PRIOR_NOISE, FinalsResult, comparison_words, finals
 from .forecasts import why_impossible
 from .ladder_walk import Lessons, WalkResult, first_trial, try_rung, untried_rungs
-from .trials import FitContext, fit_steps_to_budget, median_step_s
+from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 
 _ENTRY_TRIALS = 3  # at ever smaller micro batches, before the contestant is tried as the walk would try it
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
@@ -304,7 +304,7 @@ class _Race:
 
         Where one of them no longer leaves the headroom, those that follow are compared with the rest. Where repeats
         differ by more than the profile's noise, other work slows down this machine: all that may lead are measured once
-        more, and the fastest of the new timings counts.
+        more, and the fastest of the new timings counts; of all timings, where the new ones differ as much.
         """
         context, limits = self.context, self.context.settings.profile.race
         turns = 0 if context.settings.objective == "memory" else limits.turns
@@ -322,10 +322,15 @@ class _Race:
         if turns and context.noise > limits.noise:
             self._measure_all_again()
             new = context.memory.records[before:]
-            timed = [(record, owner) for owner in self._fitting() for record in owner.eligible() if record in new]
+            timed = [(record, owner) for owner in self._fitting() for record in owner.eligible()]
+            is_calm = repeat_difference(new) <= limits.noise
+            if is_calm:
+                timed = [(record, owner) for record, owner in timed if record in new]
             fastest, owner = max(timed, key=lambda item: context.score(item[0]), default=(best, winner))
             if (owner, fastest.trial.knobs) != (winner, best.trial.knobs):
                 winner, best, remeasured = owner, fastest, {}
+                for record, other in timed if is_calm else ():
+                    remeasured[other.name] = max(remeasured.get(other.name, 0.0), context.score(record))
                 name = f"{best.trial.rung} with micro batch {best.trial.knobs.micro_batch}"
                 reason = f"{name} has the fastest timing; those of one config differ by up to {context.noise:.0%}"
         return self._explain(winner, best, reason, remeasured)

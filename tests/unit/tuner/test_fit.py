@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.profiles import Budget
+from autods.config.profiles import Budget, read_profile
 from autods.journal import TrialStore, trial_key
 from autods.tuner.fit import FitResult, NothingFits, build_report
 from autods.tuner.fit import search as run_search
@@ -22,6 +22,7 @@ from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster
 from tests.support.machines import a_machine
 from tests.support.surfaces import Surface, searching
+from tests.support.true_answers import RoughSurface, contradictions, slower_than_measured
 
 SEEDS = (0, 3, 6, 16)  # of 3 and 16 several rungs climb
 
@@ -206,6 +207,18 @@ def test_the_reference_runs_at_its_largest_micro_batch(seed: int) -> None:
             samples = trial.knobs.micro_batch * trial.knobs.accumulation
             divisors = [size for size in range(1, samples + 1) if samples % size == 0]
             assert trial.knobs.micro_batch == max(size for size in divisors if size <= largest)
+
+
+@pytest.mark.parametrize("seed", range(9000, 9010))
+@pytest.mark.parametrize("config", ["quick", "default"])
+def test_the_answer_and_its_reasons_follow_from_the_trials(config: str, seed: int) -> None:
+    surface, profile = RoughSurface(seed), read_profile(config)
+    profile = replace(profile, tune=replace(profile.tune, trials=0))
+    with searching(surface, profile=profile) as search:
+        result = run_search(search)
+        assert isinstance(result, FitResult)
+        assert slower_than_measured(surface, search, result) <= profile.race.noise
+        assert contradictions(surface, search, result) == []
 
 
 def test_a_pipeline_is_not_forecast() -> None:
