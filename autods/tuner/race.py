@@ -157,7 +157,7 @@ def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
 
     Checkpointing buys memory with time, and memory allows a larger micro batch. So the rung is grown without it first.
     Where something else than memory ends that growth, checkpointing has nothing to give. Otherwise both are grown, and
-    the faster one is taken.
+    the one that is faster in turns is taken.
     """
     context, candidate = contestant.context, without_checkpointing(contestant.candidate)
     plain = _make_contestant(candidate, context, contestant.most_trials, contestant.steps)
@@ -174,9 +174,9 @@ def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
     if plain.stop is not None and not plain.stop.is_limit:
         return _result(plain, [contestant], {plain.name: _WITHOUT})
     contestant.run()
-    faster, slower = sorted((plain, contestant), key=lambda each: each.score, reverse=True)
-    ratio = f"{slower.score / faster.score:.2f} times as fast as {faster.name}"
-    return _result(faster, [slower], {faster.name: _FIRST_RUNG, slower.name: ratio})
+    raced = _Race(context=context, lessons=Lessons(), contestants=[plain, contestant]).compare()
+    winner = next(iter(raced.reasons))
+    return replace(raced, reasons={**raced.reasons, winner: _FIRST_RUNG})
 
 
 def _result(
@@ -300,7 +300,15 @@ class _Race:
         return None
 
     def decide(self) -> RaceResult:
-        """Grow the leader once more with longer trials, and measure the leaders again in turn.
+        """Grow the leader once more with longer trials, and compare the leaders."""
+        limits = self.context.settings.profile.race
+        is_timed = limits.turns > 0 and self.context.settings.objective != "memory"
+        if is_timed and self.context.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
+            self.leader().extend(limits.finals, _LAST_TRIALS)
+        return self.compare()
+
+    def compare(self) -> RaceResult:
+        """Measure the leaders again in turn.
 
         Where one of them no longer leaves the headroom, those that follow are compared with the rest. Where repeats
         differ by more than the profile's noise, other work slows down this machine: all that may lead are measured once
@@ -308,8 +316,6 @@ class _Race:
         """
         context, limits = self.context, self.context.settings.profile.race
         turns = 0 if context.settings.objective == "memory" else limits.turns
-        if turns and context.may_run(_LAST_TRIALS + limits.finalists * turns):
-            self.leader().extend(limits.finals, _LAST_TRIALS)
         before = len(context.memory.records)
         close, final = self._measure_leaders_again(turns)
         if turns and len(final.measured) < len(final.scores):
@@ -405,5 +411,5 @@ class _Race:
                 kept.append((record, contestant))
         others = [contestant for contestant in fitting if contestant is not kept[0][1]]
         if others and all(owner is kept[0][1] for _, owner in kept) and (best := others[0].best()) is not None:
-            kept.append((best, others[0]))
+            kept.insert(1, (best, others[0]))
         return kept
