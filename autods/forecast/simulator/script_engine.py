@@ -115,7 +115,7 @@ class _ScriptRun:
         self._began = time.perf_counter()
         self._hangup = contextlib.ExitStack()
         # A trial's observer has these, which the session reads; a simulation measures nothing by them.
-        self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None)
+        self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None, held_bytes=lambda: 0)
         self.training_peaks: dict[str, int] = {}
 
     def run(self) -> NoReturn:
