@@ -24,7 +24,8 @@ from autods.types import ModelFacts, Record, Trial, WorkloadSource
 from tests.support.settings import fit_settings
 from tests.support.surfaces import Surface
 
-GIB = 2**30
+pytestmark = pytest.mark.timeout(120)  # the first test imports Optuna, which is slow on a loaded machine
+
 SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="0")
 SURFACE = Surface(3)
 
