@@ -23,7 +23,15 @@ def path_of(device_name: str) -> Path:
 
 def empty() -> Row:
     """A file before anything was measured."""
-    return {"version": VERSION, "device": {}, "versions": {}, "left_out": {}, "context": [], "cells": []}
+    return {
+        "version": VERSION,
+        "device": {},
+        "versions": {},
+        "left_out": {},
+        "context": [],
+        "questions": {},
+        "cells": [],
+    }
 
 
 def read(path: Path) -> Row:
@@ -133,8 +141,16 @@ def table(said: Mapping[str, Any]) -> str:
         lines.append(
             f"{rung:22}{row['cells']:6}{errors}{row['false_cannot_fit']:18}{row['false_fits']:12}{row['tight']:7}"
         )
+    lines += [f"{name}: {shown_answer(answer)}" for name, answer in said.get("questions", {}).items()]
     lines += [f"left out: {what}: {why}" for what, why in said["left_out"].items()]
     return "\n".join(lines)
+
+
+def shown_answer(answer: Mapping[str, Any]) -> str:
+    """In a word: whether autods' assumption holds, or why nobody knows."""
+    if "not_asked" in answer:
+        return f"not answered: {answer['not_asked']}"
+    return {True: "as autods assumes", False: "NOT as autods assumes", None: "measured"}[answer["holds"]]
 
 
 _HEADS = (

@@ -3,6 +3,7 @@
 python tests/gpu/measure.py [PART…]      all parts in this order, as far as --seconds reach; the same command goes on
 
   context     what a card holds besides tensors: CUDA context, kernels, cuBLAS, NCCL                  under a minute
+  questions   what autods assumes and only a card can tell, each question by itself (below)            some minutes
   gpt2        GPT-2 124M and 774M: each rung on the card and on emulated 16, 24, 40, 80 GiB cards     slices
   t5          T5-3B (2.9B) on an emulated 16 GiB card                                                 slices
   qwen2       Qwen2-1.5B                                                                              slices
@@ -17,6 +18,20 @@ code 0: all of it is there; 4: time is up and some is left; 3: this machine cann
 
 Measured per trial: allocated and reserved by torch's allocator, the card by NVML (less what was on it before). A
 smaller card is emulated as `--gpu-memory` does: the limit is the whole process's, context and NCCL included.
+
+What `questions` settles; each answer has its figures and `holds`, whether the assumption is right (gpu_questions.py):
+  beside      context and NCCL lie within the forecast's constants (needs the part `context`)
+  limit       an emulated card holds the whole process: just enough fits and stays within it, 10% less runs out
+  retries     from which limit on the allocator retries, from what is in use to what is reserved, and the speed there
+  resets      peaks outlive resets of torch's counters, as by see_memory_usage(force=True)
+  pinned      page-locked pages are no private memory, so that the host's peak adds them; their rounding
+  landlock    CUDA starts and computes where the kernel refuses writes outside a trial's folders
+  freed       the driver gives a killed process's memory back within the 3 s that a trial waits for it
+  compile     the first step under torch.compile: seconds, and the processor time of its child processes
+  adam        torch's AdamW with fused beside foreach, and DeepSpeed's FusedAdam: time and memory
+  overlap     overlap_comm for ZeRO-1 and -2: time and memory (two cards)
+  warmup      after how many steps ZeRO-3 has its speed; a quick trial warms up with one
+Not settled here: several nodes, NVMe, fp16 overflow, kinds of scripts. On simulated cards `make test` walks the path.
 
 Without a network (Python 3.12, torch 2.11+cu130 or the pinned torch 2.13). On a machine with one, of the same kind:
   pip download -d wheels torch==2.11.0 --index-url https://download.pytorch.org/whl/cu130      (with its CUDA parts)
@@ -61,6 +76,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import gpu_questions
 import gpu_results as results
 from gpu_cells import PARTS, Cell, Site, cells, rungs_for, source, too_large, tried
 from gpu_ranks import NoRanks, Ranks
@@ -70,7 +86,7 @@ from autods.system.host import Hardware, installed_versions, read_hardware
 from autods.units import format_bytes, parse_bytes
 
 HERE = Path(__file__).resolve().parent
-ALL = ("context", "gpt2", "t5", "qwen2", "gpt2-more", "autotuner", "forecast")
+ALL = ("context", "questions", "gpt2", "t5", "qwen2", "gpt2-more", "autotuner", "forecast")
 LEFT, CANNOT = 4, 3
 _OPS_S = 200.0
 _TRIAL_S = 150.0
@@ -137,7 +153,7 @@ def run_part(session: Session, part: str) -> None:
     if part in PARTS:
         trials(session, part)
     else:
-        {"context": context, "autotuner": autotuner, "forecast": forecast}[part](session)
+        {"context": context, "questions": questions, "autotuner": autotuner, "forecast": forecast}[part](session)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -211,15 +227,46 @@ def context(session: Session) -> None:
         print(f"context, {ranks} ranks: {told}", flush=True)
 
 
+def questions(session: Session) -> None:
+    """Every question that has no answer yet."""
+    known = session.said.get("questions", {})
+    open_questions = [
+        name
+        for name in gpu_questions.QUESTIONS
+        if session.asked.again or name not in known or "not_asked" in known[name]
+    ]
+    site, model = site_of(session), "gpt2-small" if session.asked.device == "cuda" else "tiny"
+    with tempfile.TemporaryDirectory(prefix="autods-gpu-") as folder:
+        try:
+            with gpu_questions.open_ranks(model, site, Path(folder)) as ranks:
+                ranks.survey()
+                site = replace(site, native=native_ops(session, ranks))
+                for name in open_questions:
+                    if session.seconds < _ENOUGH_S:
+                        session.left = True
+                        return
+                    bench = gpu_questions.Bench(ranks=ranks, site=site, model=model, known=session.said)
+                    answer = gpu_questions.ask(name, bench)
+                    session.keep({**session.said, "questions": {**session.said.get("questions", {}), name: answer}})
+                    print(f"{name}: {results.shown_answer(answer)}", flush=True)
+        except NoRanks as problem:
+            session.leave_out("questions", str(problem))
+
+
+def site_of(session: Session) -> Site:
+    """Where it is measured."""
+    asked, device = session.asked, session.said["device"]
+    return Site(
+        device=device["kind"], ranks=device["ranks"], usable_bytes=device["usable_bytes"],
+        precision=precision_of(session), rungs=rungs_for(asked.rungs, asked.nvme), nvme=asked.nvme,
+    )  # fmt: skip
+
+
 def trials(session: Session, part: str) -> None:
     """Every cell of the part's models that is not known yet."""
     asked = session.asked
     cards = tuple(int(float(size) * 2**30) for size in asked.cards.split(",") if size)
-    device = session.said["device"]
-    site = Site(
-        device=device["kind"], ranks=device["ranks"], usable_bytes=device["usable_bytes"],
-        precision=precision_of(session), rungs=rungs_for(asked.rungs, asked.nvme), nvme=asked.nvme,
-    )  # fmt: skip
+    site = site_of(session)
     for size in too_large(cards, site):
         if part != "t5":
             session.leave_out(f"a card of {format_bytes(size)}", f"this one has {format_bytes(site.usable_bytes)}")

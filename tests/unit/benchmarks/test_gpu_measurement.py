@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
 
 import gpu_constants as constants
 import gpu_forecasts
+import gpu_questions
 import gpu_results as results
 import measure
 from gpu_cells import Cell, Site, cells, config_of, rungs_for
@@ -267,3 +268,47 @@ def test_cpu_ranks_teach_nothing_of_a_card(tmp_path: Path, capsys: pytest.Captur
     results.write(path, {**file_of(cell()), "device": {"kind": "cpu", "name": "a CPU"}})
     assert constants.main([str(path)]) == 2
     assert "not measured on a card" in capsys.readouterr().err
+
+
+# ---- questions
+
+
+class ScriptedBench:
+    """A bench whose trials hold 10 GiB of a card, 8 of them in use, beside the results that are known."""
+
+    def __init__(self, known: dict[str, Any] | None = None) -> None:
+        self.known, self.site = known or file_of(), SITE
+
+    def run(self, rung: str, limit: int | None = None, **config: Any) -> dict[str, Any]:
+        if limit is not None and limit < 8 * GIB:
+            return {"kind": "out_of_memory", "tier": "device", "evidence": "CUDA"}
+        return {"kind": "fit", "device": min(10 * GIB, limit or 10 * GIB), "device_in_use": 8 * GIB}
+
+
+def test_context_and_nccl_are_held_against_the_forecasts_constants() -> None:
+    usual, large = readings(1, 300, 450, 0), readings(1, 300, 5000, 0)
+    assert gpu_questions.ask("beside", ScriptedBench(file_of(context=[usual])))["holds"] is True
+    assert gpu_questions.ask("beside", ScriptedBench(file_of(context=[large])))["holds"] is False
+    assert "not_asked" in gpu_questions.ask("beside", ScriptedBench())
+
+
+def test_an_emulated_card_has_to_hold_its_trial_and_refuse_a_larger_one() -> None:
+    answer = gpu_questions.ask("limit", ScriptedBench())
+    assert answer["holds"] is True
+    assert answer["tight"]["kind"] == "out_of_memory"
+
+
+def test_a_question_that_fails_has_its_reason_and_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(bench: Any) -> Any:
+        raise KeyError("fused")
+
+    monkeypatch.setitem(gpu_questions.QUESTIONS, "adam", fail)
+    answer = gpu_questions.ask("adam", ScriptedBench())
+    assert (answer["holds"], answer["not_asked"]) == (None, "KeyError: 'fused'")
+    assert gpu_questions.ask("overlap", ScriptedBench())["not_asked"] == "one rank sends nothing"
+    assert results.shown_answer(answer) == "not answered: KeyError: 'fused'"
+
+
+def test_every_question_is_explained_where_a_person_looks() -> None:
+    explained = str(measure.__doc__)
+    assert [name for name in gpu_questions.QUESTIONS if f"\n  {name} " not in explained] == []
