@@ -266,6 +266,18 @@ def test_a_second_stuck_node_may_report_before_it_is_ended(monkeypatch: pytest.M
     assert outcome.rank == 3
 
 
+def test_a_wait_for_the_last_ranks_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their swap files are being removed, or they do not end at all."""
+    monkeypatch.setattr(worker_group, "MARGIN_S", 0.0)
+    group, texts = a_group(Agent(WELL)), list[str]()
+    group.listen = lambda event: texts.append(getattr(event, "text", ""))
+    group.nodes[0].agent.stop = SimpleNamespace(remote=lambda: Reference(None, lambda: False))
+    group.stop()
+    assert len(texts) == 2
+    assert texts[0].startswith("waiting until the ranks have ended")
+    assert texts[1].startswith("some ranks have not ended")
+
+
 def test_a_head_that_is_gone_ends_the_fit_with_a_hint() -> None:
     group = a_group(Agent(WELL), Agent(WELL))
     with socket.create_server(("127.0.0.1", 0)) as head:
