@@ -97,7 +97,7 @@ def test_a_fit_on_one_card_takes_the_first_that_is_named(outcomes: dict[str, Any
     assert "trials run with CUDA_VISIBLE_DEVICES=1,0" in seen["printed"]
     assert seen["cards"] == [1]
     memory = seen["report"]["memory"]["device"]
-    assert CONTEXT_BYTES + 500 * MIB < memory["peak_bytes"] <= memory["limit_bytes"] == 2 * GIB
+    assert CONTEXT_BYTES < memory["peak_bytes"] <= memory["limit_bytes"] == 2 * GIB
     assert seen["report"]["certificate"]["passed"]
 
 
@@ -106,11 +106,11 @@ def test_a_fit_on_two_cards_counts_context_and_nccl(outcomes: dict[str, Any]) ->
     assert seen["code"] == 0, seen["printed"]
     assert seen["cards"] == [0, 1]
     fits = [trial["outcome"] for trial in seen["report"]["trials"] if trial["outcome"]["kind"] == "fit"]
+    assert fits
     for outcome in fits:
         card = outcome["card"]
         assert outcome["memory"]["device"]["peak_bytes"] == card["reserved_bytes"] + CONTEXT_BYTES + NCCL_BYTES
         assert 0 < card["allocated_bytes"] <= card["reserved_bytes"]
-    assert max(outcome["memory"]["device"]["peak_bytes"] for outcome in fits) > 6 * GIB
 
 
 def test_ranks_are_forked_and_give_their_cards_back(outcomes: dict[str, Any]) -> None:
@@ -142,9 +142,10 @@ def test_a_process_beside_a_rank_is_named_with_its_bytes(outcomes: dict[str, Any
     assert "other processes hold 3.0 GiB of this card" in outcome["advice"]
 
 
-def test_a_process_that_comes_during_a_trial_is_told(outcomes: dict[str, Any]) -> None:
+def test_a_process_that_comes_in_a_trial_is_told_and_not_counted(outcomes: dict[str, Any]) -> None:
     seen = outcomes["shared"]
     assert seen["outcome"]["kind"] == "fit"
+    assert seen["outcome"]["memory"]["device"]["peak_bytes"] < 2 * GIB
     (note,) = seen["notes"]
     assert "GPU 1 still holds" in note
 
