@@ -12,7 +12,7 @@ from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry, samples_per_second
 
 _MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
-_LONGER_STEPS = 2  # a step may take so many times the shortest one, even where that exceeds the trial's budget
+_LONGER_STEPS = 4  # a step may take so many times the shortest one, even where that exceeds the trial's budget
 _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with steps near the longest is not worth it
 
 
@@ -154,7 +154,7 @@ class Growth:
 
     @property
     def longest_step_s(self) -> float:
-        """The seconds that a step may take. Where even the shortest step of the model is long, twice that time."""
+        """The seconds that a step may take. Where even the shortest step of the model is long, four times that time."""
         known = [seconds for record in (*self.all_records, *self.like) if (seconds := median_step_s(record))]
         return max(self.steps.budget_s, _LONGER_STEPS * min(known, default=0.0))
 

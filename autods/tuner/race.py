@@ -174,7 +174,8 @@ def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
     if plain.stop is not None and not plain.stop.is_limit:
         return _result(plain, [contestant], {plain.name: _WITHOUT})
     contestant.run()
-    raced = _Race(context=context, lessons=Lessons(), contestants=[plain, contestant]).compare()
+    race = _Race(context=context, lessons=Lessons(), contestants=[plain, contestant])
+    raced = race.compare()
     winner = next(iter(raced.reasons))
     return replace(raced, reasons={**raced.reasons, winner: _FIRST_RUNG})
 
@@ -343,8 +344,7 @@ class _Race:
 
     def _explain(self, winner: Contestant, best: Record, reason: str, remeasured: Mapping[str, float]) -> RaceResult:
         """The result with a reason for each contestant. `remeasured` maps names to scores of the last comparison."""
-        if winner.stop is None:
-            winner.stop = winner.explain_end()
+        winner.stop = winner.explain_end()  # the last comparison may have measured more
         best_word, times = comparison_words(self.context.score)
         fitting = self._fitting()
         reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {reason}"}

@@ -90,7 +90,7 @@ def contradictions(surface: RoughSurface, context: FitContext, result: FitResult
         if name in ("grow", "tune", "batch", "certify") or ratio is None:
             continue
         if reason.startswith("fastest of"):
-            if float(ratio[1]) < 1:
+            if float(ratio[1]) < 1 and "within noise" not in reason:
                 found.append(f"{name}: a slower one won: {reason}")
         elif float(ratio[1]) > 1:
             found.append(f"{name}: a faster one lost: {reason}")
@@ -131,7 +131,8 @@ class _Measured:
             trial = replace(best, knobs=replace(best.knobs, micro_batch=size))
             return surface.peak_bytes(trial) * (1 + 3 * surface.peak_noise) <= usable
 
-        if any(size >= fitting * (1 + _CLOSE) and truly_fits(size) for size in between) and "a step of" not in reason:
+        is_missed = any(size >= fitting * (1 + _CLOSE) and truly_fits(size) for size in between)
+        if is_missed and "a step of" not in reason and not surface.busy:
             yield f"sizes between {fitting} and {refused} were missed"
         if match := re.match(r"micro batch (\d+)( already)? needs (.+), which does not leave the headroom", reason):
             peaks = [r.outcome.device_peak_bytes for r in self._of_size(int(match[1])) if isinstance(r.outcome, Fit)]

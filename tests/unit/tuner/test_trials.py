@@ -77,7 +77,7 @@ def test_a_rivals_longest_step_counts_other_configs() -> None:
     assert rival.longest_step_s == TIMED.budget_s
     alone = model.growth("zero1")
     alone.measure(24)
-    assert alone.longest_step_s == 2 * model.step_s(24)  # its own large batch is all that it knows of
+    assert alone.longest_step_s == 4 * model.step_s(24)  # its own large batch is all that it knows of
 
 
 def test_a_rivals_first_trial_is_as_short_as_its_steps_are_long() -> None:
