@@ -239,9 +239,16 @@ class _Race:
         """The best so far; of equals the first."""
         return max(self.contestants, key=lambda contestant: contestant.score)
 
+    def doubt(self) -> float:
+        """The share by which a bound may be wrong: by noise, or by how far step times were seen to lie off a line.
+
+        Kernels work in whole tiles and waves, so that step times rise by stairs.
+        """
+        return max(self.context.noise, *(contestant.curve.unevenness() for contestant in self.contestants))
+
     def score_to_beat(self) -> float:
-        """The leader's score less the noise."""
-        return (1 - self.context.noise) * self.leader().score
+        """The leader's score less what a bound may be wrong by."""
+        return (1 - self.doubt()) * self.leader().score
 
     def leading(self, speedup: float = 1.0) -> list[Candidate]:
         """The best candidates that would lead, give or take the noise, if they were `speedup` times as fast."""
@@ -289,15 +296,17 @@ class _Race:
         if context.settings.objective == "memory":
             return None
         curve, sample_s, world_size = contestant.curve, self.sample_s(contestant), context.world_size
-        longest = contestant.most_by_time(sample_s)
-        bound = curve.throughput_bound(longest, sample_s)
-        if bound.rate * world_size >= self.score_to_beat():  # the memory limit costs a simulation
-            bound = curve.throughput_bound(min(contestant.most_by_memory(), longest), sample_s)
-        if bound.rate * world_size >= self.score_to_beat():
+        most, least = min(contestant.most_by_time(sample_s), context.sizes[-1]), self.score_to_beat()
+        bound = curve.throughput_bound(most, sample_s)
+        if bound.rate * world_size >= least:  # the memory limit costs a simulation
+            most = min(most, contestant.most_by_memory())
+            bound = curve.throughput_bound(most, sample_s)
+        if bound.rate * world_size >= least:
             return bound.size
         if contestant is not leader:
-            limit = f"by its steps at most {bound.rate * world_size / leader.score:.2f} times as fast as {leader.name}"
-            contestant.out = f"{contestant.describe_best()}; {limit}"
+            limit = f"up to micro batch {int(most)} at most {bound.rate * world_size / least:.2f} times as fast as"
+            doubt = f"by its step times, give or take {self.doubt():.0%}"
+            contestant.out = f"{contestant.describe_best()}; {limit} {leader.name} {doubt}"
         return None
 
     def decide(self) -> RaceResult:
