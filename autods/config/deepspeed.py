@@ -18,6 +18,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 # The rung sets these keys; values of the base config are replaced.
 _RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params")
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
+_FUSED_ADAM = {"torch_adam": True, "fused": True}
 # Sections that log to the user's dashboards or profile a step; trials leave them out.
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
 _NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
@@ -74,18 +75,24 @@ def nest_key(dotted: str, value: Any) -> dict[str, Any]:
 def start_settings(
     rung: Rung, *, base: Mapping[str, Any], device_bytes: int, facts: ModelFacts, as_written: bool = False
 ) -> dict[str, Scalar]:
-    """Return the first values of the keys that the rung sizes. A smaller value of the user's base config wins.
+    """Return the first values of the keys that the rung starts with.
+
+    A smaller number of the user's base config wins, and so does any value of a switch.
 
     With `as_written` only those keys are sized that the base config lacks and without which the rung does not start.
     """
-    sized: dict[str, Scalar] = {}
+    start: dict[str, Scalar] = {}
     for key, sizing in rung.start.items():
-        value, users = sizing.value(device_bytes=device_bytes, facts=facts), get_key(base, key)
-        if as_written and (sizing.device_share is not None or users is not None):
+        users = get_key(base, key)
+        if as_written and (sizing.largest_parameter is None or users is not None):
             continue
+        if sizing.switch is not None:
+            start[key] = users if isinstance(users, bool) else sizing.switch
+            continue
+        value = sizing.elements(device_bytes=device_bytes, facts=facts)
         is_number = isinstance(users, (int, float)) and not isinstance(users, bool)
-        sized[key] = min(value, int(users)) if is_number and sizing.device_share is not None else value
-    return sized
+        start[key] = min(value, int(users)) if is_number and sizing.device_share is not None else value
+    return start
 
 
 def compose(
@@ -137,11 +144,20 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(ops)
 
 
+def is_default_optimizer(optimizer: Any) -> bool:
+    """Whether this section of a config is the optimizer that a config without any gets."""
+    if not isinstance(optimizer, Mapping):
+        return False
+    params = {key: value for key, value in dict(optimizer.get("params") or {}).items() if key not in _FUSED_ADAM}
+    return {**optimizer, "params": params} == DEFAULT_OPTIMIZER
+
+
 def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> dict[str, Any]:
     """The optimizer section, and the switches that go with it.
 
-    A config without an optimizer gets AdamW: torch's where its states stay on the device, which needs no op to be
-    built, and DeepSpeed's CPU Adam where they are offloaded.
+    A config without an optimizer gets AdamW: DeepSpeed's CPU Adam where its states are offloaded, and torch's fused
+    one where they stay on the device. That one needs no op to be built, and no temporary of 4 bytes an element as
+    torch's default does. DeepSpeed's FusedAdam is as fast, but takes a compiler, and makes stage 0 flatten all states.
     """
     offloaded = rung.places["optimizer"] != "device"
     if not own_optimizer:
@@ -149,7 +165,7 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> di
         if named.get("type"):
             return {"optimizer": named}
         default = merge(DEFAULT_OPTIMIZER, named)
-        return {"optimizer": default if offloaded else merge(default, {"params": {"torch_adam": True}})}
+        return {"optimizer": default if offloaded else merge(default, {"params": _FUSED_ADAM})}
     switches = {}
     if offloaded:
         switches["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise

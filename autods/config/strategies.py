@@ -17,19 +17,20 @@ State = Literal["parameters", "gradients", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """How the first value of a key follows from the device or from the model.
+    """How the first value of a key follows from the device or from the model, or which switch it is.
 
-    Exactly one of `device_share` and `largest_parameter` is set. `device_share` is a share of the device's memory,
-    and the value counts elements of `bytes_each` bytes. `largest_parameter` is a multiple of the elements of the
-    largest parameter. `most` is an upper bound in elements.
+    Exactly one of `device_share`, `largest_parameter` and `switch` is set. `device_share` is a share of the device's
+    memory, and the value counts elements of `bytes_each` bytes. `largest_parameter` is a multiple of the elements of
+    the largest parameter. `most` is an upper bound in elements.
     """
 
     device_share: float | None = None
     bytes_each: int = 1
     largest_parameter: float | None = None
     most: int | None = None
+    switch: bool | None = None
 
-    def value(self, *, device_bytes: int, facts: ModelFacts) -> int:
+    def elements(self, *, device_bytes: int, facts: ModelFacts) -> int:
         """Return a number of elements: even, because ZeRO aligns its partitions to two elements, and at least 2."""
         if self.largest_parameter is not None:
             size = facts.largest_parameter * self.largest_parameter
@@ -89,8 +90,8 @@ def _check(rung: Rung) -> None:
         if state not in rung.places:
             raise ValueError(f"places lacks {state!r}")
     for key, sizing in rung.start.items():
-        if (sizing.device_share is None) == (sizing.largest_parameter is None):
-            raise ValueError(f"start.{key} needs either device_share or largest_parameter")
+        if [sizing.device_share, sizing.largest_parameter, sizing.switch].count(None) != 2:
+            raise ValueError(f"start.{key} needs one of device_share, largest_parameter and switch")
     for key, dimension in rung.tune.items():
         choices, usual = dimension.choices, dimension.usual
         if not choices and key not in rung.start:

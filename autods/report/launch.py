@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import DEFAULT_OPTIMIZER, enabled_half_precision, get_key, required_ops
+from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
 from .results import Report
 
 DS_CONFIG = "ds_config.json"
@@ -153,7 +153,7 @@ def trainer_arguments(report: Report, config_path: str) -> tuple[str, ...]:
 def _user_settings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """The user's optimizer, scheduler and clipping as Trainer arguments; autods's default optimizer is left out."""
     params = get_key(ds_config, "optimizer.params") or {}
-    is_default = {key: value for key, value in params.items() if key != "torch_adam"} == DEFAULT_OPTIMIZER["params"]
+    is_default = is_default_optimizer(ds_config.get("optimizer"))
     for key, argument in _TRAINER_ARGUMENTS.items():
         value = get_key(ds_config, key)
         if value not in (None, "auto") and not (is_default and key.startswith("optimizer.")):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import compose, required_ops, without_monitors
+from ..config.deepspeed import compose, get_key, required_ops, without_monitors
 from ..config.settings import Settings, apply_survey, describe_script
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import make_input_error
@@ -22,7 +22,7 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S
-from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
+from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
@@ -176,7 +176,7 @@ class RayRunner:
             micro_batch=trial.knobs.micro_batch,
             accumulation=trial.knobs.accumulation,
             checkpointing=trial.knobs.checkpointing,
-            steps=trial.steps,
+            steps=warm_up(trial, config),
             exam=trial.exam,
             limit_bytes=settings.device_bytes if trial.limited and settings.is_limited else None,
             seed=settings.seed,
@@ -280,6 +280,20 @@ class RayRunner:
         return compose(
             rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
         )
+
+
+def warm_up(trial: Trial, config: Mapping[str, Any]) -> Steps:
+    """Return the steps of a trial. One that measures speed under ZeRO-3 warms up for two micro batches at least.
+
+    ZeRO-3 records the order of the modules in the first. In the second it prefetches by that order and keeps more
+    parameters gathered, for which the allocator takes new memory from the device. The third is as all that follow
+    (`reset_step` and `fetch_sub_module` of DeepSpeed's partitioned_param_coordinator.py).
+    """
+    steps, is_stage_3 = trial.steps, get_key(config, "zero_optimization.stage") == 3
+    measures = trial.exam is None and steps.timed > 1
+    if is_stage_3 and measures and trial.knobs.accumulation == 1:
+        return replace(steps, warmup=max(2, steps.warmup))
+    return steps
 
 
 def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:

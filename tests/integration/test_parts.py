@@ -84,7 +84,7 @@ def test_a_measuring_trial_times_each_collective(runners):
     found = ran(runners("counted.py"), "zero3", settings=RELEASING)
     assert found.communication is not None
     assert len(found.step_s) == 2
-    assert len(found.losses) == 3  # one warms up; the step in which nothing overlaps is none of them
+    assert len(found.losses) == 4  # two warm up under ZeRO-3; the step in which nothing overlaps is none of them
     assert found.communication.share is not None
     assert 0 < found.communication.share < 1
 

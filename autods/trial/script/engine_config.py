@@ -11,9 +11,9 @@ from typing import Any
 
 from ...config.deepspeed import (
     BATCH_KEYS,
-    DEFAULT_OPTIMIZER,
     enabled_half_precision,
     get_key,
+    is_default_optimizer,
     merge,
     strip_rung_keys,
     without_monitors,
@@ -85,7 +85,7 @@ class LibraryConfig(EngineConfig):
         super().__init__(job)
         self.given = {}
         self.trial = dict(job.ds_config)
-        if job.stops_at_engine and _is_default_optimizer(self.trial.get("optimizer")):
+        if job.stops_at_engine and is_default_optimizer(self.trial.get("optimizer")):
             del self.trial["optimizer"]  # until the survey knows whether the script makes one
         self.file = convert(self.trial)
 
@@ -113,14 +113,6 @@ def read_config(given: Any) -> dict[str, Any] | None:
         return dict(json.loads(Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode()))
     except (ValueError, TypeError, OSError):
         return None
-
-
-def _is_default_optimizer(optimizer: Any) -> bool:
-    """Whether it is the optimizer that autods uses when nobody names one."""
-    if not isinstance(optimizer, Mapping):
-        return False
-    params = {key: value for key, value in dict(optimizer.get("params") or {}).items() if key != "torch_adam"}
-    return {**optimizer, "params": params} == DEFAULT_OPTIMIZER
 
 
 def _subtract(config: Mapping[str, Any], filled_in: Mapping[str, Any], *, kept: Mapping[str, Any]) -> dict[str, Any]:

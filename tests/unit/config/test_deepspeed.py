@@ -12,6 +12,7 @@ from autods.config.deepspeed import (
     compose,
     enabled_half_precision,
     get_key,
+    is_default_optimizer,
     merge,
     required_ops,
     start_settings,
@@ -26,6 +27,7 @@ FACTS = ModelFacts(
 )
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OFFLOADED = ("zero2-offload", "zero3-offload", "zero3-nvme")
+OVERLAP = "zero_optimization.overlap_comm"
 ON_DEVICE = tuple(name for name in RUNGS if name not in OFFLOADED)
 
 # A pre-training config as a user brings it.
@@ -137,6 +139,17 @@ def test_a_users_smaller_bucket_is_kept() -> None:
     assert start["zero_optimization.reduce_bucket_size"] == 50_000
 
 
+@pytest.mark.parametrize(("users", "start"), [({}, True), ({OVERLAP: False}, False), ({OVERLAP: "auto"}, True)])
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_reductions_overlap_backward_unless_the_user_turns_that_off(
+    name: str, users: dict[str, object], start: bool
+) -> None:
+    base = {"zero_optimization": {key.rpartition(".")[2]: value for key, value in users.items()}}
+    assert start_settings(RUNGS[name], base=base, device_bytes=2**30, facts=FACTS)[OVERLAP] is start
+    as_written = start_settings(RUNGS[name], base=base, device_bytes=2**30, facts=FACTS, as_written=True)
+    assert OVERLAP not in as_written
+
+
 @pytest.mark.parametrize("users", ["auto", None, True])
 def test_a_bucket_that_the_user_leaves_open_is_sized_to_the_card(users: object) -> None:
     base = {"zero_optimization": {"reduce_bucket_size": users}}
@@ -149,7 +162,7 @@ def test_a_bucket_that_the_user_leaves_open_is_sized_to_the_card(users: object) 
 def test_without_an_optimizer_torchs_adamw_is_used_and_no_op_is_built(name: str, base: dict[str, Any]) -> None:
     config = composed(name, base=base)
     assert config["optimizer"]["type"] == "AdamW"
-    assert config["optimizer"]["params"]["torch_adam"] is True
+    assert config["optimizer"]["params"].items() >= {"torch_adam": True, "fused": True}.items()
     assert required_ops(config) == ()
 
 
@@ -173,6 +186,13 @@ def test_the_users_torch_adam_stays_and_needs_no_adam_op(name: str) -> None:
 def test_torch_adam_alone_keeps_the_default_optimizer(name: str) -> None:
     config = composed(name, base={"optimizer": {"params": {"torch_adam": True}}})
     assert config["optimizer"] == merge(DEFAULT_OPTIMIZER, {"params": {"torch_adam": True}})
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_the_default_optimizer_of_every_rung_is_known_as_such(name: str) -> None:
+    assert is_default_optimizer(composed(name)["optimizer"])
+    assert not is_default_optimizer(composed(name, base=PRETRAINING)["optimizer"])
+    assert not is_default_optimizer(None)
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)

@@ -44,28 +44,30 @@ def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[s
 
 def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung]) -> None:
     key = "zero_optimization.reduce_bucket_size"
-    sizes = [rung.start[key].value(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start]
+    sizes = [
+        rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
+    ]
     assert len(sizes) == 7
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
 def test_no_bucket_starts_above_deepspeeds_default(rungs: Mapping[str, Rung]) -> None:
     sizing = rungs["zero2"].start["zero_optimization.reduce_bucket_size"]
-    assert sizing.value(device_bytes=10**15, facts=FACTS) == 500_000_000
+    assert sizing.elements(device_bytes=10**15, facts=FACTS) == 500_000_000
 
 
 def test_start_sizes_are_even_and_never_nothing(rungs: Mapping[str, Rung]) -> None:
     for rung in rungs.values():
-        for sizing in rung.start.values():
+        for sizing in (sizing for sizing in rung.start.values() if sizing.switch is None):
             for device_bytes in (1, 999_999, 64 * MIB, 80 * 2**30 + 1):
-                size = sizing.value(device_bytes=device_bytes, facts=FACTS)
+                size = sizing.elements(device_bytes=device_bytes, facts=FACTS)
                 assert size >= 2
                 assert size % 2 == 0
 
 
 def test_an_nvme_buffer_holds_the_largest_parameter(rungs: Mapping[str, Rung]) -> None:
     sizing = rungs["zero3-nvme"].start["zero_optimization.offload_param.buffer_size"]
-    assert sizing.value(device_bytes=320 * MIB, facts=FACTS) > FACTS.largest_parameter
+    assert sizing.elements(device_bytes=320 * MIB, facts=FACTS) > FACTS.largest_parameter
 
 
 def test_keys_that_stage_3_ignores_are_not_tuned_there(rungs: Mapping[str, Rung]) -> None:
@@ -137,7 +139,7 @@ def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         ('optimizer = "device"', 'optimizer = "moon"', "places.optimizer is 'moon'"),
         ('optimizer = "device"', "", "places lacks 'optimizer'"),
         ("world_size = 2", "", "needs lacks 'world_size'"),
-        ("device_share = 0.005, bytes_each", "bytes_each", "needs either device_share or largest_parameter"),
+        ("device_share = 0.005, bytes_each", "bytes_each", "needs one of device_share, largest_parameter and switch"),
         ("low = 0.5, high = 20.0", "low = 0.5, high = 0.1", "0 < low < high"),
         ("choices = [true, false]", "choices = []", "needs a start value"),
         ("choices = [true, false]", "choices = true", "not a list"),

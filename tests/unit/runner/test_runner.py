@@ -17,7 +17,7 @@ from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.schema import read_as
 from autods.trial.job import describe_error
 from autods.trial.ops import BUILDERS
-from autods.types import Failed, Fit, Knobs, OutOfMemory, Trial
+from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial
 from tests.support.ends import JOB, rank_exit, report_of
 from tests.support.walks import FACTS, SETTINGS
 
@@ -43,6 +43,25 @@ def test_a_trial_is_a_job_for_all_ranks_with_its_knobs() -> None:
     assert job.folder == "out/logs/007-zero2"
     assert get_key(job.ds_config, "zero_optimization.stage") == 2
     assert get_key(job.ds_config, "train_micro_batch_size_per_gpu") == 4
+
+
+@pytest.mark.parametrize(
+    ("rung", "accumulation", "timed", "exam", "warmup"),
+    [
+        ("zero3", 1, 2, None, 2),
+        ("zero3-offload", 1, 2, None, 2),
+        ("zero3", 2, 2, None, 1),  # the second micro batch is of the same step
+        ("zero3", 1, 1, None, 1),  # it asks only whether the config fits
+        ("zero3", 1, 2, "worst_case", 1),
+        ("zero2", 1, 2, None, 1),
+    ],
+)
+def test_zero_3_prefetches_before_its_steps_are_timed(
+    rung: str, accumulation: int, timed: int, exam: Exam | None, warmup: int
+) -> None:
+    steps = Steps(warmup=1, timed=timed, most_timed=timed)
+    trial = replace(a_trial(rung), knobs=Knobs(accumulation=accumulation), steps=steps, exam=exam)
+    assert a_runner().training_job(trial, 1).steps == replace(steps, warmup=warmup)
 
 
 def test_the_device_is_limited_where_a_budget_was_given() -> None:
