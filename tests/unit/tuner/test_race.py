@@ -215,31 +215,22 @@ def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Call
 
 
 def test_a_smaller_size_that_was_measured_faster_wins(raced: Callable[..., FitResult]) -> None:
-    """52 samples take four waves of 16, and 44 take three."""
+    """52 samples take four waves of 16, and 48 take three."""
     machine = Machine(
         {"ddp": Rung(gib=9, fixed_s=2.0), "zero3": Rung(fixed_s=0.1, sample_s=0.09)}, kept_gib=1.0, wave=16
     )
     result = raced(machine, forecaster=NO_FORECASTER)
-    assert {44, 52} <= set(machine.sizes("zero3"))
-    assert won(result) == ("zero3", 44)
-
-
-def test_a_size_that_was_measured_twice_is_one_finalist(raced: Callable[..., FitResult]) -> None:
-    machine = Machine({"ddp": Rung(gib=6), "zero3": Rung(fixed_s=0.5, sample_s=0.09)}, wave=20)
-    result = raced(machine, forecaster=NO_FORECASTER)
-    assert machine.sizes("zero3").count(17) == 2
-    assert won(result) == ("zero3", 17)
-    assert sum((trial.rung, trial.purpose) == ("zero3", "race") for trial in machine.ran) == 2  # one a turn
+    assert max(machine.sizes("zero3")) == 52
+    assert won(result) == ("zero3", 48)
 
 
 def test_uneven_step_times_widen_the_bound_of_a_rival(raced: Callable[..., FitResult]) -> None:
     """ddp with 16 samples takes two waves of 12, which is 15% longer than the line from 2 to 24 samples."""
     machine = Machine(
-        {"ddp": Rung(gib=9, fixed_s=0.5), "zero3": Rung(gib=3, fixed_s=2.0, sample_s=0.09)}, kept_gib=1.0, wave=12
+        {"ddp": Rung(gib=9, fixed_s=0.5), "zero3": Rung(gib=3, fixed_s=2.0, sample_s=0.2)}, kept_gib=1.0, wave=12
     )
     reasons = raced(machine, forecaster=NO_FORECASTER).raced.reasons
-    limit = "; up to micro batch 29 at most 0.79 times as fast as ddp by its step times, give or take 15%"
-    assert reasons["zero3"].endswith(limit)
+    assert reasons["zero3"].endswith("at most 0.42 times as fast as ddp by its step times, give or take 15%")
 
 
 def test_repeats_that_differ_keep_a_rival_in(raced: Callable[..., FitResult]) -> None:
