@@ -68,6 +68,11 @@ class SimulatedEngine:
         """The process's next answer. Raises SimulationFailed."""
         return _check(next(self._answers, None), kind, self._log)
 
+    def close(self) -> None:
+        """End it: its process ends with the connection."""
+        self._answers.close()  # it reads through a file, which would keep the connection open
+        self._connection.close()
+
 
 class Simulator(values.Simulator):
     """The simulated device for one workload: a prepared process that forks engines, started when first needed.
@@ -116,15 +121,16 @@ class Simulator(values.Simulator):
                 worker = self._workers[device]
             worker.wait_ready()  # outside the lock, so that another thread can stop it meanwhile
             driver_end, engine_end = socket.socketpair()
+            engine = SimulatedEngine(driver_end, worker.log)
             try:
                 worker.fork(request, engine_end)
-                yield SimulatedEngine(driver_end, worker.log)
+                yield engine
             except SimulationFailed as failed:
                 if failed.kind == "stuck":
                     self._stuck = failed
                 raise
             finally:
-                driver_end.close()
+                engine.close()
 
 
 class _Worker:

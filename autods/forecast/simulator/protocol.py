@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def send(connection: socket.socket, message: Request | Answer | int) -> None:
         connection.sendall(pickle.dumps(message))
 
 
-def receive(connection: socket.socket) -> Iterator[Any]:
+def receive(connection: socket.socket) -> Generator[Any, None, None]:
     """Yield the messages of the peer, until it is gone. Both ends are processes of one user, so pickle is safe."""
     with connection.makefile("rb") as stream, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
         while True:

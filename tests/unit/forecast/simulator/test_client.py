@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import socket
 import subprocess
 import sys
 
+import pytest
+
 from autods.forecast.simulator import SimulationFailed
+from autods.forecast.simulator.client import SimulatedEngine
+from autods.forecast.simulator.protocol import Failure, send
+from autods.types import ModelFacts
 
 
 def test_the_client_imports_no_torch() -> None:
@@ -16,3 +23,14 @@ def test_the_client_imports_no_torch() -> None:
 def test_a_failure_says_where_what_and_how_to_fix_it() -> None:
     failed = SimulationFailed(kind="user_code", problem="ValueError: no", place="model.py:3", hint="give it a yes")
     assert str(failed) == "model.py:3: ValueError: no\n  give it a yes"
+
+
+def test_an_engine_that_failed_leaves_no_connection_open() -> None:
+    ours, theirs = socket.socketpair()
+    engine = SimulatedEngine(ours, io.BytesIO())
+    send(theirs, Failure(kind="engine", problem="AssertionError: no"))
+    with theirs, pytest.raises(SimulationFailed) as failed:
+        engine.receive(ModelFacts)
+    engine.close()
+    assert ours.fileno() == -1  # though the exception's traceback still holds the engine
+    assert failed.tb is not None
