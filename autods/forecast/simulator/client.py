@@ -69,8 +69,11 @@ class SimulatedEngine:
         return _check(next(self._answers, None), kind, self._log)
 
     def close(self) -> None:
-        """End it: its process ends with the connection."""
-        self._answers.close()  # it reads through a file, which would keep the connection open
+        """End it: its process ends with the connection. Another thread that waits for an answer gets none."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(ValueError):  # that thread is in it, and ends it
+            self._answers.close()  # it reads through a file, which would keep the connection open
         self._connection.close()
 
 

@@ -6,6 +6,8 @@ import io
 import socket
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +15,7 @@ from autods.forecast.simulator import SimulationFailed
 from autods.forecast.simulator.client import SimulatedEngine
 from autods.forecast.simulator.protocol import Failure, send
 from autods.types import ModelFacts
+from tests.support.watching import wait_for
 
 
 def test_the_client_imports_no_torch() -> None:
@@ -34,3 +37,13 @@ def test_an_engine_that_failed_leaves_no_connection_open() -> None:
     engine.close()
     assert ours.fileno() == -1  # though the exception's traceback still holds the engine
     assert failed.tb is not None
+
+
+def test_an_engine_closes_while_another_thread_waits_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as log, ThreadPoolExecutor(1) as pool:
+        engine = SimulatedEngine(ours, log)
+        waiting = pool.submit(engine.receive, ModelFacts)
+        wait_for(waiting.running, 10)
+        engine.close()
+        assert isinstance(waiting.exception(10), SimulationFailed)
