@@ -133,6 +133,9 @@ def reset_step_counts(optimizer: Any) -> None:
             counted["step"] = 0
 
 
+_WILD = 1000  # times the usual change of a weight: no weight's
+
+
 class UpdateMeter:
     """Measures the mean size of a weight's change in an optimizer step, from a sample of the weights.
 
@@ -160,7 +163,11 @@ class UpdateMeter:
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
         for before, (elements, sample) in zip(self._before, _stepped_weights(optimizer), strict=True):
-            self._change += elements * float((sample.double() - before.double()).abs().mean())
+            change = (sample.double() - before.double()).abs()
+            moved = change[change > 0]
+            if moved.numel():  # the padding of a rank's part is memory that nobody set: its values may be anything
+                change = change[change <= _WILD * moved.median()]
+                self._change += elements * float(change.mean())
             self._elements += elements
         self._before = []
 
