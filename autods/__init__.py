@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import doctor as doctor
+    from .api import explain as explain
     from .api import find_best_config as find_best_config
     from .api import plan as plan
     from .api import probe as probe
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Diagnosis": "diagnosis",
     "diagnose": "diagnosis",
+    "doctor": "api",
+    "explain": "api",
     "find_best_config": "api",
     "plan": "api",
     "probe": "api",

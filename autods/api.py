@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan
-from .config.settings import Settings, check_nodes, resolve_fit
+from .config.settings import Settings, check_exported, check_nodes, resolve_fit
 from .events import Event, Listener
-from .forecast.values import ForecastEvent
+from .forecast.values import ForecastEvent, ForecastListener
+from .report.checkup import Checkup
+from .report.explanation import Explanation
 from .report.results import Forecast, ProbeReport, Report
-from .requests import FitRequest, PathText, PlanRequest, ProbeRequest, WorkloadRequest, describe_arguments
+from .requests import (
+    DoctorRequest,
+    ExplainRequest,
+    FitRequest,
+    PathText,
+    PlanRequest,
+    ProbeRequest,
+    WorkloadRequest,
+    describe_arguments,
+)
 from .types import WorkloadSource
 
 if TYPE_CHECKING:
+    from .doctor.examine import DoctorSettings
+    from .explainer.explain import ExplainSettings
     from .prober.request import ProbeSettings
     from .system.host import Hardware
 
 P = ParamSpec("P")
-Request = TypeVar("Request", bound=WorkloadRequest)
+Request = TypeVar("Request")
 Resolved = TypeVar("Resolved")
 AnyEvent = TypeVar("AnyEvent")
 Result = TypeVar("Result")
@@ -79,15 +94,43 @@ def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:
     return probe(settings, listen=listen, fresh=settings.settings.fresh)
 
 
+def _resolve_explain(request: ExplainRequest) -> ExplainSettings:
+    from .explainer.explain import resolve_explain
+    from .system.host import read_hardware
+
+    return resolve_explain(request, _make_source, hardware=read_hardware())
+
+
+def _run_explain(settings: ExplainSettings, listen: ForecastListener) -> Explanation:
+    from .explainer.explain import explain
+
+    return explain(settings, listen)
+
+
+def _resolve_doctor(request: DoctorRequest) -> DoctorSettings:
+    from .doctor.examine import resolve_doctor
+
+    return resolve_doctor(request)
+
+
+def _run_doctor(settings: DoctorSettings, listen: Listener) -> Checkup:
+    from .doctor.examine import examine
+
+    return examine(settings, listen)
+
+
 def _find_hardware(request: FitRequest | ProbeRequest, ranks: int | None) -> Hardware:
     """This machine, or the weakest node that may be used in the cluster at `address`."""
     from .system.host import read_hardware
 
-    if request.address is None:
+    if request.address is None or getattr(request, "forecast_only", False):
         return read_hardware()
     from .runner.placement import weakest_of
 
     nodes = check_nodes(request.nodes, request.address)
+    check_exported(request.export, request.address)  # what is wrong is said before the cluster is asked
+    if ranks is not None and isinstance(request, FitRequest):
+        check_ranks(ranks, nodes)
     return weakest_of(request.address, gpus=ranks, nodes=nodes, device=request.device)
 
 
@@ -97,7 +140,7 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
 
     workload = request.workload
     return make_source(
-        Path(workload) if isinstance(workload, str) else workload,
+        Path(workload) if isinstance(workload, str | os.PathLike) else workload,
         folder=Path(out or "autods-out"),
         task=request.task,
         seq_len=request.seq_len,
@@ -110,6 +153,8 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
 
 FIT: UseCase[FitRequest, Settings, Event, Report] = UseCase(_resolve_fit, _run_fit)
 PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] = UseCase(_resolve_plan, _run_plan)
+DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(_resolve_doctor, _run_doctor)
+EXPLAIN: UseCase[ExplainRequest, ExplainSettings, ForecastEvent, Explanation] = UseCase(_resolve_explain, _run_explain)
 PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resolve_probe, _run_probe)
 
 
@@ -143,6 +188,18 @@ find_best_config = _make_function(
 )
 plan = _make_function(
     "plan", PlanRequest, PLAN, "Returns the Forecast: a verdict and the bytes on each tier for every rung."
+)
+doctor = _make_function(
+    "doctor",
+    DoctorRequest,
+    DOCTOR,
+    "Returns the Checkup: what was checked, and what mends it. A broken machine is a result, no error.",
+)
+explain = _make_function(
+    "explain",
+    ExplainRequest,
+    EXPLAIN,
+    "Returns the Explanation: each key in words with its cost, and the findings. A wrong config is a result, no error.",
 )
 probe = _make_function(
     "probe",

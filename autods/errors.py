@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import re
+from pathlib import Path
+
 
 class AutodsError(Exception):
     """Base of all errors that autods raises on purpose. The message is one or two lines for a person."""
@@ -34,3 +38,46 @@ class Interrupted(AutodsError):
 
     exit_code = 130
     kind = "interrupted"
+
+
+# Errors of a file for which the machine is at fault, and what mends each.
+_MACHINE_FIXES = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some of your quota there",
+    errno.EFBIG: "files may not become so large: raise `ulimit -f`",
+    errno.EROFS: "mount it for writing, or give another place",
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.ENFILE: "the machine has too many files open: raise fs.file-max",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "the disk fails: see dmesg",
+    errno.ESTALE: "mount it again",
+    errno.ENOTCONN: "mount it again",
+}
+
+_NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable")
+
+
+def make_write_error(path: Path, error: OSError, *, hint: str = "give another --out") -> AutodsError:
+    """Return the error about a path that cannot be written.
+
+    It is EnvironmentBroken for a full or broken disk, else InputError, with `hint`.
+    """
+    problem = f"cannot be written: {error.strerror or error}"
+    if error.errno in _MACHINE_FIXES:
+        return EnvironmentBroken(f"{path}: {problem}\n  {_MACHINE_FIXES[error.errno]}; the same command goes on")
+    return InputError(problem, place=str(path), hint=hint)
+
+
+def describe_broken_machine(error: BaseException) -> str | None:
+    """Return two lines for an exception of Python's with which the machine refuses something; None for another one."""
+    match error:
+        case OSError(errno=number) if number in _MACHINE_FIXES:
+            place = f"{error.filename}: " if error.filename else ""
+            return f"{place}{error.strerror}\n  {_MACHINE_FIXES[number]}; the same command goes on"
+        case FileNotFoundError() if "temporary directory" in str(error):  # of the module tempfile
+            return "no folder for temporary files can be written\n  free some space in /tmp, or set TMPDIR to another"
+        case MemoryError():
+            return "this process has no memory left\n  free some, or raise `ulimit -v` and `ulimit -d`"
+        case BlockingIOError(filename=None) | RuntimeError() if _NO_THREAD.search(str(error)):
+            return "no process or thread can be started\n  raise `ulimit -u`, or the pids limit of the container"
+    return None

@@ -10,9 +10,13 @@ from .types import Phase, Record, Skipped, Trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A sentence about progress: starting Ray, building an op, resuming."""
+    """A sentence about progress: starting Ray, building an op, resuming.
+
+    A `passing` one is about a wait, and does not say what goes on from here.
+    """
 
     text: str
+    passing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import InputError, Interrupted
+from .diagnosis.trial_outcome import blame_code_for_hang
+from .errors import EnvironmentBroken, InputError, Interrupted, make_write_error
 from .events import Listener, TrialFinished, TrialStarted
+from .files import LARGEST_RECORD, check_is_file, open_without_waiting, read_file
 from .schema import read_as
+from .system.limits import check_space
 from .types import Failed, Fit, Record, Trial, is_machines_fault
-from .units import format_bytes
 
 VERSION = 3
 _ROW_START = b'{"kind": "'
@@ -61,12 +63,12 @@ class Journal:
             rows = [{"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}]
             self.append(rows[0])
         match rows[0]:
-            case {"kind": "header", "version": version, "fingerprint": known} if (version, known) != (
+            case {"kind": "header", "version": int(version), "fingerprint": str(known)} if (version, known) != (
                 VERSION,
                 fingerprint,
             ):
                 raise make_other_fit_error(self.path)
-            case {"kind": "header", "device_bytes": int(began_with)}:
+            case {"kind": "header", "version": int(), "fingerprint": str(), "device_bytes": int(began_with)}:
                 return replace(self._replay(rows[1:]), device_bytes=began_with)
             case _:
                 raise self._damaged(1)
@@ -88,11 +90,12 @@ class Journal:
         self.append({"kind": "survey", "key": digest, "survey": survey})
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append one line, whole or not at all. Raises InputError when the disk is full or the folder is read-only."""
+        """Append one line, whole or not at all. Raises the error of `make_write_error`."""
         line = (json.dumps(row) + "\n").encode()
         try:
             # Unbuffered: a buffer would try once more on close, after the cut, and leave the end of the line behind.
-            with open(self.path, "ab", buffering=0) as file:
+            with open(self.path, "ab", buffering=0, opener=open_without_waiting) as file:
+                check_is_file(os.fstat(file.fileno()), str(self.path))
                 before = file.tell()
                 try:
                     while line:
@@ -102,16 +105,13 @@ class Journal:
                     os.ftruncate(file.fileno(), before)
                     raise
         except OSError as error:
-            raise self._unusable("written", error, "free some space, or give another --out") from None
+            raise make_write_error(self.path, error) from None
 
     def _read_rows(self) -> list[dict[str, Any]]:
         """Return the rows. An unfinished last line is cut off where it may be the start of a row; else it is damage."""
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             return []
-        except OSError as error:
-            raise self._unusable("read", error) from None
+        data = read_file(self.path, most=LARGEST_RECORD, hint="give another --out")
         *lines, torn = data.split(b"\n")
         rows = []
         for number, line in enumerate(lines, 1):
@@ -129,7 +129,7 @@ class Journal:
             try:
                 os.truncate(self.path, len(data) - len(torn))
             except OSError as error:
-                raise self._unusable("written", error) from None
+                raise make_write_error(self.path, error) from None
         return rows
 
     def _replay(self, rows: list[dict[str, Any]]) -> History:
@@ -151,6 +151,8 @@ class Journal:
                     unfinished.pop(key, None)
                     try:
                         records[key] = read_record(record)
+                        if trial_key(records[key].trial) != key:
+                            raise ValueError("it is the record of another trial")
                     except ValueError as error:
                         raise self._damaged(number, str(error)) from None
                     outcome = records[key].outcome
@@ -163,9 +165,6 @@ class Journal:
 
     def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
         return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint="start over with --fresh")
-
-    def _unusable(self, act: str, error: OSError, hint: str = "give another --out") -> InputError:
-        return InputError(f"cannot be {act}: {error.strerror}", place=str(self.path), hint=hint)
 
 
 def make_other_fit_error(path: Path) -> InputError:
@@ -209,17 +208,15 @@ Execute = Callable[[Trial, int], Record]
 def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Create the output folder and lock it, so that no second fit writes into it.
 
-    `fresh` removes the results of an earlier fit first. Raises InputError when the folder cannot be used or the disk is
-    full, and Interrupted on Ctrl-C.
+    `fresh` removes the results of an earlier fit first. Raises InputError when the folder cannot be used,
+    EnvironmentBroken when the disk is full, and Interrupted on Ctrl-C.
     """
     _check_not_foreign(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / _LOCK, "w")
+        lock = open(out / _LOCK, "a", opener=open_without_waiting)
     except OSError as error:
-        raise InputError(
-            f"cannot be written: {error.strerror}", place=str(out), hint="give another folder with --out"
-        ) from None
+        raise make_write_error(out, error, hint="give another folder with --out") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,18 +236,22 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
             yield out
         except KeyboardInterrupt:
             raise Interrupted("stopped; every rank is gone and the journal is kept") from None
-        except OSError:
+        except OSError as error:
             check_disk_space(out)
+            broken = make_write_error(Path(str(error.filename or out)), error)
+            if isinstance(broken, EnvironmentBroken):
+                raise broken from error
             raise
 
 
 def check_disk_space(out: Path) -> None:
-    """Raises InputError when the disk is full. Ranks would fail of it with misleading errors."""
-    free = shutil.disk_usage(out).free
-    if free < _LEAST_FREE_BYTES:
-        raise InputError(
-            f"the disk is full: {format_bytes(free)} are free", place=str(out), hint="free some, or give another --out"
+    """Raises EnvironmentBroken when the disk is full or the folder gone. Ranks would fail of it with other errors."""
+    if not out.is_dir():
+        raise EnvironmentBroken(
+            f"{out}: the folder of the results is gone\n"
+            "  was it removed or unmounted? With it back, the same command goes on"
         )
+    check_space(out, _LEAST_FREE_BYTES, "a trial")
 
 
 def _check_not_foreign(out: Path) -> None:
@@ -258,7 +259,7 @@ def _check_not_foreign(out: Path) -> None:
     if _holds_a_fit(out):
         return
     logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
-    if foreign := [path for name in (JOURNAL, STUDY, *_RESULTS) if (path := out / name).exists()] + logs:
+    if foreign := [path for name in (JOURNAL, STUDY, *_RESULTS) if os.path.exists(path := out / name)] + logs:
         raise InputError(
             f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
             place=str(out),
@@ -269,10 +270,10 @@ def _check_not_foreign(out: Path) -> None:
 def _holds_a_fit(out: Path) -> bool:
     """Whether a fit used the folder before. One that was killed early has left its lock and no journal."""
     try:
-        with open(out / JOURNAL, "rb") as file:
-            return file.read(len(_HEADER_START)) == _HEADER_START or (out / _LOCK).exists()
+        with open(out / JOURNAL, "rb", opener=open_without_waiting) as file:
+            return file.read(len(_HEADER_START)) == _HEADER_START or os.path.exists(out / _LOCK)
     except OSError:
-        return (out / _LOCK).exists()
+        return os.path.exists(out / _LOCK)
 
 
 @dataclass(slots=True)
@@ -322,8 +323,19 @@ class TrialStore:
             with self.lock:
                 self.journal.append({"kind": "interrupted", "key": key})
             raise
+        record = self._judge_hang(record)
         if not isinstance(record.outcome, Fit):
             check_disk_space(self.journal.path.parent)
         with self.lock:
             self.journal.write_record(record)
         return record
+
+    def _judge_hang(self, record: Record) -> Record:
+        """The record; where an earlier trial was stuck at the same line of the user's code, that code is to blame."""
+        outcome = record.outcome
+        if not isinstance(outcome, Failed) or outcome.hung_at is None:
+            return record
+        with self.lock:
+            earlier = [each.outcome for each in self.records if isinstance(each.outcome, Failed)]
+        is_proven = any(each.hung_at == outcome.hung_at for each in earlier)
+        return replace(record, outcome=blame_code_for_hang(outcome)) if is_proven else record

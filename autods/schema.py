@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -11,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from .errors import InputError
+from .files import read_text
 
 T = TypeVar("T")
 
@@ -37,7 +41,8 @@ def _read(hint: Any, data: Any, name: str) -> Any:
     if is_dataclass(hint):
         return _read_dataclass(hint, data, name)
     if origin is Literal:
-        return _expect(data in inner, data, name, f"one of {', '.join(map(str, inner))}")
+        right = (type(data), data) in [(type(each), each) for each in inner]  # True is 1 to Python
+        return _expect(right, data, name, f"one of {', '.join(map(str, inner))}")
     if origin is tuple:
         _expect(isinstance(data, Sequence) and not isinstance(data, str), data, name, "a list")
         return tuple(_read(inner[0], item, f"{name}[{i}]") for i, item in enumerate(data))
@@ -95,14 +100,80 @@ def _fields(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that cannot be that of a folder and stand in a list, such as '../x' or 'a,b'."""
+    if not _NAME.fullmatch(name):
+        problem = f"its name {name!r:.80} is not letters, digits and . _ + -, beginning with a letter or digit"
+        raise ValueError(f"{problem}, 64 of them at most" if len(name) > 64 else problem)
+
+
+_DEEPEST = 64  # tables and lists in one another
+_LARGEST_WHOLE = 2**63
+_LARGEST_TOML = 2**20  # bytes
+_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{_DEEPEST + 1}}}""")
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises InputError with file and line."""
+    """Read a TOML file of the types that JSON has. Raises InputError with file and line."""
+    text = read_text(path, most=_LARGEST_TOML)
     try:
-        return tomllib.loads(path.read_bytes().decode())  # TOML is UTF-8, whatever the locale
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", place=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if _LONG_KEY.search(text):  # tomllib would take hours for one of 100,000 parts
+            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+        data = tomllib.loads(text)
+        check_plain(data)
+    except RecursionError:
+        raise InputError("is nested too deeply", place=str(path)) from None
+    except ValueError as error:
         raise InputError(f"is not TOML: {error}", place=str(path)) from None
+    return data
+
+
+def parse_json(text: str, *, place: str, hint: str | None = None, finite: bool = False, **hooks: Any) -> Any:
+    """Read JSON of a user's file. Raises InputError with line and column.
+
+    Infinity and NaN are allowed unless `finite`. `hooks` are those of `json.loads`.
+    """
+    try:
+        data = json.loads(text, **hooks)
+        check_plain(data, finite=finite)
+    except json.JSONDecodeError as error:
+        place = f"{place}:{error.lineno}:{error.colno}"
+        raise InputError(f"is not JSON: {error.msg}", place=place, hint=hint) from None
+    except RecursionError:
+        raise InputError("is nested too deeply", place=place, hint=hint) from None
+    except ValueError as error:
+        raise InputError(f"cannot be used: {error}", place=place, hint=hint) from None
+    return data
+
+
+def check_plain(data: object, *, finite: bool = True) -> None:
+    """Raises ValueError for data that would end the code that handles it: nested deeply, or of enormous numbers.
+
+    Infinity and NaN are allowed unless `finite`, other types than those of JSON are not.
+    """
+    waiting: list[tuple[object, int]] = [(data, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+        match value:
+            case Mapping():
+                waiting += [(item, depth + 1) for item in value.values()]
+            case list() | tuple():
+                waiting += [(item, depth + 1) for item in value]
+            case bool() | str() | None:
+                pass
+            case int() if abs(value) >= _LARGEST_WHOLE:
+                raise ValueError(f"a whole number of {value.bit_length()} bits; 64 are the most")
+            case float() if finite and not math.isfinite(value):
+                raise ValueError(f"{value} is no finite number")
+            case int() | float():
+                pass
+            case _:
+                raise ValueError(f"{value!s:.80} is {type(value).__name__}, which a config cannot hold")
 
 
 def read_checked(
@@ -123,5 +194,6 @@ def read_checked(
         file = read_as(kind, data, name=name)
         check(file)
     except ValueError as error:
-        raise InputError(f"{refusal or f'is not a {name}'}: {error}", place=place, hint=hint) from None
+        article = "an" if name[0] in "aeiou" else "a"
+        raise InputError(f"{refusal or f'is not {article} {name}'}: {error}", place=place, hint=hint) from None
     return file

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from .units import escape_controls
+
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
 TIERS_OF_A_NODE: tuple[Tier, ...] = ("host", "nvme")  # the others are a rank's
@@ -185,7 +187,8 @@ class Failed:
     """The trial failed for a reason other than memory, or an unknown one. Rank −1 is the node or the driver.
 
     `op` is the broken DeepSpeed op; only rungs that need it fail alike. With `wants_larger_batch` the model cannot
-    train with so small a micro batch (batch normalisation of one sample, say).
+    train with so small a micro batch (batch normalisation of one sample, say). `hung_at` is the line of the user's
+    code where the rank was stuck, if it did not wait for another rank there.
     """
 
     failure: FailureKind
@@ -197,6 +200,7 @@ class Failed:
     step: int = 0
     op: str | None = None
     wants_larger_batch: bool = False
+    hung_at: str | None = None
     kind: Literal["failed"] = "failed"
 
 
@@ -209,8 +213,8 @@ def is_machines_fault(outcome: Outcome) -> bool:
 
 
 def first_line(text: str, most: int = 160) -> str:
-    """Return the first line that is not blank, cut to `most` characters."""
-    line = next((" ".join(line.split()) for line in text.splitlines() if line.strip()), "")
+    """Return the first line that is not blank, cut to `most` characters, as a terminal may show it."""
+    line = escape_controls(next((" ".join(line.split()) for line in text.splitlines() if line.strip()), ""))
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 

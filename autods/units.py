@@ -1,4 +1,4 @@
-"""Bytes, counts and times as people write and read them."""
+"""Bytes, counts and times as people write and read them; text that a terminal shows and does not obey."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _FACTORS = {
     "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30, "ti": 2**40, "tib": 2**40,
 }  # fmt: skip
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_MOST_BYTES = 2**63
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -17,9 +18,11 @@ def parse_bytes(text: str) -> int:
     """'416MiB' → 436207616. Raises ValueError with the accepted forms when it is not a size above zero."""
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
-    if match is None or factor is None or (size := int(float(match[1]) * factor)) <= 0:
-        raise ValueError(f"{text!r} is not a size; write it as 416MiB, 16GiB, 80GB or a number of bytes")
-    return size
+    if match is None or factor is None or (size := float(match[1]) * factor) < 1:
+        raise ValueError(f"{text!r:.60} is not a size; write it as 416MiB, 16GiB, 80GB or a number of bytes")
+    if size >= _MOST_BYTES:
+        raise ValueError(f"{text!r:.60} is more than a machine can address")
+    return int(size)
 
 
 def choose_unit(size: float) -> tuple[str, int]:
@@ -27,6 +30,7 @@ def choose_unit(size: float) -> tuple[str, int]:
     return next((unit for unit in _UNITS if abs(size) >= unit[1]), ("B", 1))
 
 
+MOST_SECONDS = 366 * 86400.0
 _SECONDS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -35,7 +39,9 @@ def parse_seconds(text: str) -> float:
     match = _SIZE.fullmatch(text)
     factor = _SECONDS.get(match[2].lower()) if match else None
     if match is None or factor is None or (seconds := float(match[1]) * factor) <= 0:
-        raise ValueError(f"{text!r} is not a time; write it as 90s, 20m, 2h or a number of seconds")
+        raise ValueError(f"{text!r:.60} is not a time; write it as 90s, 20m, 2h or a number of seconds")
+    if seconds > MOST_SECONDS:
+        raise ValueError(f"{text!r:.60} is longer than a year")
     return seconds
 
 
@@ -51,3 +57,15 @@ def format_count(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g}{unit}"
     return f"{count:.0f}"
+
+
+# Control characters, which act on a terminal, except line ends and tabs; those that turn the direction of text; other
+# ends of lines; and halves of characters, which cannot be written.
+_ACTING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def escape_controls(text: str) -> str:
+    """'\x1b[31mred' with the first character written as '\\x1b': text of files and paths only shows on a terminal."""
+    return _ACTING.sub(lambda match: ascii(match[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""The four commands. Each shows its result and returns its exit code. `ending` shows their errors.
+"""The commands. Each shows its result and returns its exit code. `ending` shows their errors.
 
 A command of the command line is made of each function: `main` adds an option for every field of the request.
 """
@@ -9,31 +9,47 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from ..api import FIT, PLAN, PROBE
-from ..diagnosis.diagnose import diagnose
+from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE
+from ..diagnosis.diagnose import diagnose_logs
+from ..diagnosis.logs import find_logs
 from ..diagnosis.values import Diagnosis
 from ..errors import InputError
 from ..events import Listener, Note
+from ..files import check_path
 from ..forecast.values import ForecastListener
 from ..prober.grid import format_trial_label
+from ..report.checkup import Checkup, print_checkup
 from ..report.diagnosis_view import print_diagnosis
+from ..report.explanation import Explanation, print_explanation
 from ..report.fit_view import print_fit
-from ..report.live import PlanProgress, Progress
+from ..report.live import PlanProgress, Progress, announced
+from ..report.markdown import to_markdown
+from ..report.page import write_page
 from ..report.plan_view import print_plan
 from ..report.probe_view import print_probe
 from ..report.serialize import check_writable, plan_to_dict, probe_to_dict, to_csv, to_dict, write_csv
+from ..report.serialize import read as read_report
 from ..report.text import format_ranks
-from ..requests import DiagnoseRequest, FitRequest, PlanRequest, ProbeRequest
+from ..requests import (
+    DiagnoseRequest,
+    DoctorRequest,
+    ExplainRequest,
+    FitRequest,
+    PlanRequest,
+    ProbeRequest,
+    ReportRequest,
+)
 from ..tuner.candidates import unusual_knobs
 from ..types import Trial
 from ..units import format_bytes
-from .ending import Call, print_result
+from .ending import Call
 
 Result = TypeVar("Result")
 
@@ -48,13 +64,18 @@ Module = Annotated[
 ]  # of each command with a workload
 AsJson = Annotated[bool, _flag("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, _flag("--quiet", "-q", help="No progress, only the result.")]
+Verbose = Annotated[bool, _flag("--verbose", "-v", help="Also the reasons, the certificate, and all ways to launch.")]
+Markdown = Annotated[bool, _flag("--markdown", help="Print a Markdown table, for a pull request.")]
 Csv = Annotated[str | None, _flag("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]
 
 
-def run_fit(call: Call, request: FitRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+def run_fit(
+    call: Call, request: FitRequest, *, as_json: AsJson = False, quiet: Quiet = False, verbose: Verbose = False
+) -> int:
     """Find the fastest config."""
     command = call.fit or FIT
-    settings = command.resolve(request)
+    with _checking(request, quiet):
+        settings = command.resolve(request)
     call.out = settings.out
     machine = f"{format_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
     if settings.nodes > 1:
@@ -63,14 +84,37 @@ def run_fit(call: Call, request: FitRequest, *, as_json: AsJson = False, quiet: 
     with progress as listen:
         listen(Note(text=f"{settings.source.name} on {machine}, {settings.profile.name} config → {settings.out}"))
         report = command.run(settings, listen)
-    _show(report, as_json, to_dict, print_fit)
+    _show(report, as_json, to_dict, partial(print_fit, verbose=verbose))
     return 0 if report.status == "fit" else 1
+
+
+def run_report(
+    call: Call,
+    request: ReportRequest,
+    *,
+    markdown: Markdown = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> int:
+    """Show a finished fit again."""
+    folders = [Path(folder) for folder in (request.folder, request.compare) if folder is not None]
+    reports = [read_report(folder) for folder in folders]
+    page = write_page(reports[0], folders[0])
+    if as_json:
+        print(json.dumps([to_dict(report) for report in reports], indent=2))
+    elif markdown or len(reports) > 1:
+        print(to_markdown(reports))
+    else:
+        _show(reports[0], False, to_dict, partial(print_fit, verbose=verbose))
+    print(f"page: {page}", file=sys.stderr)
+    return 0
 
 
 def run_plan(call: Call, request: PlanRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
     """Forecast every rung."""
     command = call.plan or PLAN
-    settings = command.resolve(request)
+    with _checking(request, quiet):
+        settings = command.resolve(request)
     progress: AbstractContextManager[ForecastListener] = _SILENT if quiet else PlanProgress()
     with progress as listen:
         forecast = command.run(settings, listen)
@@ -82,11 +126,16 @@ def run_probe(
     call: Call, request: ProbeRequest, *, csv: Csv = None, as_json: AsJson = False, quiet: Quiet = False
 ) -> int:
     """Measure every cell. The table is also written to the file `csv`."""
-    table = None if csv in (None, "-") else Path(str(csv))
+    if csv == "-" and as_json:
+        raise InputError("--csv - and --json both print to standard output", hint="give a file: --csv table.csv")
+    if csv is not None:
+        check_path(csv, "--csv")
+    table = None if csv in (None, "-") else Path(csv)
     if table is not None:
         check_writable(table)
     command = call.probe or PROBE
-    probe = command.resolve(request)
+    with _checking(request, quiet):
+        probe = command.resolve(request)
     settings = probe.settings
     call.out = settings.out
     subject = f"{'the largest micro batch of ' if probe.capacity else ''}{sum(1 for _ in probe.cells())} cells"
@@ -106,15 +155,37 @@ def run_probe(
     return 0 if report.status == "done" else 1
 
 
+def run_explain(call: Call, request: ExplainRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+    """Explain a DeepSpeed config."""
+    settings = EXPLAIN.resolve(request)
+    progress: AbstractContextManager[ForecastListener] = _SILENT if quiet else PlanProgress()
+    with progress as listen:
+        explanation = EXPLAIN.run(settings, listen)
+    _show(explanation, as_json, Explanation.to_dict, print_explanation)
+    return 1 if explanation.has_errors else 0
+
+
+def run_doctor(call: Call, request: DoctorRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+    """Check this machine."""
+    settings = DOCTOR.resolve(request)
+    progress: AbstractContextManager[Listener] = _SILENT if quiet else Progress()
+    with progress as listen:
+        checkup = DOCTOR.run(settings, listen)
+    _show(checkup, as_json, Checkup.to_dict, print_checkup)
+    return 3 if checkup.is_broken else 0
+
+
 def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: AsJson = False) -> int:
     """Say why a run died."""
-    logs = [Path(log) for log in request.logs]
-    if not logs and request.exit_code is None:
+    if not request.logs and request.exit_code is None:
         raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
-    from_pipe = Path("-") in logs
-    diagnosis = diagnose(sys.stdin.buffer.read().decode(errors="replace") if from_pipe else logs, request.exit_code)
-    if not from_pipe and diagnosis.kind == "unknown" and diagnosis.confidence <= 0.1:
-        place = ", ".join(map(str, logs))
+    if "-" in request.logs and len(request.logs) > 1:
+        hint = "join them: cat train.log - | autods diagnose -"
+        raise InputError("- reads standard input, and no other log beside it", hint=hint)
+    logs = find_logs(request.logs, stdin=True)
+    diagnosis = diagnose_logs(logs, request.exit_code, lambda line: print(line, file=sys.stderr, flush=True))
+    if logs and diagnosis.kind == "unknown" and diagnosis.confidence <= 0.1:
+        place = ", ".join(log.place for log in logs)
         raise InputError("is not a text log", place=place, hint="give the log itself (gzip is fine)")
     # Lines of a log stay whole, so that they can be searched for.
     _show(diagnosis, as_json, Diagnosis.to_dict, lambda shown, _: print_diagnosis(shown, Console(soft_wrap=True)))
@@ -124,6 +195,13 @@ def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: AsJson = Fals
 _SILENT = nullcontext(lambda event: None)
 
 
+def _checking(request: FitRequest | PlanRequest | ProbeRequest, quiet: bool) -> AbstractContextManager[None]:
+    """A block that says after some seconds what is checked: files that do not answer, or a cluster."""
+    address = getattr(request, "address", None)
+    machine = "this machine" if address is None else f"the Ray cluster at {address}"
+    return nullcontext() if quiet else announced(f"checking the workload, the options and {machine}")
+
+
 def _show(
     result: Result,
     as_json: bool,
@@ -131,7 +209,10 @@ def _show(
     view: Callable[[Result, Console], None],
 ) -> None:
     """Print a result to standard output, as JSON or as tables."""
-    print_result(lambda: print(json.dumps(to_json(result), indent=2)) if as_json else view(result, Console()))
+    if as_json:
+        print(json.dumps(to_json(result), indent=2))
+    else:
+        view(result, Console())
 
 
 class DifferenceFromFirst:
@@ -202,6 +283,41 @@ autods probe train.py --gpus 8 --vary args.length=128,256 -- --deepspeed {ds_con
 autods probe model.py --gpus 2 --device cpu --gpu-memory 1GiB --experiment stages      see configs/experiments
 
 Exit codes: 0 done, 1 no cell fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
+""",
+    "report": """
+Examples:
+
+autods report autods-out/model
+
+autods report autods-out/model --markdown      a table for a pull request
+
+autods report autods-out/before --compare autods-out/after
+
+Exit codes: 0 done, 2 the folder holds no report.
+""",
+    "explain": """
+Examples:
+
+autods explain ds_config.json
+
+autods explain ds_config.json --gpus 8      does the batch go together?
+
+autods explain ds_config.json model.py --gpus 8 --gpu-memory 16GiB      what does each key cost here?
+
+autods explain ds_config.json Llama-2-7b/config.json --gpus 8 --on a100-80gb --seq-len 4096
+
+Exit codes: 0 nothing is wrong, 1 the config has errors, 2 wrong input, 3 broken environment, 130 interrupted.
+""",
+    "doctor": """
+Examples:
+
+autods doctor
+
+autods doctor --fix      build DeepSpeed's ops now, some minutes
+
+autods doctor --nvme-path /local_nvme      how fast is this disk?
+
+Exit codes: 0 nothing is broken (there may be warnings), 2 wrong input, 3 something is broken, 130 interrupted.
 """,
     "diagnose": """
 Examples:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..api import UseCase
 from ..config.plan_settings import PlanSettings
 from ..config.settings import Settings
-from ..errors import AutodsError, InputError, Interrupted
+from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted, describe_broken_machine
 from ..events import Event
 from ..forecast.values import ForecastEvent
 from ..prober.request import ProbeSettings
 from ..report.results import Forecast, ProbeReport, Report
 from ..report.serialize import SO_FAR
 from ..requests import FitRequest, PlanRequest, ProbeRequest
+from ..system.hidden_modules import describe_hidden_module
+from ..units import escape_controls
+from .streams import find_loss
 
 _MOST = 400  # characters of one line
+_MOST_OF_PLACE = 250  # of them, for a path
 
 
 @dataclass(slots=True)
@@ -41,18 +44,19 @@ class Call:
     probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
 
 
-def print_result(print_it: Callable[[], None]) -> None:
-    """Call `print_it`, which prints to standard output. A reader that leaves early is no failure.
+def end_output(call: Call, code: int) -> int:
+    """Return the exit code of a command that would end with `code`: 3 where its result could not be printed.
 
-    Raises InputError where the output cannot be written, on a full disk say.
+    A reader that leaves early is no failure.
     """
-    try:
-        print_it()
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
-        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            raise InputError(f"standard output cannot be written: {error.strerror}") from None
+    reason = find_loss(sys.stdout)
+    if reason is None:
+        return code
+    lines = [f"error: standard output cannot be written: {reason}"]
+    if call.out is not None and code <= 1:
+        lines.append(f"the results are in {call.out}")
+    print("\n  ".join(lines), file=sys.stderr, flush=True)
+    return code if code > 1 else EnvironmentBroken.exit_code
 
 
 def end_with_error(error: BaseException, call: Call, *, as_json: bool, resumes: bool) -> int:
@@ -70,13 +74,17 @@ def end_with_error(error: BaseException, call: Call, *, as_json: bool, resumes: 
         lines = _describe_interruption(error, call) if resumes else ["interrupted: nothing is left running"]
     elif isinstance(error, AutodsError):
         lines = [f"error: {message[0]}", *message[1:]]
+    elif (described := describe_broken_machine(error) or describe_hidden_module(error)) is not None:
+        kind, message = EnvironmentBroken.kind, described.split("\n  ")
+        lines = [f"error: {message[0]}", *message[1:]]
     else:
         path = keep_traceback(error, call.out)
-        lines = [f"internal error: {message[0]}", f"the traceback is in {path}; please report it"]
+        place = f"the traceback is in {path}" if path else "no file can be written for the traceback"
+        lines = [f"internal error: {message[0]}", f"{place}; please report it"]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
     if as_json:
         data = {"status": "error", "error": {"kind": kind, "exit_code": code, "message": "\n".join(message)}}
-        print_result(lambda: print(json.dumps(data)))
+        print(json.dumps(data))
     return code
 
 
@@ -86,12 +94,14 @@ def _format_error(error: BaseException) -> list[str]:
         case KeyboardInterrupt():
             parts = ["interrupted"]
         case InputError(problem=problem, place=place, hint=hint):
+            if place is not None and len(place) > _MOST_OF_PLACE:  # the problem comes after it
+                place = f"…{place[1 - _MOST_OF_PLACE :]}"
             parts = [f"{place}: {problem}" if place else problem, hint or ""]
         case AutodsError():
             parts = str(error).strip().split("\n", 1)
         case _:
             parts = [f"{type(error).__name__}: {error}"]
-    flat = [" ".join(part.split()) for part in parts]
+    flat = [escape_controls(" ".join(part.split())) for part in parts]
     return [part if len(part) <= _MOST else part[: _MOST - 1] + "…" for part in flat if part] or ["unknown"]
 
 
@@ -115,17 +125,17 @@ def resuming_command(argv: Sequence[str]) -> str:
     return shlex.join([*name, *(part for part in rest[:end] if part != "--fresh"), *rest[end:]])
 
 
-def keep_traceback(error: BaseException, out: Path | None) -> Path:
-    """Write the traceback into the fit's logs, or into a new temporary file when that cannot be."""
+def keep_traceback(error: BaseException, out: Path | None) -> Path | None:
+    """Write the traceback into the fit's logs, or else into a new temporary file. None where no file can be written."""
     text = "".join(traceback.format_exception(error))
-    if out is not None:
-        path = out / "logs" / "internal-error.txt"
-        try:
+    with contextlib.suppress(OSError):
+        if out is not None:
+            path = out / "logs" / "internal-error.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             return path
-        except OSError:
-            pass
-    with tempfile.NamedTemporaryFile("w", prefix="autods-error-", suffix=".txt", delete=False) as file:
-        file.write(text)
-    return Path(file.name)
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile("w", prefix="autods-error-", suffix=".txt", delete=False) as file:
+            file.write(text)
+        return Path(file.name)
+    return None

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..errors import InputError
+from ..errors import InputError, Interrupted
 from ..requests import Option, TrialRequest, WorkloadRequest, field_types, find_kind
-from .commands import EPILOGS, Module, run_diagnose, run_fit, run_plan, run_probe
-from .ending import Call, end_with_error
+from .commands import EPILOGS, Module, run_diagnose, run_doctor, run_explain, run_fit, run_plan, run_probe, run_report
+from .ending import Call, end_output, end_with_error
 
 # Typer names only BadParameter; its base is the error of every wrong command line.
 UsageError: Any = typer.BadParameter.__base__
+# A closed terminal sends SIGHUP, `ulimit -t` SIGXCPU, and a scheduler may send SIGUSR1 or 2 before the time is up.
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
+_HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
+_DASHES = tuple("‐‑‒–—―−﹣－")  # that word processors and web pages write for a hyphen
 app = typer.Typer(
     help="Finds the fastest DeepSpeed configuration that fits, by real trials.",
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings=_HELP_OPTIONS,
 )
 
 
@@ -33,21 +41,51 @@ def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
     `commands` replace the use cases of `api`, see `Call`.
     """
     call = Call(sys.argv if argv is None else ["autods", *argv], **commands)
-    args = list(call.argv[1:]) or ["--help"]
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without × or ≥ is no reason to die
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM is a Ctrl-C
+    with _signals_interrupt():
+        code = parse_and_run(call, list(call.argv[1:]) or ["--help"])
+    return end_output(call, code)
+
+
+def parse_and_run(call: Call, args: list[str]) -> int:
+    """Run the command that `args` name, and return its exit code. Wrong ones end like the errors of a command."""
+    ours = args[: args.index("--")] if "--" in args else args  # the others are a script's
     try:
-        code = typer.main.get_command(app).main(args=args, prog_name="autods", standalone_mode=False, obj=call)
+        for word in ours:
+            if word.startswith(_DASHES):
+                raise typer.BadParameter(f"{word} begins with the character {word[0]}, and an option with two hyphens")
+        code = _parser().main(args=args, prog_name="autods", standalone_mode=False, obj=call)
         return int(code or 0)
     except UsageError as error:
         command = f"{args[0]} " if args[0] in EPILOGS else ""
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
-        ours = args[: args.index("--")] if "--" in args else args  # the others are a script's
         return end_with_error(wrong, call, as_json="--json" in ours, resumes=False)
+    except typer.Abort:  # a Ctrl-C before the command began
+        return Interrupted.exit_code
+    except Exception as error:  # Typer imports modules late
+        return end_with_error(error, call, as_json=False, resumes=False)
+
+
+@functools.cache
+def _parser() -> Any:
+    """All commands with their options."""
+    return typer.main.get_command(app)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let the signals that ask a process to end be a Ctrl-C, so that it leaves nothing behind.
+
+    Those that the caller ignores stay ignored, as by nohup; SIGTERM is the one that every caller may rely on.
+    """
+    before = {number: signal.getsignal(number) for number in _END_SIGNALS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN or number == signal.SIGTERM:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _version(wanted: bool) -> None:
@@ -86,6 +124,7 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
             values["workload"] = f"module:{values['workload']}"
         call.out = Path(values["out"]) if values.get("out") else None
         try:
+            _check_current_folder()
             return run(call, request(**{name: value for name, value in values.items() if value is not None}), **given)
         except (Exception, KeyboardInterrupt) as error:
             resumes = issubclass(request, TrialRequest)
@@ -101,6 +140,14 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
     command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     command.__dict__["__signature__"] = signature
     return command
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        problem = f"the current folder cannot be used: {error.strerror}"
+        raise InputError(problem, hint="it was removed or moved: cd to another one") from None
 
 
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
@@ -131,6 +178,6 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     )
 
 
-for _run in (run_fit, run_plan, run_probe, run_diagnose):
+for _run in (run_fit, run_report, run_plan, run_probe, run_explain, run_doctor, run_diagnose):
     _name = _run.__name__.removeprefix("run_")
-    app.command(_name, epilog=EPILOGS[_name])(make_command(_run))
+    app.command(_name, epilog=EPILOGS[_name], context_settings=_HELP_OPTIONS)(make_command(_run))

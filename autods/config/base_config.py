@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ..errors import InputError
-from ..requests import ConfigSource
+from ..files import read_text
+from ..requests import MOST_RANKS, ConfigSource, show_value
+from ..schema import check_plain, parse_json
 from ..types import Device, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, read_known_keys
@@ -36,9 +38,10 @@ _DECIDE_THEMSELVES = {
     ),
 }
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
-_NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+# A string or comment without an end is one match, too: a search for each end would take minutes in a large file.
+_NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _GIVE_JSON = "give --base-config a DeepSpeed JSON file"
-_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"?|,(?=\s*[}\]])')
 
 
 def read_base_config(path: Path) -> dict[str, Any]:
@@ -62,16 +65,15 @@ def read_base_config(path: Path) -> dict[str, Any]:
         hint = "give a number, or leave the key out"
         raise InputError(f"contains {word}, which is not JSON", place=place, hint=hint)
 
-    try:
-        text = _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, path.read_bytes().decode("utf-8-sig")))
-        config = json.loads(text, object_pairs_hook=read_section, parse_constant=refuse_number)
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", place=place, hint=_GIVE_JSON) from None
-    except UnicodeDecodeError:
-        raise InputError("is not text", place=place, hint=_GIVE_JSON) from None
-    except json.JSONDecodeError as error:
-        place = f"{path}:{error.lineno}:{error.colno}"
-        raise InputError(f"is not JSON: {error.msg}", place=place, hint=_GIVE_JSON) from None
+    text = _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, read_text(path, hint=_GIVE_JSON)))
+    config = parse_json(
+        text,
+        place=place,
+        hint=_GIVE_JSON,
+        finite=True,
+        object_pairs_hook=read_section,
+        parse_constant=refuse_number,
+    )
     if not isinstance(config, dict):
         raise InputError("is JSON but not an object", place=place, hint='a DeepSpeed config starts with "{"')
     return config
@@ -90,17 +92,41 @@ def check_base_config(
 
 # A problem and the way out of it.
 Problem = tuple[str, str | None]
+_MAY_BE_NULL = ("optimizer", "scheduler")
+# Keys whose value is an object. DeepSpeed fails on another one with an error that does not name the key.
+_SECTIONS = (
+    *("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler", "activation_checkpointing", "aio"),
+    *("autotuning", "bfloat16", "checkpoint", "comms_logger", "compile", "compression_training", "csv_monitor"),
+    *("curriculum_learning", "data_efficiency", "data_types", "elasticity", "flops_profiler", "progressive_layer_drop"),
+    *("sparse_attention", "tensor_parallel", "tensorboard", "torch_autocast", "wandb"),
+)
+# Numbers and their least value, on which DeepSpeed or an optimizer fails in the middle of a step, or not at all.
+_NUMBERS = {
+    "gradient_clipping": float("-inf"), "steps_per_print": 1, "optimizer.params.lr": 0, "optimizer.params.eps": 0,
+    "optimizer.params.weight_decay": 0,
+}  # fmt: skip
+
+
+def _shorten(value: Any) -> str:
+    """A value in a message: as JSON writes it, and not too long."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _find_problems(config: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
     """Yield problems. A later check relies on the earlier ones, so only the first problem is certain."""
-    for key in ("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler"):
-        absent = key not in config or (config[key] is None and key in ("optimizer", "scheduler"))
+    for key in _SECTIONS:
+        absent = key not in config or (config[key] is None and key in _MAY_BE_NULL)
         if not absent and not isinstance(config[key], Mapping):
-            yield f'"{key}" must be an object, not {config[key]!r}', None
+            yield f'"{key}" must be an object, not {_shorten(config[key])}', None
+    for key in ("optimizer", "scheduler"):
+        if (params := get_key(config, f"{key}.params")) is not None and not isinstance(params, Mapping):
+            yield f'"{key}.params" must be an object, not {_shorten(params)}', None
+        if (name := get_key(config, f"{key}.type")) is not None and not isinstance(name, str):
+            yield f'"{key}.type" must be a name, not {_shorten(name)}', None
     for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
-        if (enabled := get_key(config, f"{key}.enabled")) not in (None, True, False, "auto"):
-            yield f'"{key}.enabled" is {enabled!r}; it must be true or false', None
+        if (enabled := get_key(config, f"{key}.enabled")) not in (None, "auto") and not isinstance(enabled, bool):
+            yield f'"{key}.enabled" is {_shorten(enabled)}; it must be true or false', None
     on = [key for key in ("fp16", "bf16", "amp") if get_key(config, f"{key}.enabled") is True]
     if "amp" in on:
         why = "amp excludes ZeRO, and every rung but ddp is ZeRO"
@@ -115,23 +141,37 @@ def _find_problems(config: Mapping[str, Any], world_size: int) -> Iterator[Probl
     for key, (why, hint) in _DECIDE_THEMSELVES.items():
         if get_key(config, key):
             yield f'"{key.removesuffix(".enabled")}": {why}', hint
+    for key, least in _NUMBERS.items():
+        number = get_key(config, key)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if number not in (None, "auto") and not (is_number and number >= least):
+            yield (
+                f'"{key}" is {_shorten(number)}; it must be a number{f", at least {least}" if least >= 0 else ""}',
+                None,
+            )
     stage = get_key(config, "zero_optimization.stage")
-    if stage not in (None, 0, 1, 2, 3, "auto"):
-        yield f'"zero_optimization.stage" is {stage!r}; ZeRO has the stages 0 to 3', None
+    if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
+        yield f'"zero_optimization.stage" is {_shorten(stage)}; ZeRO has the stages 0 to 3', None
 
     sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield f'"{key}" is {value!r}; it must be a whole number above 0', None
+            yield f'"{key}" is {_shorten(value)}; it must be a whole number above 0', None
     total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
     each = (micro or 1) * (accumulation or 1)
     is_whole = bool(micro and accumulation)
-    if total and (total != each * world_size if is_whole else total % (each * world_size)):
+    if total and not keeps_batch_identity(total, micro, accumulation, world_size):
         product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
         ranks, rest = divmod(total, each)
         meant = f"those sizes are for {ranks} rank{'s' if ranks > 1 else ''}; " if is_whole and not rest else ""
         hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
         yield f"train_batch_size {total} ≠ {product}", hint
+
+
+def keeps_batch_identity(total: int, micro: int | None, accumulation: int | None, ranks: int) -> bool:
+    """Whether train batch = micro batch × accumulation × ranks holds, or can where one of the two is left open."""
+    each = (micro or 1) * (accumulation or 1) * ranks
+    return total == each if micro and accumulation else total % each == 0
 
 
 def _find_auto(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -171,7 +211,8 @@ def resolve_base_config(
     else:
         try:  # a copy as JSON keeps it, so that trials use exactly the values that `ds_config.json` will hold
             base = json.loads(json.dumps(dict(users or {}), allow_nan=False))
-        except (TypeError, ValueError) as error:
+            check_plain(base)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"cannot be written as JSON: {error}", place=place) from None
     check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
     if precision != "auto":
@@ -264,9 +305,11 @@ def parse_device(device: str) -> Device:
 
 
 def check_ranks(gpus: int, nodes: int = 1) -> int:
-    """Return `gpus`. Raises InputError for fewer than one rank, and for ranks that the nodes cannot share evenly."""
+    """Return `gpus`. Raises InputError for none or too many, and for ranks that the nodes cannot share evenly."""
     if gpus < 1:
-        raise InputError(f"--gpus {gpus}: at least one rank is needed", hint="give --gpus 1 or more")
+        raise InputError(f"--gpus {show_value(gpus)}: at least one rank is needed", hint="give --gpus 1 or more")
+    if gpus > MOST_RANKS:
+        raise InputError(f"--gpus {show_value(gpus)}: {MOST_RANKS:,} ranks are the most")
     if gpus % nodes:
         raise InputError(f"--gpus {gpus} are all ranks; they cannot be split evenly over {nodes} nodes")
     return gpus

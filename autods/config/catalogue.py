@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..requests import PlanRequest, ProbeRequest
-from ..schema import read_checked, read_toml
+from ..requests import MOST_RANKS, PlanRequest, ProbeRequest
+from ..schema import check_name, read_checked, read_toml
 from ..system.host import Hardware, data_folder
 from ..types import Device
 from .base_config import parse_size
@@ -60,8 +60,8 @@ def find_machines(names: str) -> tuple[Machine, ...]:
     for name in known if names.strip() == "all" else (name.strip() for name in names.split(",")):
         machine = _read_machine(Path(name)) if name.endswith(".toml") else known.get(name.lower())
         if machine is None:
-            hint = f"give all, or of: {', '.join(known)}"
-            raise InputError(f"--on {name}: the catalogue has no such machine", hint=hint)
+            hint = f"give all, or of: {', '.join(known)}" if name != "all" else "give --on all, without other names"
+            raise InputError(f"--on {names}: the catalogue has no machine {name!r}", hint=hint)
         machines[machine.name] = machine
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
 
@@ -106,10 +106,21 @@ def _read_machine(path: Path) -> Machine:
 
 
 def _check(machine: Machine) -> None:
-    """Raises ValueError for a size that is missing or makes no sense."""
+    """Raises ValueError for a name or size that is missing or makes no sense."""
+    check_name(machine.name)
     for name in ("device_bytes", "gpus", "host_bytes"):
         size = getattr(machine, name)
         if size is None:
             raise ValueError(f"machine lacks {name!r}")
         if size <= 0:
             raise ValueError("bytes and gpus must be above 0")
+        most = MOST_RANKS if name == "gpus" else 2**60
+        if size > most:
+            raise ValueError(f"{name} is {size:,}; {most:,} are the most")
+    links = machine.links
+    if links is not None and not all(
+        0 < each < 10**6 for each in (links.between_gpus_gb_per_s, links.to_host_gb_per_s)
+    ):
+        raise ValueError("links.between_gpus_gb_per_s and links.to_host_gb_per_s must be above 0")
+    if machine.name == "all":
+        raise ValueError("its name is 'all', which stands for every machine")

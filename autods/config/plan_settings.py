@@ -24,7 +24,7 @@ from .base_config import (
 )
 from .catalogue import Machine, choose_machines
 from .profiles import read_profile
-from .settings import select_ladder
+from .settings import parse_time, select_ladder
 from .strategies import Rung
 
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
@@ -61,6 +61,7 @@ class PlanSettings:
     `checkpointing` is None where it is on if the model can do it. `largest` asks for the largest micro batch, too.
     With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`. With `as_written`, buckets and limits are
     those of the base config, or DeepSpeed's defaults, and not those that a fit would start with.
+    `stall_s` is the longest that loading or one simulation may take; None: as long as usual.
     `assumed` holds sentences about what the request leaves open.
     """
 
@@ -72,6 +73,7 @@ class PlanSettings:
     largest: bool = True
     zero_init: bool = False
     as_written: bool = False
+    stall_s: float | None = None
     assumed: tuple[str, ...] = field(default=())
 
 
@@ -119,6 +121,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         largest=request.largest,
         zero_init=request.zero_init,
         as_written=request.as_written,
+        stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
         assumed=tuple(_list_assumptions(sites, kind, request)),
     )
 
@@ -164,7 +167,7 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
     if gpus is None:
         if machine.gpus is None:
             raise InputError("say how many ranks to forecast for", hint="give --gpus 8, say")
-        return machine.gpus * (nodes or 1), machine.gpus
+        return check_ranks(machine.gpus * (nodes or 1)), machine.gpus
     check_ranks(gpus, nodes or 1)
     if nodes is None:
         catalogued = machine.links is not None and machine.gpus is not None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
-from ..schema import read_checked, read_toml
+from ..schema import check_name, read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Steps
+from ..units import MOST_SECONDS
 
 Stop = Literal["first-fit", "fastest"]
 
@@ -66,7 +68,7 @@ class Budget:
     def covers(self, other: Budget) -> bool:
         """Whether a search within this budget answers one within the other: neither limit is lower here."""
         limits = ((self.trials, other.trials), (self.seconds, other.seconds))
-        return all(not ours or 0 < theirs <= ours for ours, theirs in limits)
+        return all(not limit or 0 < least <= limit for limit, least in limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +134,20 @@ def read_profile(name: str) -> Profile:
 
 def find_toml(name: str, folder: Path, kind: str) -> Path:
     """Return the path of a file that is shipped in this folder, or that the user named by its path."""
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(item.stem for item in folder.glob("*.toml")))
-        raise InputError(f"there is no {kind} {name!r}", hint=f"give one of {known}, or the path of a .toml file")
+    shipped = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    path = Path(name) if name.endswith(".toml") and os.path.lexists(name) else shipped.get(name)
+    if path is None:
+        hint = f"give one of {', '.join(shipped)}, or the path of a .toml file"
+        raise InputError(f"there is no {kind} {name!r:.200}", hint=hint)
     return path
 
 
+_MOST = 1_000_000
+
+
 def _check(profile: Profile) -> None:
-    """Raises ValueError for numbers that make no sense."""
+    """Raises ValueError for a name or numbers that make no sense."""
+    check_name(profile.name)
     limits, grow, race, certify = profile.limits, profile.grow, profile.race, profile.certify
     all_steps = (profile.walk, profile.timed, race.steps, race.finals, certify.steps, certify.parity or certify.steps)
     rules = {
@@ -157,7 +164,16 @@ def _check(profile: Profile) -> None:
         "tune.trials must be at least 0": profile.tune.trials >= 0,
         "certify.most_trials must be at least 0": certify.most_trials >= 0,
         "budget must be at least 0": min(profile.budget.trials, profile.budget.seconds) >= 0,
-        "limits must be above 0 s": min(limits.stall_s, limits.init_s, limits.wall_s, limits.build_s) > 0,
+        "limits must be above 0 s, and no longer than a year": all(
+            0 < seconds <= MOST_SECONDS for seconds in (limits.stall_s, limits.init_s, limits.wall_s, limits.build_s)
+        ),
+        "budget.seconds must be no longer than a year": profile.budget.seconds <= MOST_SECONDS,
+        f"numbers of trials, steps and samples must be at most {_MOST:,}": max(
+            *(steps.warmup + steps.most_timed for steps in all_steps),
+            *(grow.most_trials, grow.most_micro_batch, race.most_trials, race.finalists, race.turns),
+            *(profile.tune.trials, profile.tune.turns, certify.most_trials, profile.budget.trials),
+        )
+        <= _MOST,
     }
     for rule, holds in rules.items():
         if not holds:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ..errors import EnvironmentBroken, InputError
+from ..files import as_folder_name
 from ..requests import FitRequest, WorkloadRequest
 from ..system.gpus import Card
 from ..system.host import Hardware, installed_versions, requested_threads
@@ -31,6 +33,7 @@ from .strategies import Rung, read_rungs, select_rungs
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
 SPARE_HOST = 0.2  # share of the free host memory that CPU ranks without a given size leave to others
 _MEASURING_SOFTWARE = ("autods", "torch", "deepspeed", "transformers")
+_VARIABLE = re.compile(r"[A-Za-z_*?\[][\w*?\[\]!-]*", re.ASCII)  # or a pattern of several
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -57,6 +60,21 @@ def check_nodes(nodes: int | None, address: str | None) -> int:
             hint="give --address auto or HOST:PORT, of `ray start --head`; `ray start --address HOST:PORT` adds nodes",
         )
     return nodes or 1
+
+
+def check_exported(names: str | Sequence[str], address: str | None) -> tuple[str, ...]:
+    """Return the names of --export. Raises InputError for what is no variable, and where there is no cluster."""
+    exported = split_names(names)
+    for name in exported:
+        if not _VARIABLE.fullmatch(name):
+            problem = f"--export {name}: is not the name of an environment variable, nor a pattern such as DATA_*"
+            raise InputError(problem)
+    if exported and address is None:
+        raise InputError(
+            "--export is for the nodes of a cluster, so it has no effect without --address",
+            hint="drop it: ranks on this machine get the whole environment",
+        )
+    return exported
 
 
 def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
@@ -92,7 +110,7 @@ def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware
         raise InputError(
             f"{ranks} CPU ranks × {format_bytes(given)} = {format_bytes(given * ranks)}: "
             f"this machine has {format_bytes(hardware.host_bytes)}",
-            hint=f"give --gpu-memory {fair // 2**20}MiB or less",
+            hint=f"give --gpu-memory {fair // 2**20}MiB or less" if fair >= 2**20 else "give fewer --gpus",
         )
     budget, most = given or fair, hardware.process_bytes
     if most is not None and budget + _PROCESS_BYTES > most:
@@ -203,8 +221,6 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     """
     if not 0 <= request.seed < _SEEDS:
         raise InputError(f"--seed {request.seed}: seeds are 0 to {_SEEDS - 1}")
-    if request.out is not None and not str(request.out):
-        raise InputError("--out is empty", hint="give a folder: --out autods-out/mine, or . for this one")
     profile = read_profile(os.fspath(request.config))
     if request.stop is not None:
         if request.stop not in get_args(Stop):
@@ -212,7 +228,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
             raise InputError(problem, hint="give --stop first-fit or fastest")
         profile = replace(profile, race=replace(profile.race, stop=cast(Stop, request.stop)))
     if request.stall_limit is not None:
-        stall_s = _parse_time(request.stall_limit, "--stall-limit")
+        stall_s = parse_time(request.stall_limit, "--stall-limit")
         profile = replace(profile, limits=profile.limits.allow_silence(stall_s))
     rungs = select_ladder(request, profile.ladder)
     kind = resolve_device(request.device, hardware)
@@ -225,7 +241,7 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
     base = resolve_base_config(source, request.base_config, precision, world_size=ranks, bf16=bf16)
     global_batch = resolve_global_batch(request.global_batch, base, ranks)
     nvme_path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
-    if nvme_path is not None and not (nvme_path.is_dir() and os.access(nvme_path, os.W_OK)):
+    if nvme_path is not None and not (os.path.isdir(nvme_path) and os.access(nvme_path, os.W_OK)):
         place = f"--nvme-path {os.fspath(request.nvme_path or '')}"
         raise InputError("is not a folder that can be written", place=place, hint="create it first")
     if request.objective not in get_args(Objective):
@@ -252,11 +268,11 @@ def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardwa
         budget=_resolve_budget(profile.budget, request.max_trials, request.max_time),
         nodes=nodes,
         address=request.address,
-        exported=split_names(request.export),
+        exported=check_exported(request.export, request.address),
         platform=describe_platform(kind, cards, hardware),
         fresh=request.fresh,
     )
-    name = f"{source.name}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
+    name = f"{as_folder_name(source.name)}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
     out = Path(request.out) if request.out is not None else Path("autods-out") / name
     return replace(settings, out=out.absolute())
 
@@ -265,11 +281,11 @@ def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None
     """Return the profile's budget, with the limits that the request gives."""
     if trials is not None and trials < 1:
         raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
-    seconds = budget.seconds if time is None else _parse_time(time, "--max-time")
+    seconds = budget.seconds if time is None else parse_time(time, "--max-time")
     return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
 
 
-def _parse_time(time: str | float, option: str) -> float:
+def parse_time(time: str | float, option: str) -> float:
     """Return the seconds. Raises InputError that names the option."""
     try:
         return parse_seconds(str(time))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import InputError
-from ..schema import read_checked, read_toml
+from ..schema import check_name, read_checked, read_toml
 from ..system.host import data_folder
 from ..types import ModelFacts, Scalar, Tier
 
@@ -84,20 +85,31 @@ class Rung:
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
 
+_MOST_MULTIPLE = 1_000_000
+
+
 def _check(rung: Rung) -> None:
     """Raises ValueError for values that the types alone allow."""
+    check_name(rung.name)  # of the folder of its logs, too
     for state in get_args(State):
         if state not in rung.places:
             raise ValueError(f"places lacks {state!r}")
     for key, sizing in rung.start.items():
         if [sizing.device_share, sizing.largest_parameter, sizing.switch].count(None) != 2:
             raise ValueError(f"start.{key} needs one of device_share, largest_parameter and switch")
+        share, multiple = sizing.device_share or 0, sizing.largest_parameter or 0
+        if not (0 <= share <= 1 and 0 <= multiple <= _MOST_MULTIPLE and sizing.bytes_each >= 1):
+            raise ValueError(f"start.{key}: device_share is 0 to 1, bytes_each at least 1")
+        if sizing.most is not None and sizing.most < 1:
+            raise ValueError(f"start.{key}.most is {sizing.most}, not a number of elements")
     for key, dimension in rung.tune.items():
         choices, usual = dimension.choices, dimension.usual
         if not choices and key not in rung.start:
             raise ValueError(f"tune.{key} is a range, so it needs a start value in [start]")
         if not choices and not 0 < dimension.low < dimension.high:
             raise ValueError(f"tune.{key} needs choices, or 0 < low < high")
+        if dimension.high > _MOST_MULTIPLE:
+            raise ValueError(f"tune.{key}.high is a multiple of the start value, {_MOST_MULTIPLE:,} at most")
         if usual is not None and choices and (type(usual), usual) not in [(type(each), each) for each in choices]:
             raise ValueError(f"tune.{key}.usual is {usual!r}, not one of the choices")
         is_count = isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2
@@ -112,11 +124,12 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     """
     rungs: dict[str, Rung] = {}
     for folder in (data_folder("strategies"), *folders):
-        if not folder.is_dir():
-            raise InputError(
-                "is not a folder of rungs", place=str(folder), hint="give --strategies a folder of .toml files"
-            )
-        for path in sorted(folder.glob("*.toml")):
+        try:
+            paths = sorted(folder / name for name in os.listdir(folder) if name.endswith(".toml"))
+        except OSError as error:
+            problem = f"is not a folder of rungs: {error.strerror}"
+            raise InputError(problem, place=str(folder), hint="give --strategies a folder of .toml files") from None
+        for path in paths:
             hint = "compare with strategies/zero3.toml"
             rung = read_checked(Rung, read_toml(path), _check, name="rung", place=str(path), hint=hint)
             rungs[rung.name] = rung

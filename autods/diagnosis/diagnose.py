@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import itertools
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 
 from ..errors import InputError
+from ..requests import check_count, show_value
+from .logs import MOST_FILES, Listen, Log, Waits, find_logs, read_blocks
 from .messages import REPORTS_FAILURE, Assembler, Message
 from .ranks import find_local_gpu, find_nccl_device, find_rank
 from .reader import BLOCK_BYTES, Reader
@@ -19,7 +22,7 @@ from .root_cause import Finding, LogSummary, pick_root_cause
 from .rules import ERROR_LINE, Signature, find_signature
 from .values import Diagnosis
 
-Log = str | PathLike[str] | Mapping[str, str]
+Logs = str | PathLike[str] | Mapping[str, str] | Iterable[str | PathLike[str]]
 # Exceptions of launchers, which only report that a child failed. The child's message stands in another place.
 _LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _ASCEND_RANK = re.compile(r"\bRankID:(\d+)\)")
@@ -31,62 +34,66 @@ _ONLY_TALKS = re.compile(
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_MOST_SIGNAL = 64
+_MOST_EXIT_CODE = 256 + _MOST_SIGNAL  # PBS adds 256 to a signal
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
 _MOST_TIMES = 40  # findings per row for which the time of the line is looked up
 _LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
 _CONTROL_BYTES = bytes((*range(7), *range(14, 27), 127))
 
 
-def diagnose(log: Log | Iterable[PathLike[str]], exit_code: int | None = None) -> Diagnosis:
+def diagnose(log: Logs, exit_code: int | None = None) -> Diagnosis:
     """Find out why a run died.
 
-    `log` is the text or the path of a log. Several logs, such as one per rank, are a dict of texts by name, or a list
-    of paths. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a signal or as a
-    shell reports it (137). Raises InputError for a path that cannot be read.
+    `log` is the text of a log, or its path: a `Path`, or one line that names a file. Several logs, such as one per rank, are a dict of texts by
+    name, or a list of paths. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a
+    signal or as a shell reports it (137). Raises InputError for a path that cannot be read, and for other types.
     """
-    logs: dict[str, Iterator[bytes]]
+    code = None if exit_code is None else check_count("exit_code", exit_code)
+    if isinstance(log, str) and "\n" not in log and _names_file(log):
+        log = Path(log)
     if isinstance(log, str | Mapping):
         texts = {"": log} if isinstance(log, str) else log
-        logs = {name: _text_blocks(text) for name, text in texts.items()}
-    else:
-        paths = [Path(log)] if isinstance(log, PathLike) else [Path(path) for path in log]
-        logs = {name: read_blocks(path) for name, path in name_logs(paths).items()}
+        for name, text in texts.items():
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise InputError(f"log={show_value(log)}: text by name is needed")
+        return _diagnose({name: _text_blocks(text) for name, text in texts.items()}, code)
+    if isinstance(log, PathLike):
+        return diagnose_logs(find_logs([log]), code)
+    if isinstance(log, bytes | bytearray) or not isinstance(log, Iterable):
+        problem = f"log={show_value(log)}: text, a path, a dict of texts or a list of paths is needed"
+        raise InputError(f"{problem}, not {type(log).__name__}")
+    paths = list(islice(log, MOST_FILES + 1))
+    if len(paths) > MOST_FILES:
+        raise InputError(f"log has more than {MOST_FILES:,} paths", hint="give the logs of one run")
+    for number, path in enumerate(paths):
+        if not isinstance(path, str | PathLike):
+            raise InputError(f"log[{number}]={show_value(path)}: a path is needed, not {type(path).__name__}")
+    return diagnose_logs(find_logs(paths), code)
+
+
+def _names_file(text: str) -> bool:
+    try:
+        return os.path.lexists(text) and not os.path.isdir(text)
+    except ValueError:  # a NUL
+        return False
+
+
+def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = lambda line: None) -> Diagnosis:
+    """Find out why a run died, from logs that were found. `listen` gets lines about what takes long."""
+    waits = Waits()
+    diagnosis = _diagnose({log.name: read_blocks(log, listen, waits) for log in logs}, exit_code)
+    return replace(diagnosis, notes=(*diagnosis.notes, *(note for log in logs for note in log.notes)))
+
+
+def _diagnose(logs: Mapping[str, Iterator[bytes]], exit_code: int | None) -> Diagnosis:
+    if exit_code is not None and not -_MOST_SIGNAL <= exit_code <= _MOST_EXIT_CODE:
+        hint = f"a run ends with 0 to {_MOST_EXIT_CODE}, or by a signal: -1 to -{_MOST_SIGNAL}"
+        raise InputError(f"exit code {show_value(exit_code)} does not exist", hint=hint)
     summary = LogSummary(files=len(logs))
     for name, blocks in logs.items():
         _read_log(name, blocks, summary)
     return pick_root_cause(summary, exit_code)
-
-
-def name_logs(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return the path of every log in the given files and folders, by short name. Raises InputError if there is none."""
-    logs: dict[str, Path] = {}
-    for path in paths:
-        if not path.exists():
-            raise InputError("no such file", place=str(path), hint="give the log of the run, or a folder of logs")
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-            if not inside:
-                raise InputError("the folder has no files", place=str(path), hint="give the log of the run")
-            logs |= {str(file.relative_to(path)): file for file in inside}
-        else:
-            logs[path.name if path.name not in logs else str(path)] = path
-    return logs
-
-
-def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield a file's text as blocks of UTF-8; gzip and UTF-16 are read too. Raises InputError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            stream = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
-            block = stream.read(BLOCK_BYTES)
-            is_utf_16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            decoder = codecs.getincrementaldecoder("utf-16")(errors="replace") if is_utf_16 else None
-            while block:
-                yield decoder.decode(block).encode() if decoder else block
-                block = stream.read(BLOCK_BYTES)
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot be read: {reason}", place=str(path)) from None
 
 
 def _text_blocks(text: str) -> Iterator[bytes]:
@@ -152,8 +159,8 @@ def _matching_row(message: Message) -> Signature | None:
 
 
 def _is_text(block: bytes) -> bool:
-    sample = block[:65536]
+    sample = block[:65536].strip(b"\0")  # of a hole
     text = sample.translate(None, _CONTROL_BYTES)
     undecodable = text.decode("utf-8", errors="replace").count("\ufffd")
     few_control_bytes = len(sample) - len(text) <= len(sample) * 0.05
-    return not sample or (few_control_bytes and undecodable < len(sample) * (1 - _LEAST_PRINTABLE))
+    return not block or (bool(sample) and few_control_bytes and undecodable < len(sample) * (1 - _LEAST_PRINTABLE))

@@ -205,7 +205,7 @@ def parse_record(text: str) -> tuple[Prefix, list[str]] | None:
     stream = [str(fields[name]) for name in _STREAM if isinstance(fields.get(name), str | int)]
     prefix = Prefix(
         stream="/".join(stream) if rank is None else f"{'/'.join(stream)} rank {rank}",
-        rank=int(rank) if str(rank).isdigit() else None,
+        rank=int(rank) if str(rank).isdecimal() else None,
         level=_LEVELS.get(str(_first(fields, _LEVEL_FIELDS)).lower()),
         has_time=_first(fields, _TIME) is not None,
     )

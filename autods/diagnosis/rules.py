@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,6 +119,7 @@ def read_signatures() -> tuple[Signature, ...]:
     return tuple(signatures)
 
 
+@lru_cache(maxsize=1024)  # of a job that starts again and again, each end is in the log a thousand times
 def find_signature(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
     """The first row that matches. With `passing` the line only mentions a failure, so only `passing` rows are tried."""
     lowered = text.lower()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError
+from ..plain_text import clean
+from ..system.stacks import Frame, find_hang
 from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
 from ..units import format_bytes
 from .exit_codes import explain_exit_code
@@ -21,12 +23,15 @@ from .values import Kind, parse_shortage
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
 _LAST_LINES = 40  # of a log: read for what a dying process wrote
-RESULT_UNWRITTEN_EXIT = 98  # a rank leaves with it when even its result file cannot be written, see `runner.zygote`
+# A rank leaves with one of these when even its result file cannot be written: by the disk's fault, or by another.
+RESULT_UNWRITTEN_EXIT, RESULT_PREVENTED_EXIT = 98, 96
 CONFIG = "DeepSpeed config"
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.
 _AWAITING = re.compile(
     r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
+)
+_READS_A_CONFIG = re.compile(
+    r"/(?:deepspeed|accelerate|lightning|pytorch_lightning|transformers/(?:trainer|training_args|integrations))[/.]"
 )
 _PLACE = re.compile(r"(/[^\n]*?\.py:\d+): ")
 _PYDANTIC_ERROR = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
@@ -109,7 +114,7 @@ class Evidence:
     def headline(self) -> str:
         """The exception's type, and the first line of its message that is not blank."""
         line = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
-        return f"{self.types[0]}: {line}" if self.types else line
+        return ": ".join((*self.types[:1], *([line] if line else [])))
 
     @property
     def stack(self) -> str:
@@ -119,13 +124,18 @@ class Evidence:
         return "\n".join(line.strip() for line in frames if line.strip(" ^~"))
 
     @property
+    def hang(self) -> Frame | None:
+        """The line of the user's code where the rank was stuck; None where it was not, or waited for another rank."""
+        return find_hang(self.log_tail) if self.lost == "stuck" else None
+
+    @property
     def text(self) -> str:
         """The exception, or the last log lines of a process that died by a signal."""
         if self.types:
             return f"{self.types[0]}: {self.message}\n{self.traceback}"
         if self.exit == -signal.SIGKILL:  # the process could not write a reason: its log is about something else
             return ""
-        return _ANSI.sub("", self.log_tail)
+        return clean(self.log_tail)
 
 
 class Verdict(NamedTuple):
@@ -164,11 +174,13 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
             **common,
         )
     assert verdict.kind != "none"
+    frame = cause.hang
     op = _OP.search(cause.text) if verdict.kind == "toolchain" else None
     return Failed(
         failure=verdict.kind,
         op=next(filter(None, op.groups())) if op else None,
         wants_larger_batch=verdict.kind in ("user_code", "config") and wants_larger_batch(cause.text),
+        hung_at=None if frame is None else str(frame),
         **common,
     )
 
@@ -185,6 +197,13 @@ def _matching_row(evidence: Evidence) -> Signature | None:
     row = _row_of_exception(evidence) if evidence.types else _row_of_last_lines(evidence)
     if row is None or (row.name == "missing-package" and evidence.user_frame):
         return None  # an import in the workload: its file and line say more
+    if row.kind == "config" and evidence.phase == "build" and not _READS_A_CONFIG.search(evidence.traceback):
+        return None  # the model was being built, of heads that do not divide its width, say: no DeepSpeed took part
+    if evidence.user_frame and row.kind not in ("out_of_memory", "memory_pressure"):
+        if "KeyboardInterrupt" in evidence.types:  # no Ctrl-C reaches a rank
+            return None
+        if evidence.device == "cpu" and row.kind == "toolchain" and not row.killed:
+            return None
     if row.budget and evidence.device == "cpu":  # the memory of the process, which has a budget, stands for the device
         return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
     if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
@@ -251,7 +270,11 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
             return Verdict("infrastructure", "retry", text, "--stall-limit raises it, too")
         case Evidence(lost=str()):
             text = f"no rank moved for {cause.lost_after_s:.0f} s; this rank's last heartbeat was in {cause.phase}"
+            if (frame := cause.hang) is not None:
+                text += f", and it was at {frame}, in {frame.function}"
             advice = "its stack is at the end of its log; where it was only slow, --stall-limit allows more"
+            if cause.device == "cuda":
+                advice += "; where it waits for the GPU, look for NCCL's reason with NCCL_DEBUG=INFO"
             return Verdict("communication", "retry", text, advice)
         case Evidence(signal_name="SIGKILL"):
             return _verdict_on_sigkill(cause)
@@ -259,18 +282,29 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
             lines = (line.strip() for line in reversed(cause.text.splitlines()))
             assertion = next((f": {line}" for line in lines if "ssert" in line), "")
             meaning = explain_exit_code(cause.exit or 0)
+            if meaning.kind == "unknown" and cause.user_frame:
+                advice = "this line, or a library in C that it calls, ended the process; its stack is in its log"
+                return Verdict("user_code", "fix_code", f"{place}killed by {name}{assertion}", advice)
             if meaning.kind == "unknown":
                 return Verdict("unknown", "retry", f"killed by {name}{assertion}", "its stack is at the end of its log")
             return Verdict(meaning.kind, meaning.action, f"killed by {name}{assertion}", meaning.advice, meaning.tier)
         case Evidence(types=(), exit=code) if code == RESULT_UNWRITTEN_EXIT:
             text = "the rank could not write its result"
             return Verdict("infrastructure", "fix_environment", text, "check the space left in --out: df -h")
+        case Evidence(types=(), exit=code) if code == RESULT_PREVENTED_EXIT:
+            reason = next((line.strip() for line in reversed(cause.text.splitlines()) if line.strip()), "")
+            text = f"the rank could not write its result{': ' if reason else ''}{reason}"
+            advice = "the workload changed what the rank needs: its descriptors, limits, folders or functions of Python"
+            return Verdict("user_code", "fix_code", text, advice)
         case Evidence(types=()):
             text = f"the process left with exit code {cause.exit} and no result"
             return Verdict("user_code", "fix_code", text, "something called os._exit or exec")
         case Evidence() if "SystemExit" in cause.types:
             text = f"{place}sys.exit({cause.message}) was called"
             return Verdict("user_code", "fix_code", text, "a workload must not leave the process")
+        case Evidence(message="EOF when reading a line"):
+            advice = "it waits for input, and a trial has no terminal: take the answer from an argument or a file"
+            return Verdict("user_code", "fix_code", f"{place}{cause.headline}", advice)
         case Evidence(phase="start" | "rendezvous", user_frame=None):
             return Verdict("infrastructure", "retry", cause.headline, "the ranks could not find each other")
         case Evidence(phase="init" | "step" | "save" | "load", user_frame=None):
@@ -294,6 +328,18 @@ def _verdict_on_sigkill(cause: Evidence) -> Verdict:
         text += f"; the rank held {format_bytes(held)}"
     advice = "host memory is full: offload less (or to NVMe), or give the node or its cgroup more memory"
     return Verdict("out_of_memory", "less_host_memory", text, advice, "host")
+
+
+def blame_code_for_hang(failure: Failed) -> Failed:
+    """The failure as one of the user's code: no other rank and no accident explains why it hung where it did."""
+    assert failure.hung_at is not None
+    return replace(
+        failure,
+        failure="user_code",
+        action="fix_code",
+        evidence=f"{failure.hung_at}: it hangs here: {failure.evidence.partition(', and it was at ')[0]}",
+        advice=failure.advice,
+    )
 
 
 def wants_larger_batch(text: str) -> bool:

@@ -43,8 +43,8 @@ class Diagnosis:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-_SIZE = r"([\d.]+ ?[KMGT]?i?B)"
-_WANTED = re.compile(rf"tried to allocate (\d+) bytes|tried to allocate {_SIZE}", re.IGNORECASE)
+_SIZE = r"([\d.]{1,30} ?[KMGT]?i?B)"  # without a limit, a line of digits takes seconds
+_WANTED = re.compile(rf"tried to allocate (\d{1, 30}) bytes|tried to allocate {_SIZE}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORECASE)
 _ALLOCATED = re.compile(rf"{_SIZE} already allocated", re.IGNORECASE)

@@ -44,7 +44,7 @@ class Calibration:
     """The errors of a machine's forecasts, as logarithms of measured over predicted bytes.
 
     `spread` is the standard error of one forecast, and `least` the smallest half-width.
-    `beside` has the bytes that cards hold beside torch's allocator, from the least to the most of the trials.
+    `outside_allocator` has the bytes that cards held beside torch's allocator in the trials, the least and the most.
     `mean` is the machine's error. `rungs` has that of each rung with trials, shrunk towards the machine's.
     """
 
@@ -52,7 +52,7 @@ class Calibration:
     least: float
     mean: float = 0.0
     rungs: Mapping[str, float] = field(default_factory=dict)
-    beside: Interval | None = None
+    outside_allocator: Interval | None = None
 
     def ratios(self, rung: str) -> Ratios:
         error = self.rungs.get(rung, self.mean)
@@ -69,7 +69,10 @@ def calibrate_forecast(
     sizes = [trial.beside_bytes for trial in trials if trial.beside_bytes is not None]
     if not sizes:
         return calibration
-    return replace(calibration, beside=Interval(low_bytes=min(sizes), peak_bytes=max(sizes), high_bytes=max(sizes)))
+    return replace(
+        calibration,
+        outside_allocator=Interval(low_bytes=min(sizes), peak_bytes=max(sizes), high_bytes=max(sizes)),
+    )
 
 
 def fit_calibration(observations: Iterable[Observation], *, spread: float, least: float) -> Calibration:

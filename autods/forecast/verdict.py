@@ -49,7 +49,9 @@ def judge_memory(
     overheads = overheads or read_overheads()
     calibration = calibration or calibrate_forecast(spec, (), overheads)
     need = compute_rank_memory(spec, simulation, overheads, expandable=expandable)
-    device = need.device.times(calibration.ratios(spec.rung)) + (calibration.beside or need.outside_allocator)
+    device = need.device.times(calibration.ratios(spec.rung)) + (
+        calibration.outside_allocator or need.outside_allocator
+    )
     host = device if spec.device == "cpu" else need.host  # the device of a CPU rank is the node's memory
     ranks = min(spec.ranks_per_node, spec.world_size)
     intervals: dict[Tier, Interval] = {

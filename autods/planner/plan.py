@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import replace
 
 from ..config.plan_settings import PlanSettings, Site, apply_script_config_to_plan
@@ -15,10 +16,11 @@ from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.forecaster import PARALLEL_ENGINES
-from ..forecast.simulator.client import SimulationFailed
+from ..forecast.simulator.client import LIMIT_S, SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
 from ..report.results import Forecast, SiteForecast
+from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
@@ -34,8 +36,19 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
     began, source = time.monotonic(), settings.source
     if source.kind == "script":  # its `{ds_config}` stands for the base config
         source = replace(source, base_config=settings.sites[0].base)
+
+    def start_processes(source: WorkloadSource) -> ProcessSimulator:
+        limit_s = LIMIT_S if settings.stall_s is None else settings.stall_s
+        return ProcessSimulator(
+            source,
+            limit_s=limit_s,
+            report=lambda text: listen(Note(text=text, passing=True)),
+            variables=simulator_variables(),
+        )
+
     try:
-        with (start or ProcessSimulator)(source) as simulator:
+        session = open_session() if start is None else nullcontext()  # whatever happens to us, it ends the processes
+        with session, (start or start_processes)(source) as simulator:
             listen(Note(text="preparing the simulated device"))
             facts = _read_facts(simulator, settings, listen)
             settings = apply_script_config_to_plan(settings, facts)
@@ -152,7 +165,7 @@ def make_user_error(failed: SimulationFailed, source: WorkloadSource, *, more_sa
 
     `more_samples` is the option that gives the model more samples at a time.
     """
-    if failed.kind in ("no_compiler", "build_failed", "crashed"):
+    if failed.kind in ("no_compiler", "build_failed", "environment", "crashed"):
         return EnvironmentBroken(str(failed))
     place = failed.place or (None if failed.kind == "engine" else source.path)
     larger = f"the model cannot be trained with so few samples: give {more_samples} or more"

@@ -28,7 +28,7 @@ from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts
 
 # Failures that every rung would share: the workload or the installation has to be mended first.
-_LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed")
+_LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed", "environment")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

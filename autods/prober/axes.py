@@ -7,16 +7,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
+from math import isfinite
 from typing import Any
 
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..schema import read_checked, read_toml
+from ..requests import MOST_COUNT, show_value
+from ..schema import check_name, read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Scalar
 from ..workload.protocol import FUNCTIONS
+from ..workload.script_source import PLACEHOLDERS
 
 ZERO = "zero_optimization"
 PINS = tuple(f"{ZERO}.offload_{part}.pin_memory" for part in ("param", "optimizer"))
@@ -50,6 +54,7 @@ AXES = (
     "build_model.NAME", "build_batch.NAME", "args.NAME", "env.NAME",
 )  # fmt: skip
 
+MOST_VALUES = 1000  # of one axis; a probe has at most as many cells
 # None stands for an environment variable that is not set.
 Value = Scalar | None
 # Variables that autods sets for the ranks, or must not change.
@@ -61,6 +66,7 @@ _RESERVED = (
 )  # fmt: skip
 _ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 _SWITCHES = {"on": True, "off": False, "true": True, "false": False}
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d+")
 
 
@@ -103,7 +109,9 @@ def read_axis(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
     option = f"--vary {name}"
     if isinstance(values, str):
         values = [parse_value(part) for part in values.split(",")]
-    given = list(values) if isinstance(values, Iterable) else [values]
+    given = list(islice(values, MOST_VALUES + 1)) if isinstance(values, Iterable) else [values]
+    if len(given) > MOST_VALUES:
+        raise InputError(f"{option}: more than {MOST_VALUES:,} values")
     if not given:
         raise InputError(f"{option}: no value", hint="give at least one: NAME=A,B,C")
     name = _ALIASES.get(name, name)
@@ -119,7 +127,7 @@ def parse_value(text: str) -> Value:
         return int(number)
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if value is None or isinstance(value, bool | int | float | str) else text
 
@@ -130,6 +138,12 @@ def _check_name(name: str, option: str) -> None:
     first, _, rest = name.partition(".")
     if first == "env" and rest in _RESERVED:
         raise InputError(f"{option}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO")
+    if first == "env" and rest and not _VARIABLE.fullmatch(rest):
+        raise InputError(f"{option}: {rest!r} is not the name of an environment variable")
+    if first == "args" and rest in PLACEHOLDERS:
+        instead = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}.get(rest)
+        hint = f"give --vary {instead}=…" if instead else "give your placeholder another name"
+        raise InputError(f"{option}: autods fills in {{{rest}}} itself", hint=hint)
     if name in keys.instead:
         raise InputError(f"{option}: a rung or another axis decides it", hint=f"give --vary {keys.instead[name]}")
     possible = (*AXES, *list_keys())
@@ -155,9 +169,9 @@ def _read_value(name: str, value: Any, option: str, rungs: Mapping[str, Rung]) -
             words = "the rungs are" if name == "rung" else "a model trains in"
             raise InputError(f"{option}: there is no {value!r}", hint=f"{words}: {', '.join(known)}")
         case "micro_batch" | "accumulation" | "gpus" | "seq_len" | "target_len":
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT:
                 return value
-            raise InputError(f"{option}: {value!r} is not a whole number above 0")
+            raise InputError(f"{option}: {show_value(value)} is not a whole number above 0, {MOST_COUNT:,} at most")
         case "checkpointing" | "pin_memory":
             switch = value if isinstance(value, bool) else _SWITCHES.get(str(value).lower())
             if switch is not None:
@@ -169,6 +183,8 @@ def _read_value(name: str, value: Any, option: str, rungs: Mapping[str, Rung]) -
             return str(value).lower()
         case "env":
             raise InputError(f"{option}: {value!r} is not text")
+        case _ if isinstance(value, float) and not isfinite(value):
+            raise InputError(f"{option}: {value} is not a number that a config can hold")
         case _ if isinstance(value, bool | int | float | str):
             return value
         case _:
@@ -190,6 +206,7 @@ def read_experiment(name: str) -> Experiment:
     path, hint = find_toml(name, folder, "experiment"), f"compare with {folder / 'stages.toml'}"
 
     def check(experiment: Experiment) -> None:
+        check_name(experiment.name)
         if not experiment.vary or not all(experiment.vary.values()):
             raise ValueError("vary needs an axis, and each axis a value")
 

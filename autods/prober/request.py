@@ -7,9 +7,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
+from itertools import islice, product
 from math import prod
+from numbers import Integral
 from pathlib import Path
+from typing import cast
 
 from ..config.base_config import check_ranks, parse_device, resolve_base_config, resolve_global_batch
 from ..config.catalogue import Machine, choose_machines
@@ -18,7 +20,8 @@ from ..config.profiles import read_profile
 from ..config.settings import Settings, resolve_fit, select_ladder
 from ..config.strategies import Rung, read_rungs
 from ..errors import InputError
-from ..requests import FitRequest, ProbeRequest, TrialRequest, check_count
+from ..files import as_folder_name
+from ..requests import FitRequest, ProbeRequest, TrialRequest, check_count, show_value
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource
@@ -129,7 +132,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
         machine=machine,
         assumed=assumed,
     )
-    name = f"{source.name}-probe-{resolved.fingerprint()[:6]}"
+    name = f"{as_folder_name(source.name)}-probe-{resolved.fingerprint()[:6]}"
     folder = (Path(request.out) if request.out is not None else Path("autods-out") / name).absolute()
     return replace(resolved, settings=replace(settings, out=folder))
 
@@ -149,16 +152,20 @@ def _read_axes(request: ProbeRequest, rungs: Mapping[str, Rung]) -> tuple[tuple[
         if isinstance(gpus, str):
             counts = tuple(int(part) for part in gpus.split(","))
         elif gpus is not None:
-            counts = tuple(check_count("gpus", part) for part in ((gpus,) if isinstance(gpus, int) else gpus))
+            given: Iterable[object] = (gpus,) if isinstance(gpus, Integral) else cast(Iterable[object], gpus)
+            counts = tuple(check_count("gpus", part) for part in islice(given, MOST_CELLS + 1))
     except (ValueError, TypeError):
         raise InputError(
-            f"--gpus {gpus}: this is not a list of numbers", hint="give --gpus 8, or --gpus 1,2,4,8"
+            f"--gpus {gpus if isinstance(gpus, str) else show_value(gpus)}: this is not a list of numbers",
+            hint="give --gpus 8, or --gpus 1,2,4,8",
         ) from None
     varied = next((axis.values for axis in axes if axis.name == "gpus"), ())
     if varied and counts:
         raise InputError("--vary gpus=… and --gpus both give the ranks", hint="drop one of the two")
     for count in counts:
         check_ranks(count)
+    if len(counts) > MOST_CELLS:
+        raise InputError(f"--gpus: more than {MOST_CELLS:,} numbers")
     if len(set(counts)) > 1:
         axes = (Axis(name="gpus", values=tuple(dict.fromkeys(counts))), *axes)
     return axes, counts or tuple(count for count in varied if isinstance(count, int))

@@ -18,8 +18,10 @@ from ..journal import TrialStore, workspace
 from ..planner.plan import make_user_error
 from ..report.results import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
+from ..runner.cleanup import open_session
 from ..schema import read_as
 from ..system.host import installed_versions
+from ..tuner.forecasts import start_processes
 from ..tuner.trials import open_journal
 from ..types import Failed, Fit, ModelFacts, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import apply_to_source
@@ -97,7 +99,9 @@ def probe(
         if question.machine is None:
             benches = (start or _on_ray)(settings, listen)
         try:
-            with benches as bench, closing(Simulators(simulate)) as simulators:
+            session = open_session() if simulate is None else nullcontext()
+            simulators = Simulators(simulate or start_processes(settings, listen))
+            with session, benches as bench, closing(simulators):
 
                 def execute(trial: Trial, id: int) -> Record:
                     assert bench is not None
@@ -170,13 +174,19 @@ class _ProbeRun:
         return self.surveys[digest]
 
     def _run(self, trial: Trial, bench: Bench | None = None) -> Record:
-        """Run a trial. A full disk or a lost GPU ends the probe; its finished trials are kept."""
+        """Run a trial. A full disk, a lost GPU or a hang of the user's code ends the probe; its trials are kept."""
         record = self.store.run(trial, None if bench is None else lambda trial, id: bench.run(trial, id=id))
         outcome = record.outcome
         if not isinstance(outcome, Fit) and is_machines_fault(outcome):
             raise EnvironmentBroken(
                 f"{outcome.evidence}\n  {outcome.advice} ({record.trial.rung}, rank {outcome.rank})"
             )
+        is_hang = isinstance(outcome, Failed) and outcome.hung_at is not None and outcome.action == "fix_code"
+        # Each further cell would hang for as long. Where another one ran, only this one's conditions do it.
+        if is_hang and not any(isinstance(each.outcome, Fit) for each in self.store.records):
+            settings = self.question.settings
+            assert isinstance(outcome, Failed)
+            raise make_input_error(outcome, settings.source.path, settings.out / "logs")
         return record
 
 

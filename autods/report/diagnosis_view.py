@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..diagnosis.values import Diagnosis
+from ..units import escape_controls
 from .text import TIER_NAMES
 
 _KINDS = {
@@ -35,6 +36,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     sure = next(word for least, word in _CONFIDENCE_WORDS if diagnosis.confidence >= least)
     console.print(Text.assemble((headline, f"bold {style}"), (f"  ({sure}, {diagnosis.confidence:.2f})", "dim")))
     for line in (*diagnosis.evidence, *(f"at {place}" for place in diagnosis.places)):
-        console.print(Text(f"  {line}", style="dim"))
+        console.print(Text(f"  {escape_controls(line)}", style="dim"))
     if diagnosis.advice:
         console.print(Text.assemble(("What to do: ", "bold"), diagnosis.advice))
+    for note in diagnosis.notes:
+        console.print(Text(f"  · {note}", style="dim"))

@@ -20,6 +20,7 @@ from .results import Certificate, Checkpoint, ClosestRung, Parity, Report
 from .serialize import REPORT
 from .text import (
     MARKS,
+    TIER_NAMES,
     WIDE_FIT,
     format_batch,
     format_number_of,
@@ -40,10 +41,91 @@ _MOST_IMPORTANCES = 3
 Row = TypeVar("Row")
 
 
-def print_fit(report: Report, console: Console) -> None:
-    """Print the report. It needs nothing but the report, so a finished fit can be shown again."""
+def print_fit(report: Report, console: Console, *, verbose: bool = False) -> None:
+    """Print the answer and the ladder, and with `verbose` also why, the certificate and all ways to launch.
+
+    It needs nothing but the report, so a finished fit can be shown again.
+    """
+    console.print(Text.assemble("\n", (describe_question(report), "bold")))
+    _print_answer(report, console)
+    console.print()
+    _print_ladder(report, console, verbose=verbose)
+    if report.status == "nothing_fits":
+        return
+    if not verbose:
+        more = f"-v shows the reasons, the certificate and more launchers, {Path(report.out) / REPORT} has all of it"
+        console.print(Text(more, style="dim"), soft_wrap=True)
+        return
+    console.print(pairs_grid(_winner_facts(report)))
+    if report.certificate is not None:
+        console.print(certificate_headline(report.certificate))
+        console.print(pairs_grid(certificate_lines(report.certificate)))
+    console.print(Text("\nNext", style="bold"))
+    files = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}"
+    for name, command in (*launch_lines(report), ("files", files)):  # on whole lines, so that they can be copied
+        console.print(Text.assemble((f"  {name:<10}  ", "cyan"), command), soft_wrap=True)
+
+
+def _print_answer(report: Report, console: Console) -> None:
+    """Four lines: the config, its speed, its memory, and how to use it; or what is missing."""
+    effort = (f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})", "dim")
+    if report.status == "nothing_fits":
+        console.print(Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), effort))
+        console.print(pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
+        return
+    console.print(Text.assemble((f"{report.rung}", "bold green"), (f" {describe_claim(report)}", "bold"), effort))
+    console.print(pairs_grid(answer_rows(report)))
+    _, command = next((line for line in launch_lines(report) if line[0] in ("launch", "or")), ("", ""))
+    console.print(Text.assemble(("  use it  ", "cyan"), command), soft_wrap=True)  # a whole line, to be copied
+
+
+def describe_claim(report: Report) -> str:
+    """What the fit says of its rung: it is the fastest, or the first that fits where the others were not raced."""
+    raced = report.question.stop == "fastest"
+    return "is the fastest that fits" if raced else "fits, the first rung of the ladder that does"
+
+
+def answer_rows(report: Report) -> list[tuple[str, Text]]:
+    """The config that fits, its speed, its memory and its proof, each with a name."""
+    assert report.knobs is not None
+    checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
+    sizes = f"micro batch {report.knobs.micro_batch} × accumulation {report.knobs.accumulation}"
+    rows = [("config", Text(f"{sizes}, {checkpointing}"))]
+    if report.throughput is not None:
+        rows.append(("speed", Text(_describe_speed(report))))
+    if report.memory:
+        uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in TIERS if tier in report.memory]
+        rows.append(("memory", Text(", ".join(uses))))
+    if report.certificate is not None:
+        rows.append(("proof", _describe_proof(report.certificate)))
+    return rows
+
+
+def _describe_speed(report: Report) -> str:
+    """'9.73 samples/s, 623 tokens/s: 4.94 × the first rung that fitted (zero3, micro batch 1)'."""
+    assert report.throughput is not None
+    rate, tokens = report.throughput.samples_per_second, report.throughput.tokens_per_second
+    text = f"{format_rate(rate)} samples/s" + (f", {format_rate(tokens)} tokens/s" if tokens is not None else "")
+    for record in report.trials:
+        fit = record.outcome
+        if record.trial.purpose == "walk" and isinstance(fit, Fit):
+            first = f"{record.trial.rung}, micro batch {record.trial.knobs.micro_batch}"
+            return f"{text}: {rate / fit.samples_per_second:.3g} × the first that fitted ({first})"
+    return text
+
+
+def _describe_proof(certificate: Certificate) -> Text:
+    """'certificate passed', or the first thing that failed or was not checked."""
+    if certificate.passed:
+        return Text("certificate passed", style="green")
+    if certificate.failures:
+        return Text(f"certificate not passed: {certificate.failures[0]}", style="red")
+    return Text(f"certificate incomplete: {', '.join(certificate.not_checked[:1])}", style="yellow")
+
+
+def _print_ladder(report: Report, console: Console, *, verbose: bool) -> None:
+    """The table of rungs. With `verbose` the reasons for each, for the variants that raced, and the communication."""
     wide = console.width >= WIDE_FIT
-    console.print(Text.assemble("\n", (_question(report), "bold")))
     console.print(ladder_table(report, wide=wide))
     reasons = _reasons(report)
     untried = {
@@ -58,35 +140,22 @@ def print_fit(report: Report, console: Console) -> None:
         for name in report.reasons
         if name not in report.question.ladder and name.partition(" ")[0] in report.question.ladder
     ]
+    if not verbose and report.status == "fit":  # out of memory needs no words; a failure does
+        failed = {rung for rung, row in ladder_rows(report).items() if _has_failed(row)}
+        reasons = {rung: reason for rung, reason in reasons.items() if rung in failed}
     for title, pairs in (
         ("", [] if wide else [(rung, Text(reason)) for rung, reason in reasons.items()]),
-        ("", [(name, Text(report.reasons[name])) for name in names]),
-        ("communication of a rank in an optimizer step", list(communication_lines(report))),
+        ("", [(name, Text(report.reasons[name])) for name in names] if verbose else []),
+        ("communication of a rank in an optimizer step", list(communication_lines(report)) if verbose else []),
     ):
         if pairs:
             if title:
                 console.print(Text(title, style="bold"))
             console.print(pairs_grid(pairs))
             console.print()
-    effort = (f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})", "dim")
-    if report.status == "nothing_fits":
-        console.print(Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), effort))
-        console.print(pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
-        return
-    raced = report.question.stop == "fastest"
-    claim = " is the fastest that fits" if raced else " fits, the first rung of the ladder that does"
-    console.print(Text.assemble((f"{report.rung}", "bold green"), (claim, "bold"), effort))
-    console.print(pairs_grid(_winner_facts(report)))
-    if report.certificate is not None:
-        console.print(certificate_headline(report.certificate))
-        console.print(pairs_grid(certificate_lines(report.certificate)))
-    console.print(Text("\nNext", style="bold"))
-    files = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}"
-    for name, command in (*launch_lines(report), ("files", files)):  # on whole lines, so that they can be copied
-        console.print(Text.assemble((f"  {name:<10}  ", "cyan"), command), soft_wrap=True)
 
 
-def _question(report: Report) -> str:
+def describe_question(report: Report) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
     question = report.question
     facts = [f"{format_count(question.parameters)} parameters"] if question.parameters else []
@@ -153,6 +222,10 @@ def ladder_rows(report: Report) -> dict[str, Record | str]:
 def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
     places = {rung: place for place, rung in enumerate(report.question.ladder)}
     return dict(sorted(rows.items(), key=lambda row: places.get(row[0], len(places))))
+
+
+def _has_failed(row: Record | str) -> bool:
+    return isinstance(row, Record) and isinstance(row.outcome, Failed)
 
 
 def _memory(report: Report, outcome: Outcome, winner: bool) -> Text:

@@ -70,8 +70,8 @@ def launch_commands(report: Report) -> dict[str, str]:
     """The whole command line of each launcher. `train.py` stands for the user's script where the workload is none.
 
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
-    are GPUs; OMP_NUM_THREADS gives each rank as many threads as it had in trials; TORCH_EXTENSIONS_DIR has the ops that
-    trials built, which would take minutes again.
+    are GPUs. OMP_NUM_THREADS gives each rank as many threads as it had in trials. TORCH_EXTENSIONS_DIR names the folder
+    of the ops that trials built, which would take minutes again.
     """
     script, per_node = report.question.script, str(report.question.gpus // report.question.nodes)
     rendezvous = ["--standalone"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,6 +19,7 @@ from ..config.catalogue import ASKED, HERE
 from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
 from ..types import Phase, Skipped, Trial
+from ..units import escape_controls
 from .plan_view import rung_table
 from .text import (
     MARKS,
@@ -30,13 +32,21 @@ from .text import (
     format_seconds,
 )
 
+_QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
+_LOOK_EVERY_S = 1.0
+
 
 class LiveView:
-    """A context manager that redraws `_current` on a terminal. It writes to `console`, else to standard error."""
+    """A context manager that redraws `_current` on a terminal. It writes to `console`, else to standard error.
+
+    Where nothing can be redrawn, a line says what goes on when there was none for some time.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._since = time.monotonic()
+        self._quiet_until_s = self._since + _QUIET_S
+        self._over = threading.Event()
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None  # None where lines are printed instead
 
@@ -44,9 +54,12 @@ class LiveView:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._current, refresh_per_second=8, transient=True)
             self._live.start()
+        else:
+            threading.Thread(target=self._break_silence, name="progress", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._over.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -54,8 +67,39 @@ class LiveView:
     def _current(self) -> RenderableType:
         raise NotImplementedError
 
-    def _print_plain(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True, style=None)
+    def _status(self) -> Text:
+        """What goes on now, with its seconds."""
+        raise NotImplementedError
+
+    def _break_silence(self) -> None:
+        """Say what goes on whenever nothing was printed for some time."""
+        while not self._over.wait(_LOOK_EVERY_S):
+            if time.monotonic() > self._quiet_until_s:
+                lines = (" ".join(line.split()) for line in self._status().plain.splitlines())
+                self._print_plain("\n".join(f"… {line}" for line in lines), _QUIET_AGAIN_S)
+
+    def _print_plain(self, line: str, quiet_s: float | None = None) -> None:
+        self._quiet_until_s = time.monotonic() + (_QUIET_S if quiet_s is None else quiet_s)
+        self._console.print(escape_controls(line), markup=False, highlight=False, soft_wrap=True, style=None)
+
+
+@contextlib.contextmanager
+def announced(subject: str) -> Iterator[None]:
+    """Print a line to standard error after some seconds, and every minute from then on, while the block runs."""
+    over, began_s = threading.Event(), time.monotonic()
+
+    def announce() -> None:
+        pause_s = _QUIET_S
+        while not over.wait(pause_s):
+            elapsed = format_seconds(time.monotonic() - began_s)
+            Console(stderr=True).print(f"… {subject} {elapsed}", markup=False, highlight=False, soft_wrap=True)
+            pause_s = _QUIET_AGAIN_S
+
+    threading.Thread(target=announce, name="announced", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @dataclass(slots=True)
@@ -85,8 +129,9 @@ class Progress(LiveView):
     def __call__(self, event: Event) -> None:
         match event:
             case Note():
-                self._note, self._since = event.text, time.monotonic()
-                self._print(Text(event.text, style="dim"), event.text)
+                if not event.passing:
+                    self._note, self._since = escape_controls(event.text), time.monotonic()
+                self._print(Text(escape_controls(event.text), style="dim"), event.text)
             case Skipped(rung=rung, reason=reason):
                 row = self._row(MARKS["skipped"], rung=rung, text=f"skipped: {reason}")
                 self._print(row, f"skipped {rung}: {reason}")
@@ -130,14 +175,16 @@ class Progress(LiveView):
         return table
 
     def _current(self) -> RenderableType:
+        self._spinner.update(text=self._status())
+        return self._spinner
+
+    def _status(self) -> Text:
         """A line for each running trial, or the last note while nothing runs."""
         running = list(self._running.values())  # others may begin and end meanwhile
-        if not running:
-            elapsed = format_seconds(time.monotonic() - self._since)
-            self._spinner.update(text=Text(f"{self._note or 'deciding'}  {elapsed}", style="dim"))
-        else:
-            self._spinner.update(text=Text("\n").join(map(self._line, running)))
-        return self._spinner
+        if running:
+            return Text("\n").join(map(self._line, running))
+        elapsed = format_seconds(time.monotonic() - self._since)
+        return Text(f"{self._note or 'deciding'}  {elapsed}", style="dim")
 
     def _line(self, now: _Running) -> Text:
         place, elapsed = format_phase(now.phase, now.step), format_seconds(time.monotonic() - now.since)
@@ -166,9 +213,12 @@ class PlanProgress(LiveView):
         with self._lock:
             match event:
                 case Note():
-                    self._note = event.text
+                    if not event.passing:
+                        self._note = escape_controls(event.text)
                     if self._live is None:
                         self._print_plain(event.text)
+                    elif event.passing:  # the line below shows what goes on
+                        self._console.print(Text(escape_controls(event.text), style="dim"))
                 case SimulationStarted():
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
                 case RungFinished(forecast=forecast):
@@ -188,13 +238,19 @@ class PlanProgress(LiveView):
         elif forecast.largest_micro_batch is not None:
             self._print_plain(f"{machine}{forecast.rung}: up to micro batch {forecast.largest_micro_batch}")
 
-    def _current(self) -> RenderableType:
-        """The rows of the machine that is being simulated, and a line with the current simulation."""
+    def _status(self) -> Text:
+        """The current simulations."""
         with self._lock:
             doing = ", ".join(list(self._doing.values())[-2:]) or self._note
-            share, rows = self._share, dict(self._rows)
+            share = self._share
         elapsed = format_seconds(time.monotonic() - self._since)
-        self._spinner.update(text=Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim")))
+        return Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim"))
+
+    def _current(self) -> RenderableType:
+        """The rows of the machine that is being simulated, and a line with the current simulation."""
+        self._spinner.update(text=self._status())
+        with self._lock:
+            rows = dict(self._rows)
         if len({machine for machine, _ in rows}) != 1:
             return self._spinner
         table = rung_table(rows.values(), best=None, width=min(self._console.width, WIDEST_LIVE_TABLE))

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import to_lightning_config, to_trainer_config
-from ..errors import InputError
+from ..errors import InputError, make_write_error
+from ..files import LARGEST_RECORD, describe_file_kind, read_file
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..schema import read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
@@ -61,7 +62,7 @@ def from_dict(data: Mapping[str, Any]) -> Report:
 def write(report: Report, folder: Path) -> None:
     """Write `report.json` and, when something fits, the configs. Each file is written whole or not at all.
 
-    Raises InputError naming the file when the folder cannot be written or the disk is full.
+    Raises the error of `errors.make_write_error` for a file that cannot be written.
     """
     texts: dict[str, str] = {}
     if report.ds_config is not None:
@@ -80,18 +81,17 @@ def write(report: Report, folder: Path) -> None:
 
 
 def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
-    """Write the best config so far, which is measured and not certified. Raises InputError like `write`."""
+    """Write the best config so far, which is measured and not certified. Raises like `write`."""
     write_whole(folder / SO_FAR, as_json(ds_config))
 
 
 def read(folder: Path) -> Report:
     """The finished fit in this folder. Raises InputError when its report is missing or damaged."""
     path = folder / REPORT
+    text = read_file(path, most=LARGEST_RECORD)
     try:
-        return from_dict(json.loads(path.read_text()))
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", place=str(path)) from None
-    except (ValueError, InputError):
+        return from_dict(json.loads(text))
+    except (ValueError, RecursionError, InputError):
         raise InputError("is not the report of a fit", place=str(path), hint="start over with --fresh") from None
 
 
@@ -150,20 +150,20 @@ def as_json(data: Any) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file at once: a reader sees the old or the new one. Raises InputError naming the file."""
+    """Replace the file at once: a reader sees the old or the new one. Raises like `write`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    if os.path.lexists(path) and (kind := describe_file_kind(os.lstat(path).st_mode)):
+        raise InputError(f"cannot be written: it is a {kind}", place=str(path), hint="give another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         _remove(temporary)
-        raise InputError(
-            f"cannot be written: {error.strerror}", place=str(path), hint="free some space, or give another --out"
-        ) from None
+        raise make_write_error(path, error) from None
 
 
 def _remove(path: Path) -> None:
@@ -172,23 +172,26 @@ def _remove(path: Path) -> None:
 
 
 def write_probe(report: ProbeReport, folder: Path) -> None:
-    """Write `probe.json` and `probe.csv`. Raises InputError naming a file that cannot be written."""
+    """Write `probe.json` and `probe.csv`. Raises like `write`."""
     write_csv(report, folder / PROBE_CSV)
     write_whole(folder / PROBE, as_json(probe_to_dict(report)))
 
 
 def write_csv(report: ProbeReport, path: Path) -> None:
-    """Write the table as CSV. Raises InputError like `write`."""
+    """Write the table as CSV. Raises like `write`."""
     write_whole(path, to_csv(report))
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError if the file could not be written later."""
+    """Raises InputError if the file could not be written later. A pipe or a device would be replaced by a file."""
     problem: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            problem = "is a folder" if path.is_dir() else "its folder is read-only"
+        kind = describe_file_kind(os.stat(path).st_mode) if path.exists() else None
+        if kind is not None:
+            problem = f"is a {kind}"
+        elif not os.access(path.parent, os.W_OK):
+            problem = "its folder is read-only"
     except OSError as error:
         problem = error.strerror
     if problem is not None:

@@ -6,21 +6,24 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ..system import processes
+from ..errors import EnvironmentBroken
+from ..system import private, processes, stacks
 from ..system.host import installed_versions, read_hardware
+from ..system.waiting import Continuer, Loading, Wait, describe_continued
 from ..trial.job import RankJob
 from ..trial.ops import is_cached
 from ..types import Device, WorkloadSource
+from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
 from .environment import join_node_environment, zygote_environment
 from .monitor import HostMonitor
 from .placement import NodeDescription
@@ -30,6 +33,7 @@ from .protocol import (
     Heartbeat,
     LoadFailed,
     NodeReport,
+    RankError,
     Ready,
     StoreBound,
     StoreFailed,
@@ -39,16 +43,21 @@ from .protocol import (
 )
 from .zygote import remove_folders
 
+_POLL_MS = 250
+_SILENT_S = 120.0  # a zygote that has work and says nothing for so long is ended; it beats while ranks run
 _CLOSE_S = 10.0  # a zygote whose connection was closed ends at once, unless it runs a job or waits for a file
 _STRAYS_S = 2.0
+_BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM")  # a workload that kills itself is noticed before
+_PRIVATE = "autods-ranks-"  # the private folders of jobs
 
 
 class NodeAgent:
-    """Runs one job at a time. `progress` and `abort` may be called from other threads meanwhile.
+    """Runs one job at a time. `progress`, `locate` and `abort` may be called from other threads meanwhile.
 
     `driver_pid` is the fit's process. `driver_machine` is its machine, as `processes.machine_id` names it.
     `log` is the file that the zygote writes to.
     `environment` is that of the fit's process. With `joins_cluster` it is a part of it, for a node that has one.
+    `load_s` is the longest that a zygote may take to load everything.
     """
 
     def __init__(
@@ -60,15 +69,19 @@ class NodeAgent:
         log: str,
         environment: Mapping[str, str],
         joins_cluster: bool = False,
+        load_s: float = 900.0,
     ) -> None:
-        self.source, self.device, self.log = source, device, log
+        self.source, self.device, self.log, self.load_s = source, device, log, load_s
         self.environment = join_node_environment(environment) if joins_cluster else environment
+        self.joins_cluster = joins_cluster
+        self.session = contextlib.ExitStack()  # of this agent, on another machine than the fit's
         # On another machine that pid belongs to a stranger.
         self.driver_pid = driver_pid if driver_machine == processes.machine_id() else 0
         self.zygote: ZygoteProcess | None = None
         self.heartbeat = Heartbeat()
         self.job_number = 0  # of the running job; 0: none runs
         self.job: RankJob | None = None  # that runs
+        self.plain = False  # the zygote does not import the workload, each rank does
         self.sending = threading.Lock()  # an abort that is meant for one job must not follow the next job's line
 
     def describe(self, address: str) -> NodeDescription:
@@ -89,14 +102,45 @@ class NodeAgent:
         return [op for op in ops if not is_cached(op)]
 
     def start(self) -> Ready | LoadFailed | ZygoteDied:
-        """Start the zygote and wait until it has loaded everything."""
+        """Start the zygote and wait until it has loaded everything, or is at it for too long."""
         processes.adopt_orphans()
+        private.remove_abandoned(_PRIVATE)
         if os.getppid() > 1:
             processes.die_with_parent(os.getppid())  # of the raylet: an actor outlives it by some 15 s otherwise
-        self.zygote = start_zygote(self.source, self.device, self.driver_pid, self.log, self.environment)
-        message = self.zygote.receive()
+        if self.joins_cluster and not has_session(self.environment):
+            with contextlib.suppress(EnvironmentBroken):  # a guard is for the day when this process is killed
+                self.session.enter_context(open_session())
+                self.environment = {**self.environment, **session_variables()}
+        message = self._start_zygote() or self._explain_slow_load()
+        if message is not None:
+            return message
+        is_overdue = self.zygote is not None and self.zygote.overdue_s is not None
+        died = self._bury_zygote()
+        if is_overdue or self.plain or self.source.kind == "script" or died.how in _BY_OTHERS:
+            return died
+        # The workload may have ended it, or made it unfit. The rank that imports it finds out how, and where.
+        self.plain = True
+        return self.start()
+
+    def _start_zygote(self) -> Ready | LoadFailed | None:
+        source, log, environment = self.source, self.log, self.environment
+        self.zygote = start_zygote(source, self.device, self.driver_pid, log, environment, plain=self.plain)
+        message = self.zygote.receive(self.load_s, loads=True)
         assert message is None or isinstance(message, Ready | LoadFailed)
-        return message or self._bury_zygote()
+        return message
+
+    def _explain_slow_load(self) -> LoadFailed | None:
+        """End a zygote that has not loaded in time, in the user's code; None where it is elsewhere, or has died."""
+        assert self.zygote is not None
+        if self.zygote.overdue_s is None or (frame := stacks.find_user_frame(self.zygote.stack)) is None:
+            return None
+        self._bury_zygote()
+        return LoadFailed(
+            error=RankError(
+                contract=f"{frame}: its import has not gone on for {self.load_s:.0f} s, in {frame.function}",
+                hint="mend it, or move the work into build_model or build_batch; a longer --stall-limit allows more",
+            )
+        )
 
     def bind_store(self, address: str) -> StoreBound | StoreFailed | LoadFailed | ZygoteDied:
         """Let the zygote listen for the rendezvous of the next job."""
@@ -104,7 +148,7 @@ class NodeAgent:
             return ready
         assert self.zygote is not None
         self.zygote.send(BIND + address.encode())
-        message = self.zygote.receive()
+        message = self.zygote.receive(_SILENT_S)
         assert message is None or isinstance(message, StoreBound | StoreFailed)
         return message or self._bury_zygote()
 
@@ -113,12 +157,19 @@ class NodeAgent:
         if self.zygote is None and not isinstance(ready := self.start(), Ready):
             return ready
         assert self.zygote is not None
+        folder = private.make_folder(_PRIVATE)
+        try:
+            return self._run(replace(job, private=str(folder.path)), number, self.zygote)
+        finally:
+            folder.remove()
+
+    def _run(self, job: RankJob, number: int, zygote: ZygoteProcess) -> NodeReport | ZygoteDied:
         self.heartbeat, host = Heartbeat(), HostMonitor.begin()
         with self.sending:
             self.job_number, self.job = number, job
-            self.zygote.send(job.to_json().encode())
+            zygote.send(job.to_json().encode())
         try:
-            while (message := self.zygote.receive()) is not None:
+            while (message := zygote.receive(_SILENT_S + job.end_s)) is not None:
                 if isinstance(message, NodeReport):
                     return message
                 assert isinstance(message, Heartbeat)
@@ -130,8 +181,16 @@ class NodeAgent:
         return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
 
     def progress(self) -> Heartbeat:
-        """Return the phase and step of the slowest rank."""
-        return self.heartbeat
+        """Return the phase and step of the slowest rank, and each note about the zygote once."""
+        zygote, notes = self.zygote, list[str]()
+        while zygote is not None and zygote.notes:
+            notes.append(zygote.notes.pop(0))
+        return replace(self.heartbeat, notes=tuple(notes))
+
+    def locate(self) -> str:
+        """Return where the zygote is; '' without one. See `ZygoteProcess.locate`."""
+        zygote = self.zygote
+        return "" if zygote is None else zygote.locate()
 
     def abort(self, number: int) -> None:
         """End the ranks of the running job, if it is the one of that number."""
@@ -145,33 +204,58 @@ class NodeAgent:
         job = self.job
         if (zygote := self.zygote) is not None:
             zygote.close(_CLOSE_S if job is None else _CLOSE_S + job.end_s)
+        self.session.close()
         processes.kill_children(_STRAYS_S)
 
     def _bury_zygote(self) -> ZygoteDied:
         """Reap the zygote. Its ranks die with it; processes that hid from it became our children."""
-        assert self.zygote is not None
-        code = self.zygote.close()
-        self.zygote = None
+        zygote, self.zygote = self.zygote, None
+        assert zygote is not None
+        how = "" if zygote.overdue_s is None else f"it said nothing for {zygote.overdue_s:.0f} s, {zygote.locate()}"
+        code = zygote.close(0.0 if how else _CLOSE_S)
+        note = find_note(zygote.process.pid, self.environment)
+        self.session.close()  # before the children are killed: its guard is one
         processes.kill_children(_STRAYS_S)
-        return ZygoteDied(how=f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}")
+        remove_leftovers(note)  # not before the ranks are gone
+        return ZygoteDied(how=how or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"))
 
 
 @dataclass(slots=True, kw_only=True)
 class ZygoteProcess:
-    """A running zygote, as its parent sees it."""
+    """A running zygote that writes into the file `log`, as its parent sees it.
+
+    `overdue_s` are the seconds after which it was given up, with the `stack` that it had then; None before.
+    """
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    log: str = os.devnull
     pending: bytes = b""
+    overdue_s: float | None = None
+    stack: tuple[stacks.Frame, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    continuer: Continuer = field(default_factory=Continuer)
 
     def send(self, line: bytes) -> None:
         """Send a job, `ABORT` or `BIND` with an address. A zygote that is gone shows in `receive`."""
         with contextlib.suppress(OSError):
             self.connection.sendall(line + b"\n")
 
-    def receive(self) -> ZygoteMessage | None:
-        """Wait for the next message; None when the zygote is gone."""
+    def receive(self, within_s: float, *, loads: bool = False) -> ZygoteMessage | None:
+        """Wait for the next message; None when the zygote is gone, or says nothing for so long.
+
+        A zygote that somebody has stopped is continued. One that `loads` has longer while it moves many bytes.
+        """
+        wait: Wait | Loading = Loading.of(self.process.pid, within_s) if loads else Wait(within_s)
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
         while b"\n" not in self.pending:
+            while not poll.poll(_POLL_MS):
+                for pid in self.continuer.look([self.process.pid]):
+                    self.notes.append(describe_continued(pid))
+                if wait.is_over():
+                    self.overdue_s, self.stack = within_s, self.read_stack()
+                    return None
             data = b""
             with contextlib.suppress(OSError):
                 data = self.connection.recv(1 << 20)
@@ -180,6 +264,16 @@ class ZygoteProcess:
             self.pending += data
         line, _, self.pending = self.pending.partition(b"\n")
         return decode(line)
+
+    def read_stack(self) -> tuple[stacks.Frame, ...]:
+        """Return the main thread's stack; () where it does not answer."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as log:
+            return stacks.read_stack(self.process.pid, log.fileno())
+        return ()
+
+    def locate(self) -> str:
+        """Return where it is; see `stacks.describe_place`."""
+        return stacks.describe_place(self.process.pid, self.stack or self.read_stack())
 
     def close(self, within_s: float = _CLOSE_S) -> int:
         """End the zygote with its ranks, by SIGKILL after that time; return its exit code, negative for a signal."""
@@ -197,15 +291,24 @@ class ZygoteProcess:
 
 
 def start_zygote(
-    source: WorkloadSource, device: Device, driver_pid: int, log: str, environment: Mapping[str, str]
+    source: WorkloadSource,
+    device: Device,
+    driver_pid: int,
+    log: str,
+    environment: Mapping[str, str],
+    *,
+    plain: bool = False,
 ) -> ZygoteProcess:
-    """Start a zygote as a child of this process. Its first message is `Ready` or `LoadFailed`."""
+    """Start a zygote as a child of this process. Its first message is `Ready` or `LoadFailed`.
+
+    A plain one does not import the workload: each rank does.
+    """
     connection, peer = socket.socketpair()
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    words = [str(peer.fileno()), str(driver_pid), json.dumps(asdict(source))]
+    words = [str(peer.fileno()), str(driver_pid), json.dumps(asdict(source)), *(["--plain"] if plain else [])]
     with peer, open(log, "ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autods.runner.zygote", *words],
+            [*processes.python_command("autods.runner.zygote"), *words],
             pass_fds=[peer.fileno()],
             env=zygote_environment(device, environment),
             stdin=subprocess.DEVNULL,
@@ -213,7 +316,7 @@ def start_zygote(
             stderr=file,
             start_new_session=True,  # the terminal's Ctrl-C is not meant for it
         )
-    return ZygoteProcess(process=process, connection=connection)
+    return ZygoteProcess(process=process, connection=connection, log=log)
 
 
 def digest_file(path: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..diagnosis.trial_outcome import Evidence, HostUsage, explain_failure
 from ..schema import read_known
+from ..system.stacks import find_crash
 from ..trial.job import RankJob
 from ..trial.training import relative_spread
 from ..types import (
@@ -148,6 +149,9 @@ def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | F
 
 def evidence_of(rank: RankExit, job: RankJob, host: HostUsage | None) -> Evidence:
     """The evidence of a rank for the diagnosis. `host` is the memory of its node."""
+    error = asdict(rank.error)
+    if not rank.error.types and rank.lost is None:
+        error["user_frame"] = None if (frame := find_crash(rank.log_tail)) is None else str(frame)
     return Evidence(
         rank=rank.rank,
         phase=rank.phase,
@@ -162,7 +166,7 @@ def evidence_of(rank: RankExit, job: RankJob, host: HostUsage | None) -> Evidenc
         idle_bytes=rank.idle_bytes,
         log_tail=rank.log_tail,
         host=host,
-        **asdict(rank.error),
+        **error,
     )
 
 

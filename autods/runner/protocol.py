@@ -93,11 +93,18 @@ class StoreFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The phase and step of a node's slowest rank."""
+    """The phase and step of a node's slowest rank.
+
+    No rank has moved for `silent_s`. `place` is the line of the user's code where one of them is, if that is known.
+    `notes` are sentences for the user.
+    """
 
     kind: Literal["heartbeat"] = "heartbeat"
     phase: Phase = "start"
     step: int = 0
+    silent_s: float = 0.0
+    place: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

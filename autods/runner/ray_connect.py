@@ -7,26 +7,25 @@ Ray is started and joined through its documented interface. Three of its interna
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib
 import logging
 import os
-import shutil
+import secrets
 import signal
-import socket
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentBroken, InputError
+from ..system import processes
+from ..system.limits import check_limits, check_space
+from ..system.waiting import kept_running
+from .cleanup import open_session, session_variables
+from .cluster_check import SAME_HINT, START_HINT, ClusterCheck, format_address, parse_address
 
-_ANSWERS_S = 5.0  # a running cluster answers at once; Ray itself would try for more than a minute
-_START_HINT = "start one: `ray start --head --port 6379` on the first node, `ray start --address HOST:6379` on others"
-_FOLDER_PREFIX = "autods-ray."
 _SERVICES = "ray._private.services"
 _VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES as the user set it
@@ -38,22 +37,44 @@ _VARIABLES = {
     # Ray's workers have niceness 15 by default, and so would our ranks: other programs would slow down their steps.
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # we judge the memory of our ranks
+    "RAY_enable_metrics_collection": "0",  # nobody reads them, and their port asks for no token
 }
+_ADDRESS_BYTES = 300
+_SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
+_SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when they change their title
 
 
 @contextlib.contextmanager
-def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
-    """The `ray` module, connected.
+def session(
+    *, cpus: int, address: str | None = None, report: Callable[[str], None] = lambda text: None
+) -> Iterator[Any]:
+    """The `ray` module, connected. `report` gets a sentence, from any thread, where somebody stops Ray's processes.
 
     The cluster is the one that this process already is in, else the one at `address`, else one of our own with so many
-    CPUs. Raises InputError when none answers at `address`, EnvironmentBroken when Ray cannot be started or joined.
+    CPUs. Raises InputError where no cluster answers at `address`, EnvironmentBroken where Ray cannot be started or
+    joined.
     """
-    ray = _import_ray(joins=address is not None)
-    if ray.is_initialized():
-        yield ray
-    else:
-        with start_local(ray, cpus) if address is None else join_cluster(ray, address):
-            yield ray
+    loaded = sys.modules.get("ray")
+    with open_session() as folder:
+        if loaded is not None and loaded.is_initialized():
+            yield loaded
+        elif address is None:
+            ray = import_ray()
+            with kept_running(lambda: _list_services(folder), report), start_local(ray, cpus, folder):
+                yield ray
+        else:
+            host, port, origin = find_cluster(address)
+            with ClusterCheck(host, port, origin) as check:
+                ray = import_ray()  # meanwhile
+                check.wait()
+            with join_cluster(ray, host, port):
+                yield ray
+
+
+def _list_services(folder: Path) -> list[int]:
+    """The processes of our own Ray: those that we started with this folder, and the agents that they started."""
+    services = [pid for pid in processes.list_children() if str(folder) in processes.read_command(pid)]
+    return services + [child for pid in services for child in processes.list_children(pid)]
 
 
 def format_ray_error(error: BaseException) -> str:
@@ -73,110 +94,134 @@ def ray_internal(module: str, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def start_local(ray: Any, cpus: int) -> Iterator[None]:
-    """A Ray of our own on this machine, reachable on loopback alone. Raises EnvironmentBroken."""
-    _remove_abandoned_folders()
-    # A short path: Ray puts sockets below it, and the path of a socket may have 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir="/tmp"))
-    held = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks, where nobody removes the folder either
-        fcntl.flock(held, fcntl.LOCK_EX)
+def start_local(ray: Any, cpus: int, folder: Path) -> Iterator[None]:
+    """A Ray of our own on this machine, reachable on loopback alone and with a token that only its processes know.
+
+    `folder` is private: Ray opens its own folders below it to everybody. Raises EnvironmentBroken.
+    """
     options = {
         "num_cpus": cpus,
         "include_dashboard": False,
         "object_store_memory": 80 * 2**20,
         "_node_ip_address": "127.0.0.1",
-        "_temp_dir": str(folder),
+        "_temp_dir": str(folder / "r"),  # a short path: Ray puts sockets below it
     }
+    check_limits()
+    check_space(folder.parent, _SESSION_BYTES, "Ray")
     try:
-        for attempt in (1, 2):  # on a busy machine Ray's raylet can miss its 30 s
-            try:
-                _init(ray, "127.0.0.1", address="local", **options)
-                break
-            except EnvironmentBroken:
-                raise
-            except Exception as error:  # Ray raises exceptions of no particular type here
-                ray.shutdown()
-                if attempt == 2:
-                    raise EnvironmentBroken(
-                        f"Ray did not start, twice: {format_ray_error(error)}\n"
-                        "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
-                    ) from error
-        # Ray's two agents follow a killed driver at once if the raylet's log notes a regular end. Without that line
-        # they try to report the raylet's death to a GCS that is gone as well.
-        # Measured after a SIGKILL of the driver: both stay 60 to 70 s without the line, and end within seconds with it.
-        with contextlib.suppress(OSError), open(folder / "session_latest/logs/raylet.out", "a") as log:
-            log.write("Raylet received SIGTERM (written by autods, so that agents do not report the raylet's death)\n")
+        with _environment(_SPT_NOENV | session_variables()), _own_token():
+            for attempt in (1, 2):  # on a busy machine Ray's raylet can miss its 30 s
+                try:
+                    init_ray(ray, "127.0.0.1", address="local", **options)
+                    break
+                except EnvironmentBroken:
+                    raise
+                except Exception as error:  # Ray raises exceptions of no particular type here
+                    ray.shutdown()
+                    if attempt == 2:
+                        raise EnvironmentBroken(
+                            f"Ray did not start, twice: {format_ray_error(error)}\n"
+                            "  is the machine busy, /tmp or /dev/shm full? `ray start --head` says more"
+                        ) from error
         yield
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
-
-
-def _remove_abandoned_folders() -> None:
-    """Remove the folders of drivers that were killed before they could do so.
-
-    A driver holds a lock on its folder as long as it lives. Its pid would not do: it may live in another container that
-    shares /tmp. An empty folder is left: its driver is about to take the lock.
-    """
-    for old in Path("/tmp").glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the driver lives
-                if any(old.iterdir()):
-                    shutil.rmtree(old, ignore_errors=True)
-            finally:
-                os.close(lock)
+        _read_authentication()  # as the environment has it, for another cluster
 
 
 @contextlib.contextmanager
-def join_cluster(ray: Any, address: str) -> Iterator[None]:
-    """A connection to the cluster at `address`, whose nodes get our package.
+def _own_token() -> Iterator[None]:
+    """Have the Ray that starts meanwhile use a new token. It reaches Ray's processes in their environment alone.
 
-    `address` is HOST:PORT or 'auto': RAY_ADDRESS, or the cluster that was last started on this machine.
-    Raises InputError when no cluster answers there, EnvironmentBroken when it cannot be joined.
+    Ray would make one that lasts, in a file of the home folder that others may read.
     """
-    host, port = _parse_address(address)
+    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+        _read_authentication()
+        yield
+
+
+def _read_authentication() -> None:
+    """Have Ray read the variables with its token and with the mode again, which it keeps from the first use on."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # else this release of Ray has no tokens
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables of this process, for the processes that it starts meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        socket.create_connection((host, port), _ANSWERS_S).close()
-    except OSError as error:
-        text = f"no Ray cluster answers at {host}:{port} ({error.strerror or error})"
-        raise InputError(text, place=f"--address {address}", hint=_START_HINT) from None
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def join_cluster(ray: Any, host: str, port: int) -> Iterator[None]:
+    """A connection to the cluster at HOST:PORT, whose nodes get our package; `ClusterCheck` says that it accepts us.
+
+    Raises EnvironmentBroken when it cannot be joined after all.
+    """
+    place = format_address(host, port)
     # The nodes may not have the package, or another version of it.
     shipped = {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["__pycache__"]}
     try:
         try:
-            _find_token()
-            _init(ray, host, address=f"{host}:{port}", runtime_env=shipped)
+            use_token()
+            init_ray(ray, host, address=place, runtime_env=shipped)
         except EnvironmentBroken:
             raise
         except Exception as error:  # Ray raises exceptions of no particular type here
             raise EnvironmentBroken(
-                f"the Ray cluster at {host}:{port} cannot be joined: {format_ray_error(error)}\n"
-                "  every node needs the same Ray and Python; give the token of a cluster that has one in RAY_AUTH_TOKEN"
+                f"the Ray cluster at {place} cannot be joined: {format_ray_error(error)}\n  {SAME_HINT}"
             ) from error
         yield
     finally:
         ray.shutdown()
 
 
-def _parse_address(address: str) -> tuple[str, int]:
-    """Host and port. Raises InputError."""
+def find_cluster(address: str) -> tuple[str, int, str]:
+    """Return the host, the port, and the option or variable that gives them. Raises InputError.
+
+    `address` is HOST:PORT or 'auto': RAY_ADDRESS, or the cluster that was last started on this machine.
+    """
     text, origin = address, f"--address {address}"
     if address == "auto":
         given = os.environ.get("RAY_ADDRESS", "")
-        text, origin = given or ray_internal("ray._private.utils", "read_ray_address")(), f"RAY_ADDRESS={given}"
+        text = given or read_last_address(origin)
         if not text:
-            raise InputError("no Ray cluster runs on this machine", place="--address auto", hint=_START_HINT)
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or "://" in text:
-        raise InputError("is neither auto nor HOST:PORT", place=origin, hint="give HOST:PORT of `ray start --head`")
-    return host.strip("[]"), int(port)
+            raise InputError("no Ray cluster runs on this machine", place=origin, hint=START_HINT)
+        origin = f"RAY_ADDRESS={given}" if given else f"--address auto, which is {text}"
+    return *parse_address(text, origin), origin
 
 
-def _find_token() -> None:
+def read_last_address(origin: str) -> str:
+    """Return HOST:PORT of the cluster that was last started on this machine; '' where there is none.
+
+    Ray notes it in a folder that every user may write to. Raises InputError where somebody else wrote the note: whoever
+    leads us to a cluster of theirs runs code as us.
+    """
+    path = ray_internal("ray._common.utils", "get_ray_address_file")(None)
+    hint = "give HOST:PORT of a cluster that you trust"
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
+                return (file.read(_ADDRESS_BYTES) or b"").decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", place=origin, hint=hint) from None
+    raise InputError(f"{path} was written by another user", place=origin, hint=hint)
+
+
+def use_token() -> None:
     """Use the token that `ray start` made, which its cluster wants; Ray does not look for it by itself here."""
     try:
         from ray._private.authentication import authentication_token_setup as setup
@@ -190,7 +235,7 @@ def _find_token() -> None:
         setup.logger.setLevel(level)
 
 
-def _init(ray: Any, host: str, **options: Any) -> None:
+def init_ray(ray: Any, host: str, **options: Any) -> None:
     """Call `ray.init`, which is to leave our handler of SIGTERM, our sessions and loopback addresses alone.
 
     Ray's processes begin in sessions of their own. A signal for our process group (from `timeout`, scancel or a closing
@@ -213,13 +258,10 @@ def _init(ray: Any, host: str, **options: Any) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _import_ray(*, joins: bool = False) -> Any:
+def import_ray() -> Any:
+    """The `ray` module, with our defaults of the variables that it reads once a process."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    # A cluster that we join has its own setting. Where Ray was imported before, it has read this variable already, and
-    # its servers would want a token that it does not send.
-    if not joins and "ray" not in sys.modules:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default for a local cluster; set, it prints nothing
     import ray
 
     return ray

@@ -17,11 +17,12 @@ from typing import Any
 from ..config.deepspeed import compose, get_key, required_ops, without_monitors
 from ..config.settings import Settings, apply_survey, describe_script
 from ..config.strategies import Rung
-from ..diagnosis.trial_outcome import make_input_error
+from ..diagnosis.trial_outcome import blame_code_for_hang, make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
+from ..system.processes import read_tail
 from ..trial.job import JobKind, RankJob
-from ..trial.ops import BUILDERS, USUAL_BUILD_S
+from ..trial.ops import BUILDERS, USUAL_BUILD_S, check_caches
 from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
@@ -69,6 +70,7 @@ class RayRunner:
 
     def __enter__(self) -> RayRunner:
         if not self.number:
+            check_caches()
             address = self.settings.address
             begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
             self._note(f"{begins} and loading torch and DeepSpeed (once a fit)")
@@ -137,7 +139,10 @@ class RayRunner:
                 assert failure is not None
                 raise make_error(failure, job, log)
             case ZygoteDied():
-                raise EnvironmentBroken(f"torch and DeepSpeed could not be loaded ({ready.how})\n  see {log}")
+                lines = read_tail(log).strip().splitlines() if ready.how == "exit 1" else []  # it says why
+                reason = lines[-1] if lines else ready.how
+                hint = "memory may have run out: see dmesg, and" if "SIGKILL" in reason else "see"
+                raise EnvironmentBroken(f"torch and DeepSpeed could not be loaded ({reason})\n  {hint} {log}")
             case Ready():
                 if ready.spawn_because is not None:  # each trial pays for its imports, so the user has to know
                     self._note(f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}")
@@ -315,6 +320,8 @@ def make_error(failure: OutOfMemory | Failed, job: RankJob, log: Path | None = N
     log = log or Path(job.folder) / f"rank{max(0, failure.rank)}.log"
     if isinstance(failure, OutOfMemory):
         return InputError("the workload does not fit into this machine's memory", place=path)
+    if failure.hung_at is not None:  # nothing is run twice here
+        failure = blame_code_for_hang(failure)
     if failure.action in ("fix_code", "fix_config"):
         return make_input_error(failure, path, log)
     return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")

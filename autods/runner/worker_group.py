@@ -11,7 +11,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +19,22 @@ from ..errors import EnvironmentBroken
 from ..events import Event, Note
 from ..system import processes
 from ..system.host import HostMemory, find_memory_groups, read_host_memory
+from ..system.waiting import AGAIN_S, FIRST_S, MOST_LIMITS, Wait
 from ..trial.job import RankJob
 from .agent import NodeAgent, digest_file
+from .cleanup import session_variables
+from .parts import MARGIN_S, SILENT_S, Node, RunningPart, path_of_node, repeat_job, split_job
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
-from .protocol import Heartbeat, LoadFailed, NodeLost, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
+from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
 from .ray_connect import format_ray_error, session
 
 POLL_S = 0.25
-SILENT_S = 120.0  # a node whose agent does not answer for so long is lost; one that swaps may take a minute
-MARGIN_S = 15.0  # on top of the limits that a node itself keeps
 STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report which rank makes the others wait
 STOP_S = 3.0  # a longer wait for the nodes' last ranks is reported
 _ABORT_AGAIN_S = 0.5
 _HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
+_LOCATED_S = 4.0  # an agent reads the zygote's stack in less
 OnProgress = Callable[[Heartbeat], None]
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One node and its agent.
-
-    `ahead_s` is how far its monotonic clock is ahead of ours.
-    `lost` is the reason that the node is not used again.
-    """
-
-    address: str
-    agent: Any  # the Ray actor of a NodeAgent
-    ahead_s: float = 0.0
-    lost: str | None = None
-
-    def lose(self, how: str) -> NodeLost:
-        """Do not use the node again."""
-        self.lost = how
-        return NodeLost(address=self.address, how=how)
-
-
-@dataclass(slots=True, eq=False)
-class RunningPart:
-    """What a node does: the references of a call of its agent and of a `progress` that has no answer yet.
-
-    `within_s` is the longest that it may take, `end_s` the longest after it was told to end.
-    """
-
-    node: Node
-    run: Any
-    within_s: float
-    end_s: float = 0.0
-    began_s: float = field(default_factory=time.monotonic)
-    answered_s: float = field(default_factory=time.monotonic)
-    progress: Any = None
-    heartbeat: Heartbeat | None = None
-    result: NodeResult | None = None
-
-    @classmethod
-    def of_job(cls, node: Node, job: RankJob, run: Any) -> RunningPart:
-        """A job, for which the agent may have to start another zygote first."""
-        return cls(node, run, job.silence_s["start"] + job.wall_s + job.end_s + MARGIN_S, job.end_s)
-
-    def find_loss(self, abort_from_s: float = math.inf) -> str | None:
-        """Return why the node counts as lost; None while it may still answer."""
-        now, silent_s, end_s = time.monotonic(), max(SILENT_S, self.end_s), self.end_s + MARGIN_S
-        if now - self.answered_s > silent_s:
-            return f"it has not answered for {silent_s:.0f} s"
-        if now - abort_from_s > end_s:
-            return f"it has not ended the trial {end_s:.0f} s after it was told to"
-        if now - self.began_s > self.within_s:
-            return f"it has not done its part within {self.within_s:.0f} s"
-        return None
 
 
 class WorkerGroup:
@@ -112,15 +60,17 @@ class WorkerGroup:
         self.descriptions: Sequence[NodeDescription] = ()  # of somebody's cluster
         self.cluster: RayCluster | None = None
         self.ray: Any = None
-        self.head: str | None = None  # HOST:PORT of the head of somebody's cluster
+        self.head: str | None = None  # HOST:PORT of the head of the cluster
         self._placement_group: Any = None
         self._end_s = 0.0  # that the ranks of the last job may take to end
+        self._silence_reported_s = -math.inf
         self._job_numbers = itertools.count(1)
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> WorkerGroup:
         with contextlib.ExitStack() as stack:
-            self.ray = stack.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=self.settings.address))
+            cpus = max(2, os.cpu_count() or 2)
+            self.ray = stack.enter_context(session(cpus=cpus, address=self.settings.address, report=self._note_wait))
             self.cluster = RayCluster(self.ray)
             stack.callback(self.stop)
             self.start()
@@ -156,7 +106,7 @@ class WorkerGroup:
         assert self.cluster is not None
         context = ray.get_runtime_context()
         is_shared = self.settings.address is not None
-        self.head = context.gcs_address if is_shared else None
+        self.head = context.gcs_address
         self._placement_group, places = reserve_nodes(
             self.cluster, need, report=self._note, first=context.get_node_id(), within_s=self.room_within_s
         )
@@ -169,7 +119,9 @@ class WorkerGroup:
                 self._check_nodes()
             if len(self.nodes) > 1:
                 self.read_clocks()
-            for ready in ray.get([node.agent.start.remote() for node in self.nodes]):
+            load_s = MOST_LIMITS * self.settings.profile.limits.init_s
+            loading = "loading torch, DeepSpeed and the workload"
+            for ready in self._call(lambda node: node.agent.start.remote(), loading, within_s=load_s):
                 self.check_ready(ready)
         except ray.exceptions.RayActorError as error:
             self.stop()
@@ -218,7 +170,10 @@ class WorkerGroup:
     ) -> list[NodeResult]:
         """Run each part on its node until all have ended; when one fails, the others are ended."""
         number, began = next(self._job_numbers), time.monotonic()
-        running = [RunningPart.of_job(node, job, node.agent.run.remote(job, number)) for node, job in parts]
+        running = [
+            RunningPart.of_job(node, job, node.agent.run.remote(job, number), self._watch_silence(node))
+            for node, job in parts
+        ]
         self._end_s = max(job.end_s for _, job in parts)
         abort_calls: list[Any] = []
         abort_from_s, aborted_s = math.inf, -math.inf  # infinite: all is well; no node was told to end
@@ -227,7 +182,9 @@ class WorkerGroup:
             done, _ = self.ray.wait([part.run for part in pending], num_returns=1, timeout=POLL_S)
             if self._read_heartbeats(pending):
                 beats = [part.heartbeat for part in running if part.heartbeat is not None]
-                on_progress(min(beats, key=lambda beat: beat.step))
+                slowest = min(beats, key=lambda beat: beat.step)
+                on_progress(slowest)
+                self._report_silence(parts[0][1], beats)
             now = time.monotonic()
             if now - head_checked_s > _HEAD_EVERY_S:
                 head_checked_s = now
@@ -254,7 +211,10 @@ class WorkerGroup:
     def needs_build(self, ops: Sequence[str]) -> bool:
         """Whether one of these DeepSpeed ops has to be built on any node."""
         self._replace_lost()
-        return bool(ops) and any(self.ray.get([node.agent.find_unbuilt.remote(list(ops)) for node in self.nodes]))
+        if not ops:
+            return False
+        looking = "looking for DeepSpeed's ops"
+        return any(self._call(lambda node: node.agent.find_unbuilt.remote(list(ops)), looking))
 
     def stop(self) -> None:
         """End all ranks and zygotes, then the agents, and give the reservation back. Ray itself stays."""
@@ -285,7 +245,7 @@ class WorkerGroup:
 
         def measure(node: Node) -> tuple[float, float]:
             began = time.monotonic()
-            clock = float(self.ray.get(node.agent.read_clock.remote()))
+            clock = float(self._call(lambda node: node.agent.read_clock.remote(), "comparing clocks", [node])[0])
             ended = time.monotonic()
             return ended - began, clock - (began + ended) / 2
 
@@ -300,8 +260,13 @@ class WorkerGroup:
         try:
             socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_S).close()
         except OSError as error:
+            reason = str(error.strerror or error).lower()
+            if self.settings.address is None:
+                raise EnvironmentBroken(
+                    f"Ray's server on this machine is gone: {reason}\n  the same command continues"
+                ) from None
             raise EnvironmentBroken(
-                f"the head of the Ray cluster at {self.head} is gone: {str(error.strerror or error).lower()}\n"
+                f"the head of the Ray cluster at {self.head} is gone: {reason}\n"
                 "  start Ray again, `ray start --head` first, and the same command continues"
             ) from None
 
@@ -317,8 +282,64 @@ class WorkerGroup:
             return node.lose(format_ray_error(error))
         return result.on_driver_clock(node.ahead_s) if isinstance(result, NodeReport) else result
 
+    def _call(
+        self, call: Callable[[Node], Any], subject: str, nodes: Sequence[Node] | None = None, *, within_s: float = 0.0
+    ) -> list[Any]:
+        """Call the agent of each node, and return the answers; says what it waits for, and where that is.
+
+        Raises EnvironmentBroken where a node does not answer in time. Its agent may have to be started first.
+        """
+        limits = self.settings.profile.limits
+        parts = [
+            RunningPart(node, call(node), max(within_s, SILENT_S) + MARGIN_S, first_s=limits.init_s)
+            for node in (self.nodes if nodes is None else nodes)
+        ]
+        clock = Wait(
+            report=lambda waited_s: self._note_wait(f"{subject}: {waited_s:.0f} s so far{self._locate(parts)}")
+        )
+        while pending := [part for part in parts if part.result is None]:
+            done, _ = self.ray.wait([part.run for part in pending], num_returns=1, timeout=POLL_S)
+            self._read_heartbeats(pending)
+            clock.look()
+            for part in pending:
+                if part.run in done:
+                    part.result = (self.ray.get(part.run),)
+                elif (how := part.find_loss()) is not None:
+                    raise EnvironmentBroken(
+                        f"node {part.node.address} was lost while {subject}: {how}\n"
+                        "  look for its `ray::NodeAgent` process: is it stopped, or does it wait for a file system?"
+                    )
+        return [part.result[0] for part in parts]
+
+    def _locate(self, parts: Sequence[RunningPart]) -> str:
+        """': in load_data, /x/model.py:7': where a node is that has not answered yet; '' where that is not known."""
+        part = next((part for part in parts if part.result is None), None)
+        if part is None or part.heartbeat is None:
+            return ""
+        with contextlib.suppress(self.ray.exceptions.RayError):
+            place = str(self.ray.get(part.node.agent.locate.remote(), timeout=_LOCATED_S))
+            return f": {place}" if place else ""
+        return ""
+
+    def _report_silence(self, job: RankJob, beats: Sequence[Heartbeat]) -> None:
+        """Tell the user about ranks that do not move, after some seconds and once a minute."""
+        silent_s, now = min(beat.silent_s for beat in beats), time.monotonic()
+        if silent_s < FIRST_S or now - self._silence_reported_s < AGAIN_S:
+            return
+        self._silence_reported_s = now
+        beat = next((beat for beat in beats if beat.place), beats[0])
+        place = f", {beat.place}" if beat.place else ""
+        limit_s = max(job.silence_s[beat.phase] for beat in beats)
+        self._note_wait(
+            f"{Path(job.folder).name}: no rank has moved for {silent_s:.0f} s, in {beat.phase}{place}; they count as "
+            f"stuck after {limit_s:.0f} s"
+        )
+
     def _note(self, text: str) -> None:
         self.listen(Note(text=text))
+
+    def _note_wait(self, text: str) -> None:
+        self.listen(Note(text=text, passing=True))
 
     def _find_lost(self) -> Node | None:
         return next((node for node in self.nodes if node.lost is not None), None)
@@ -334,11 +355,12 @@ class WorkerGroup:
     def _start_agent(self, bundle: int, need: Need, number: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        log = f"{_path_of_node(str(self.settings.out / 'logs' / 'zygote'), number)}.log"
+        log = f"{path_of_node(str(self.settings.out / 'logs' / 'zygote'), number)}.log"
         actor = self.ray.remote(
             num_cpus=need.cpus,
             num_gpus=need.gpus,
-            max_concurrency=3,  # `progress` and `abort` must get through while `run` waits for the ranks
+            # `progress`, `locate` and `abort` must get through while `run` waits for the ranks.
+            max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._placement_group, placement_group_bundle_index=bundle
             ),
@@ -349,13 +371,16 @@ class WorkerGroup:
             os.getpid(),
             processes.machine_id(),
             log,
-            dict(self.environment),
+            {**self.environment, **session_variables()},
             self.settings.address is not None,
+            self.settings.profile.limits.init_s,
         )
 
     def _check_nodes(self) -> None:
         """Check that the nodes of somebody's cluster can run ranks of one job. Raises EnvironmentBroken."""
-        self.descriptions = self.ray.get([node.agent.describe.remote(node.address) for node in self.nodes])
+        self.descriptions = self._call(
+            lambda node: node.agent.describe.remote(node.address), "starting an agent on each node"
+        )
         check_same_software(self.descriptions)
         if (difference := describe_gpu_differences(self.descriptions)) is not None:
             self._note(difference)
@@ -377,7 +402,9 @@ class WorkerGroup:
         files = {path: digest for path in (str(mark), settings.source.path) if (digest := digest_file(path))}
         folders = [str(path) for path in (settings.out, settings.source.folder, settings.nvme_path) if path is not None]
         try:
-            answers = self.ray.get([node.agent.find_missing.remote(files, folders) for node in self.nodes])
+            answers = self._call(
+                lambda node: node.agent.find_missing.remote(files, folders), "comparing the nodes' files"
+            )
         finally:
             mark.unlink(missing_ok=True)
         for node, missing in zip(self.nodes, answers, strict=True):
@@ -413,55 +440,18 @@ class WorkerGroup:
                 if not done:
                     continue
                 with contextlib.suppress(self.ray.exceptions.RayError):
-                    part.heartbeat = self.ray.get(part.progress)
-                    part.answered_s, has_news = time.monotonic(), True
+                    heartbeat: Heartbeat = self.ray.get(part.progress)
+                    part.heartbeat, part.silence, has_news = heartbeat, self._watch_silence(part.node), True
+                    for text in heartbeat.notes:
+                        self._note_wait(text)
             part.progress = part.node.agent.progress.remote()
         return has_news
 
-
-def repeat_job(job: RankJob, nodes: Sequence[Node]) -> list[tuple[Node, RankJob]]:
-    """Let every node do the whole job by itself, each in a separate folder."""
-    parts = []
-    for number, node in enumerate(nodes):
-        folder = _path_of_node(job.folder, number)
-        parts.append((node, replace(job, folder=folder, scratch=folder + job.scratch.removeprefix(job.folder))))
-    return parts
-
-
-def split_job(job: RankJob, nodes: Sequence[Node], ranks_per_node: int, port: int | None) -> list[tuple[Node, RankJob]]:
-    """Give each node consecutive ranks. A job that fits on one node stays whole.
-
-    `port` is that of the rendezvous on the first node.
-    """
-    if job.world_size <= ranks_per_node:
-        return [(nodes[0], job)]
-    parts = []
-    for number, first in enumerate(range(0, job.world_size, ranks_per_node)):
-        node = nodes[number]
-        part = replace(
-            job,
-            local_ranks=tuple(range(first, min(first + ranks_per_node, job.world_size))),
-            node_rank=number,
-            node_address=node.address,
-            master_address=nodes[0].address,
-            master_port=port,
-            shared=f"{job.folder}/shared",
-            scratch=_path_of_node(job.scratch, number),
+    def _watch_silence(self, node: Node) -> Wait:
+        """A clock that reports where the agent of a node does not answer any more."""
+        return Wait(
+            report=lambda waited_s: self._note_wait(
+                f"the agent of node {node.address} has not answered for {waited_s:.0f} s; it counts as lost after "
+                f"{SILENT_S:.0f} s"
+            )
         )
-        if job.swap is not None:
-            swap = _path_of_node(job.swap, number)
-            part = replace(part, swap=swap, ds_config=_replace_path(job.ds_config, job.swap, swap))
-        parts.append((node, part))
-    return parts
-
-
-def _path_of_node(path: str, number: int) -> str:
-    """A path for that node alone: several nodes may be one machine or share a folder. The first gets `path` itself."""
-    return path if number == 0 else f"{path}-node{number}"
-
-
-def _replace_path(config: Any, path: str, other: str) -> Any:
-    """The config with every value `path` replaced by `other`."""
-    if isinstance(config, Mapping):
-        return {key: _replace_path(value, path, other) for key, value in config.items()}
-    return other if config == path else config

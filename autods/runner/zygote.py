@@ -19,18 +19,22 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from os import _exit  # the workload may replace it
 from pathlib import Path
 from typing import NoReturn
 
 from ..diagnosis.trial_outcome import RESULT_UNWRITTEN_EXIT
 from ..schema import read_as
-from ..system import processes
+from ..system import private, processes, stacks
+from ..system.hidden_modules import describe_failed_import
 from ..trial import ops, preload
+from ..trial.abrupt_ends import ending_forked_children, watching
 from ..trial.job import Beat, Heartbeats, RankJob, describe_error
 from ..trial.worker import environment, run_rank
 from ..types import WorkloadSource
 from ..workload.load import load
 from ..workload.protocol import Workload
+from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
 from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
 from .protocol import (
     ABORT,
@@ -49,12 +53,15 @@ from .protocol import (
 _POLL_MS = 20
 _BEAT_EVERY_S = 0.2
 _STRAYS_S = 2.0
+UNFIT_EXIT = 75  # the workload's import changed this process so that it must not go on
 
 
 def main(argv: list[str]) -> None:
     """Serve jobs until the agent or the fit's process is gone."""
     agent = socket.socket(fileno=int(argv[0]))
     driver_pid, source = int(argv[1]), WorkloadSource(**json.loads(argv[2]))
+    sys.path.append(os.getcwd())  # for the user's imports; last, so that it hides none of ours
+    stacks.answer_requests()  # the agent asks where a long import is
     processes.adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fit handles Ctrl-C and tells us
     driver = None
@@ -62,20 +69,28 @@ def main(argv: list[str]) -> None:
         with contextlib.suppress(OSError):  # a kernel without pidfd
             driver = os.pidfd_open(driver_pid)
     with processes.die_with_peer(agent):
-        ready, workload = _load(source, argv)
+        ready, workload = _load(source, argv, agent)
     agent.sendall(encode(ready))
     spawn = isinstance(ready, Ready) and ready.spawn_because is not None
     Zygote(agent, driver, workload, spawn).serve()
 
 
-def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, Workload | None]:
+def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tuple[Ready | LoadFailed, Workload | None]:
     """Import everything that ranks need.
 
     A module of the user's can make this process unfit to fork. Then it begins again without that module, and each
-    rank imports it.
+    rank imports it. Where the module changed this process so that it must not go on, the agent starts another one.
     """
     gc.disable()  # nearly all that imports make stays
-    preload.preload()
+    # DeepSpeed compiles a file to see what there is. Should we be killed meanwhile, the session removes it.
+    has_guard = has_session(os.environ)
+    try:
+        with private.temporary_files_in(Path(os.environ[VARIABLE])) if has_guard else contextlib.nullcontext():
+            preload.preload()
+    except Exception as error:
+        traceback.print_exc()
+        print(" ".join(describe_failed_import(error).split()), file=sys.stderr)  # the fit shows this line
+        sys.exit(1)
     reason = preload.find_fork_hazard()
     workload = None
     if "--plain" not in argv and reason is None:
@@ -83,16 +98,33 @@ def _load(source: WorkloadSource, argv: list[str]) -> tuple[Ready | LoadFailed, 
             if source.kind == "script":
                 preload.preload_script(source)
             else:
-                workload = load(source)
+                workload = _load_workload(source, agent)
         except BaseException as error:
             traceback.print_exc()  # into our log, where the user is sent
-            return LoadFailed(error=read_as(RankError, describe_error(error, source.path))), None
+            return _describe_failure(error, source), None
         reason = preload.find_fork_hazard()
         if reason is not None:
-            os.execv(sys.executable, [sys.executable, "-m", "autods.runner.zygote", *argv, "--plain"])
+            os.execv(sys.executable, [*processes.python_command("autods.runner.zygote"), *argv, "--plain"])
     gc.enable()
     preload.freeze()
     return Ready(pid=os.getpid(), spawn_because=reason), workload
+
+
+def _load_workload(source: WorkloadSource, agent: socket.socket) -> Workload:
+    """Import the user's module. If it ends or changes this process, the agent is told or sees this process end."""
+    with watching(lambda error: agent.sendall(encode(_describe_failure(error, source)))) as watch:
+        state = preload.read_process_state(agent.fileno())
+        with ending_forked_children():
+            workload = load(source)
+        watch.check()
+    if (change := preload.find_change(state, agent.fileno())) is not None:
+        print(f"each rank imports the workload by itself: {change}", file=sys.stderr, flush=True)
+        os._exit(UNFIT_EXIT)
+    return workload
+
+
+def _describe_failure(error: BaseException, source: WorkloadSource) -> LoadFailed:
+    return LoadFailed(error=read_as(RankError, describe_error(error, source.path)))
 
 
 @dataclass(slots=True)
@@ -147,6 +179,7 @@ class Zygote:
         board = Heartbeats.create(len(job.local_ranks))
         monitor = RankMonitor(job, board, self._start_ranks(job, board, spawn=self.spawn or hazard is not None))
         pids = [rank.pid for rank in monitor.running.values()]
+        note = note_job(pids, filter(None, (job.scratch, job.swap, job.private)), shared_before)
         if aborted:
             monitor.kill("aborted")
         self._watch(monitor, host, began)
@@ -155,9 +188,10 @@ class Zygote:
         gone_at_s = time.monotonic()
         board.close()
         processes.unlink_shared_memory(pids, shared_before)
-        processes.unlink_temporary(pids)
         swap_bytes = processes.folder_bytes(Path(job.swap)) if job.swap else None
         remove_folders(job)
+        if not left:
+            remove_leftovers(note)
         if job.job == "ops" and job.device == "cpu" and all(rank.exit_code == 0 for rank in monitor.exits):
             # Every later rank inherits them. On CUDA DeepSpeed asks each GPU for its architecture, which would
             # initialise CUDA here.
@@ -182,25 +216,24 @@ class Zygote:
 
         `spawn` starts new processes, because this one must not be forked.
         """
-        # Bound before the fork and inherited: no other process can take the port in between.
-        # Nodes other than the first get their own socket, which nobody uses: their ranks know the port of the first.
-        if self.store is None:
-            self.store = socket.create_server((job.master_address if job.is_whole else "127.0.0.1", 0))
         parent, now = os.getpid(), time.monotonic()
+        # The store of several nodes is served where it was bound. On one node nobody listens on the port.
+        port = job.master_port or find_free_port()
         if spawn:
             Path(job.scratch, "job.json").write_text(job.to_json())  # other nodes have the folder too, not the scratch
         started = {}
         for slot, number in enumerate(job.local_ranks):
             pid, pidfd, keep = processes.fork_watched()
             if pid == 0:
-                self._live_as_rank(job, slot, board, self.store, keep, parent, spawn)
+                self._live_as_rank(job, slot, board, port, keep, parent, spawn)
             started[pidfd] = RunningRank(number, slot, pid, Beat("start", 0, now), now)
-        self.store.close()
-        self.store = None
+        if self.store is not None:
+            self.store.close()
+            self.store = None
         return started
 
     def _live_as_rank(
-        self, job: RankJob, slot: int, board: Heartbeats, store: socket.socket, keep: int, parent: int, spawn: bool
+        self, job: RankJob, slot: int, board: Heartbeats, port: int, keep: int, parent: int, spawn: bool
     ) -> NoReturn:
         """In the child: cut every tie to the zygote, then run the rank. `keep` is a descriptor that ends with it."""
         code = RESULT_UNWRITTEN_EXIT
@@ -209,9 +242,10 @@ class Zygote:
             processes.die_with_parent(parent)
             processes.prefer_for_oom_kill()
             rank = job.local_ranks[slot]
-            os.environ.update(environment(job, slot, job.master_port or store.getsockname()[1]))
+            os.environ.update(environment(job, slot, port))
             log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-            store_fd = store.fileno() if rank == 0 else -1
+            store = self.store if rank == 0 else None
+            store_fd = -1 if store is None else store.fileno()
             descriptors = {board.fd, store_fd, keep}
             processes.redirect_and_close(log, descriptors)
             os.chdir(job.scratch)
@@ -219,13 +253,13 @@ class Zygote:
                 for fd in descriptors - {-1}:
                     os.set_inheritable(fd, True)
                 words = [str(slot), str(board.fd), str(store_fd), f"{job.scratch}/job.json"]
-                os.execv(sys.executable, [sys.executable, "-m", "autods.trial.worker", *words])
-            code = run_rank(job, slot, board, store if rank == 0 else None, self.workload)
+                os.execv(sys.executable, [*processes.python_command("autods.trial.worker"), *words])
+            code = run_rank(job, slot, board, store, self.workload)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
         finally:
-            os._exit(code)  # no atexit, no buffers of the zygote
+            _exit(code)  # no atexit, no buffers of the zygote
 
     def _watch(self, monitor: RankMonitor, host: HostMonitor, began: float) -> None:
         """Return when the last rank has ended, by itself or by us, or does not end after it was killed.
@@ -252,7 +286,9 @@ class Zygote:
             if running and time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
                 beat_sent_s = time.monotonic()
                 slowest = min((rank.beat for rank in running), key=lambda beat: beat.at_s)
-                self._send(Heartbeat(phase=slowest.phase, step=slowest.step))
+                self._send(
+                    Heartbeat(phase=slowest.phase, step=slowest.step, silent_s=monitor.silent_s, place=monitor.place)
+                )
 
     def _poll_peers(self) -> select.poll:
         poll = select.poll()
@@ -264,6 +300,12 @@ class Zygote:
     def _send(self, message: ZygoteMessage) -> None:
         with contextlib.suppress(OSError):  # the agent may be gone; then `serve` ends
             self.agent.sendall(encode(message))
+
+
+def find_free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def _make_folders(job: RankJob) -> None:
@@ -278,8 +320,8 @@ def _make_folders(job: RankJob) -> None:
 
 
 def remove_folders(job: RankJob) -> None:
-    """Remove the working directory and the swap files of a job."""
-    for folder in filter(None, (job.scratch, job.swap)):
+    """Remove the working directory, the swap files and the private folder of a job."""
+    for folder in filter(None, (job.scratch, job.swap, job.private)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

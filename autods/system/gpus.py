@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,13 +122,7 @@ def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...
 
 def read_used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:
     """Return the used bytes of each card that CUDA shows, by all processes; None where NVML fails."""
-    with _open(nvml) as (api, _):
-        if api is None:
-            return None
-        try:
-            return tuple(_memory(api, handle)[2] for handle in _visible_handles(api, visible))
-        except api.NVMLError:
-            return None
+    return _read_each_card(visible, nvml, lambda api, card: _memory(api, card)[2])
 
 
 def read_process_bytes(visible: str | None, pid: int, nvml: Any = None) -> tuple[int | None, ...] | None:
@@ -136,19 +130,23 @@ def read_process_bytes(visible: str | None, pid: int, nvml: Any = None) -> tuple
 
     In a container NVML may list no processes, or pids of another namespace.
     """
+
+    def read(api: Any, card: Any) -> int | None:
+        processes = _query(api, "nvmlDeviceGetComputeRunningProcesses", card) or ()
+        return next((process.usedGpuMemory for process in processes if process.pid == pid), None)
+
+    return _read_each_card(visible, nvml, read)
+
+
+def _read_each_card(visible: str | None, nvml: Any, read: Callable[[Any, Any], Any]) -> tuple[Any, ...] | None:
+    """Return `read(NVML, handle)` of each card that CUDA shows; None where NVML fails."""
     with _open(nvml) as (api, _):
         if api is None:
             return None
         try:
-            lists = [
-                _query(api, "nvmlDeviceGetComputeRunningProcesses", handle) for handle in _visible_handles(api, visible)
-            ]
+            return tuple(read(api, handle) for handle in _visible_handles(api, visible))
         except api.NVMLError:
             return None
-        return tuple(
-            next((process.usedGpuMemory for process in processes or () if process.pid == pid), None)
-            for processes in lists
-        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import InputError
+from ..errors import EnvironmentBroken, InputError
 from .gpus import Card, NvmlReading, read_nvml
 
 _NO_LIMIT = 2**60  # version 1 has a number near 2^63 where there is no limit
@@ -77,6 +78,13 @@ def read_cpu_quota(of: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> float | 
             if len(words) == 2 and all(word.isdigit() for word in words):  # else 'max', or -1 in version 1
                 quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
+
+
+def find_pids_left(of: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> int | None:
+    """Return how many more threads the cgroups of this process allow; None without a limit."""
+    _, folders = _find_groups("pids", of, mount)
+    pairs = ((_read_number(folder / "pids.max"), _read_number(folder / "pids.current")) for folder in folders)
+    return min((most - now for most, now in pairs if most is not None and now is not None), default=None)
 
 
 def _find_groups(controller: str, of: Path, mount: Path) -> tuple[int, list[Path]]:
@@ -146,9 +154,25 @@ def data_folder(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return AUTODS_CACHE, or `autods` in the user's cache folder. It need not exist."""
-    root = os.environ.get("AUTODS_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autods")
-    return Path(root).expanduser()
+    """Return AUTODS_CACHE, or `autods` in the user's cache folder; one in /tmp where there is no home to write into.
+
+    AUTODS_CACHE need not exist. The others do. Raises EnvironmentBroken where /tmp has another user's in its place.
+    """
+    if given := os.environ.get("AUTODS_CACHE"):
+        return Path(given).absolute()
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        folder = Path(root).expanduser() / "autods"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    folder = Path("/tmp") / f"autods-cache-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise EnvironmentBroken(f"{folder}: others may write it\n  set AUTODS_CACHE to a folder of your own")
+    return folder
 
 
 _VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULTILINE)

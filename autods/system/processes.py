@@ -6,21 +6,27 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import json
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_EVERY_S = 0.005
-# Files in /dev/shm that are named after their maker: torch's (`at::NewProcessWideShmHandle`), and those of LLVM's and
-# Intel's OpenMP (`__kmp_register_library_startup`).
-_SHARED_FILES = (r"torch_{pid}_\d+_\d+", r"__KMP_REGISTERED_LIB_{pid}_{uid}")
+# Files in /dev/shm that are named after their maker: torch's (`at::NewProcessWideShmHandle`), those of LLVM's and
+# Intel's OpenMP (`__kmp_register_library_startup`), and Python's after `put_pid_into_names`.
+_SHARED_FILES = (
+    r"torch_{pid}_\d+_\d+", r"__KMP_REGISTERED_LIB_{pid}_{uid}", r"psm_{pid}_[0-9a-f]+", r"sem\.mp-{pid}-\w+",
+)  # fmt: skip
 
 
 def die_with_parent(parent: int) -> None:
@@ -44,6 +50,16 @@ def has_pidfd() -> bool:
     except (OSError, AttributeError):
         return False
     return True
+
+
+def python_command(module: str) -> list[str]:
+    """Return the command that runs a module of ours, as `python -m` does.
+
+    The current folder is no place for imports, or a file of the user's could hide a module: unless we lie there.
+    """
+    package = Path(__file__).parents[2]
+    options = [] if package == Path.cwd() else ["-P"]
+    return [sys.executable, *options, "-m", module]
 
 
 def fork_watched() -> tuple[int, int, int]:
@@ -92,20 +108,49 @@ def is_stopped(pid: int) -> bool:
     return read_status(pid).get("State", "").startswith("T")
 
 
-def is_handling_signal(pid: int, number: signal.Signals) -> bool:
+def is_handling_signal(pid: int, number: int) -> bool:
     """Whether the signal is pending, or the main thread is in its handler, during which it is blocked."""
     status = read_status(pid)
     masks = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
     return status.get("State", "Z")[0] not in "ZX" and any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def list_children() -> list[int]:
-    """Return the pids of this process's children, adopted ones included."""
+def list_children(pid: int | None = None) -> list[int]:
+    """Return the pids of the children of a process, by default of this one, adopted ones included."""
     pids: list[int] = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            pids += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+            with contextlib.suppress(OSError):
+                pids += map(int, (task / "children").read_text().split())
     return pids
+
+
+def list_session(leader: int) -> list[int]:
+    """Return the pids of the processes in the session that this one leads, the newest last."""
+    pids = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(name)) == leader:
+                pids.append(int(name))
+    return sorted(pids)
+
+
+def count_moved_bytes(pid: int) -> int:
+    """Return the bytes that a process has read and written so far, from files and from disks; 0 if that is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        counts = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+    except (OSError, ValueError):
+        return 0
+    return counts.get("rchar", 0) + counts.get("wchar", 0) + counts.get("read_bytes", 0)
+
+
+def read_command(pid: int) -> str:
+    """Return the command line of a process, its words separated by NUL; '' when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def prefer_for_oom_kill() -> None:
@@ -138,11 +183,11 @@ def describe_process(pid: int) -> str:
     """'process 7 (python) in state D (disk sleep), in rpc_wait_bit_killable'."""
     status = read_status(pid)
     try:
-        place = Path(f"/proc/{pid}/wchan").read_text()
+        channel = Path(f"/proc/{pid}/wchan").read_text()  # the kernel's function in which it waits
     except OSError:
-        place = ""
-    where = f", in {place}" if place not in ("", "0") else ""
-    return f"process {pid} ({status.get('Name', '?')}) in state {status.get('State', '?')}{where}"
+        channel = ""
+    waits = f", in {channel}" if channel not in ("", "0") else ""
+    return f"process {pid} ({status.get('Name', '?')}) in state {status.get('State', '?')}{waits}"
 
 
 # They work for long, or wait for others of these that do.
@@ -171,33 +216,38 @@ def list_shared_memory() -> frozenset[str]:
         return frozenset()
 
 
+def put_pid_into_names() -> None:
+    """Have Python name the shared memory and the semaphores of this process after it, so that we can remove them.
+
+    Python's own helper would remove those of a killed process, and it is killed with it.
+    """
+    from multiprocessing import process, shared_memory
+
+    memory: Any = shared_memory
+    if hasattr(memory, "_SHM_NAME_PREFIX") and hasattr(memory, "_SHM_SAFE_NAME_LENGTH"):
+        memory._SHM_NAME_PREFIX = f"/psm_{os.getpid()}_"
+        memory._SHM_SAFE_NAME_LENGTH = len(memory._SHM_NAME_PREFIX) + 8
+    options = getattr(process.current_process(), "_config", {})
+    if "semprefix" in options:
+        options["semprefix"] = f"/mp-{os.getpid()}"
+
+
+def shared_of(pids: Iterable[int], names: Iterable[str]) -> set[str]:
+    """Return those names in /dev/shm that a library of these processes gives to its files."""
+    patterns = [pattern.format(pid=pid, uid=os.getuid()) for pid in pids for pattern in _SHARED_FILES]
+    return set(filter(re.compile("|".join(patterns or ["(?!)"])).fullmatch, names))
+
+
 def unlink_shared_memory(pids: Iterable[int], before: frozenset[str]) -> None:
     """Unlink what these processes left in /dev/shm; a process that was killed cannot unlink its own.
 
     A file is theirs when it has the name that a library of theirs gives it, belongs to this user, and was not there
     `before` they started.
     """
-    patterns = [pattern.format(pid=pid, uid=os.getuid()) for pid in pids for pattern in _SHARED_FILES]
-    ours = re.compile("|".join(patterns or ["(?!)"]))
-    for name in filter(ours.fullmatch, list_shared_memory() - before):
+    for name in shared_of(pids, list_shared_memory() - before):
         with contextlib.suppress(OSError):
             if os.lstat(path := f"/dev/shm/{name}").st_uid == os.getuid():
                 os.unlink(path)
-
-
-def temporary_folder(pid: int) -> Path:
-    """Return the link to a rank's folder for temporary files, which `unlink_temporary` removes.
-
-    Containers that share /tmp may have ranks of the same pid, each in a pid namespace of its own.
-    """
-    return Path("/tmp") / f"autods-{pid}-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
-
-
-def unlink_temporary(pids: Iterable[int]) -> None:
-    """Unlink the temporary folders of ranks that have ended."""
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            temporary_folder(pid).unlink()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -208,6 +258,24 @@ def folder_bytes(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(root, name)).st_blocks * 512
     return total
+
+
+def file_bytes(path: Path) -> int:
+    """Return the size of a file; 0 when it does not exist."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def read_from(path: Path, start: int, size: int = 2**16) -> str:
+    """Return the text of a file from this byte on, `size` bytes at most; '' when it does not exist."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(size).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def read_tail(path: Path, size: int = 8000) -> str:
@@ -252,3 +320,28 @@ def die_with_peer(peer: socket.socket) -> Iterator[None]:
         yield
     finally:
         fcntl.fcntl(peer, fcntl.F_SETFL, flags)
+
+
+def ask_module(
+    module: str, *words: str, stdin: str = "", variables: Mapping[str, str] | None = None, limit_s: float
+) -> Any:
+    """Run `python -m MODULE WORDS` with these further variables; return the JSON in the last line that it prints.
+
+    A process of its own is for an import that must not happen in this one. Raises RuntimeError with the last line of
+    its errors.
+    """
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            input=stdin,
+            env={**os.environ, **(variables or {})},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no answer within {limit_s:.0f} s") from None
+    lines = ended.stdout.strip().splitlines()
+    if ended.returncode or not lines:
+        raise RuntimeError((ended.stderr.strip().splitlines() or ["no answer"])[-1])
+    return json.loads(lines[-1])

@@ -7,8 +7,10 @@ whole, and misses coalesced collectives. Counting in the methods of DeepSpeed's 
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
+import inspect
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,37 +18,85 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from ..system.peers import cut_off_strangers, list_listening_ports
 from .job import RankJob
+from .patching import declare, declare_all
+
+_CREATE_STORE = declare("torch.distributed.rendezvous._create_c10d_store", "ranks meet in a private file")
+_TCP_STORE = declare("torch.distributed.rendezvous.TCPStore", "rank 0 has a socket for it already")
+
+_GROUPS = declare_all(
+    "torch.distributed", ("init_process_group", "new_group"), "gloo takes whoever connects to its port first"
+)
 
 
-def join(job: RankJob, slot: int, store: socket.socket | None) -> None:
-    """Call `deepspeed.init_distributed`; rank 0 serves the rendezvous on the socket `store`.
-
-    The socket was bound before the fork, so that no other process can take its port.
-    """
+def join(job: RankJob, store: socket.socket | None) -> None:
+    """Call `deepspeed.init_distributed`. `store` is for `choose_store`."""
     import deepspeed
 
-    if store is not None and job.local_ranks[slot] == 0:
-        serve_store(store)
+    choose_store(job, store)
     deepspeed.init_distributed(dist_backend="gloo" if job.device == "cpu" else "nccl", verbose=False)
 
 
-def serve_store(listening: socket.socket) -> None:
-    """Let torch's rendezvous serve its store on this socket, whose port is MASTER_PORT.
+def choose_store(job: RankJob, listening: socket.socket | None) -> None:
+    """Choose where torch's rendezvous by env:// and tcp:// keeps its keys, for the rest of this process.
 
-    TCPStore accepts a socket, but the env:// rendezvous has no argument for it. Stores on other ports are unchanged.
+    Ranks of one machine meet in a file in `job.private`, which no other user can open. A TCPStore takes keys from
+    anyone who connects to its port, and lists all of them on demand, so that a random prefix would not help. The file
+    serves NCCL, too: its watchdogs and its flight recorder need set, get, wait, add, delete and check, and torch's own
+    tests run them on a FileStore. Only queues and append need TCP; scripts hardly use them.
+
+    Ranks of several nodes have a TCPStore: not every file system that nodes share has locks. Rank 0 serves it on the
+    socket `listening`, whose port is MASTER_PORT and which was bound before the fork, so that nobody can take the port.
     """
-    # A function of the same name hides this module among the attributes of torch.distributed.
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    original = rendezvous.TCPStore
-    port = listening.getsockname()[1]
+    for patch in _GROUPS.values():
+        patch.wrap(_make_group, everywhere=True)
+    if job.is_whole:
+        _CREATE_STORE.wrap(_open_private_store, job, collections.Counter())
+    elif listening is not None:
+        _TCP_STORE.wrap(_serve_on, listening)
 
-    def with_socket(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("is_master") and kwargs.get("port") == port and listening.fileno() >= 0:
-            kwargs["master_listen_fd"] = listening.detach()
-        return original(*args, **kwargs)
 
-    rendezvous.TCPStore = with_socket  # type: ignore[attr-defined]
+def _open_private_store(job: RankJob, opened: collections.Counter[int], original: Any, /, *args: Any, **kw: Any) -> Any:
+    """A store of all ranks is in a file; a script may open others.
+
+    `opened` counts the stores by port: ranks that destroy their process group and join again must not find old keys.
+    """
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    given = inspect.signature(original).bind(*args, **kw).arguments
+    if given["world_size"] != job.world_size:
+        return original(*args, **kw)
+    port = given["port"]
+    # Without a number of users, none of them removes the file while others wait in it; it goes with the folder.
+    store = FileStore(f"{job.private}/store-{port}-{opened[port]}", -1)
+    opened[port] += 1
+    store.set_timeout(given["timeout"])
+    return store
+
+
+def _make_group(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Make the group, then cut off other users of this machine who were faster than the ranks at gloo's new ports.
+
+    The ranks send nothing before. Where a stranger took the place of a rank, the first collective fails at once.
+    """
+    before = list_listening_ports()
+    group = original(*args, **kwargs)
+    strangers = collections.Counter(cut_off_strangers(list_listening_ports() - before))
+    for uid, count in strangers.items():
+        print(f"autods: cut off {count} connections to this rank of the user with uid {uid}", flush=True)
+    return group
+
+
+def _serve_on(listening: socket.socket, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("is_master") and kwargs.get("port") == _port_of(listening):
+        kwargs["master_listen_fd"] = listening.detach()
+    return original(*args, **kwargs)
+
+
+def _port_of(listening: socket.socket) -> int | None:
+    """The port of the socket; None after the store has taken it."""
+    return None if listening.fileno() < 0 else int(listening.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import get_key, merge
+from ..plain_text import read_text
 from ..types import Examined, Phase
 from ..units import format_bytes
 from .distributed import Ranks
@@ -103,7 +104,7 @@ class WorstCaseExam:
         try:
             part()
         except NotImplementedError as error:
-            self._leave_out(f"DeepSpeed cannot {action} here: {error}")
+            self._leave_out(f"DeepSpeed cannot {action} here: {read_text(error)}")
 
     def _leave_out(self, reason: str) -> None:
         self.examined = replace(self.examined, left_out=(*self.examined.left_out, reason))

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..plain_text import clean, read_text, read_traceback
 from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
 JobKind = Literal["train", "survey", "ops"]
-_TRACEBACK_CHARS = 6000
 _MOST_CAUSES = 8
 
 
@@ -25,7 +25,8 @@ _MOST_CAUSES = 8
 class RankJob:
     """One job for all ranks of a trial.
 
-    `folder` takes logs and results, `scratch` is the ranks' working directory.
+    `folder` takes logs and results, `scratch` is the ranks' working directory. `private` is a folder with a
+    short path that only this user can enter, for the store and the sockets of the ranks of this node.
     """
 
     job: JobKind
@@ -33,6 +34,7 @@ class RankJob:
     device: Device
     folder: str
     scratch: str
+    private: str = ""
     swap: str | None = None  # the folder for a trial that swaps to NVMe; removed afterwards
     rebind: bool = False  # the zygote has loaded this workload with other arguments
     world_size: int = 1
@@ -94,26 +96,32 @@ class RankJob:
 
 
 def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
-    """Return the exception as plain values, the fields of `runner.protocol.RankError`."""
+    """Return the exception as plain values, the fields of `runner.protocol.RankError`. Its texts are printable."""
     users = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == user_file]
     contract = None
     if isinstance(error, WorkloadError):
         file, _, line = (error.place or "").rpartition(":")
         contract = f"{file}:{line}: {error.problem}" if line.isdigit() else error.problem
     causes: list[BaseException] = []  # explicit ones, or handled ones; the nearest first
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while cause is not None and cause not in causes and len(causes) < _MOST_CAUSES:
+    cause = _find_cause(error)
+    while cause is not None and not any(cause is known for known in causes) and len(causes) < _MOST_CAUSES:
         causes.append(cause)
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        cause = _find_cause(cause)
+    types = [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)] or ["BaseException"]
     return {
-        "types": [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)],
-        "message": str(error)[:_TRACEBACK_CHARS],
-        "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
-        "causes": [[type(cause).__name__, str(cause)[:_TRACEBACK_CHARS]] for cause in causes],
+        "types": [read_text(name) for name in types],
+        "message": read_text(error),
+        "traceback": read_traceback(error),
+        "causes": [[read_text(type(cause).__name__), read_text(cause)] for cause in causes],
         "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
-        "contract": contract,
-        "hint": error.hint if isinstance(error, WorkloadError) else None,
+        "contract": clean(contract) if contract else contract,
+        "hint": clean(error.hint) if isinstance(error, WorkloadError) and error.hint else None,
     }
+
+
+def _find_cause(error: BaseException) -> BaseException | None:
+    """The exception from which this one was raised, or which was handled when it was raised."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 _BEAT = struct.Struct("IId")  # index of the phase, step, seconds

@@ -17,6 +17,7 @@ from .model_facts import check_batch, is_moe, seed_all
 
 _SAMPLE_SEEDS = 2**24  # apart from each other for every seed of a trial
 _SAMPLED = 2**20  # elements; their mean is that of all within some thousandths
+_LARGEST_CHANGE = 1000  # times the median change of a weight; what lies above is no weight but padding
 _STEADY = 1e-3  # relative: far below the effect of a mask or of noise on a loss, above that of the order of sums
 
 
@@ -133,15 +134,12 @@ def reset_step_counts(optimizer: Any) -> None:
             counted["step"] = 0
 
 
-_WILD = 1000  # times the usual change of a weight: no weight's
-
-
 class UpdateMeter:
     """Measures the mean size of a weight's change in an optimizer step, from a sample of the weights.
 
     With Adam it is in proportion to the learning rate, whatever rounding does to the loss. The weights are those that
-    the optimizer steps: in fp32 where DeepSpeed keeps such a copy, each rank's part under ZeRO, one sub-group of
-    ZeRO-3 after the other, wherever they lie between steps.
+    the optimizer steps, in fp32 where DeepSpeed keeps such a copy. Under ZeRO a rank steps its part only, under ZeRO-3
+    one sub-group after the other.
     """
 
     def __init__(self) -> None:
@@ -166,7 +164,7 @@ class UpdateMeter:
             change = (sample.double() - before.double()).abs()
             moved = change[change > 0]
             if moved.numel():  # the padding of a rank's part is memory that nobody set: its values may be anything
-                change = change[change <= _WILD * moved.median()]
+                change = change[change <= _LARGEST_CHANGE * moved.median()]
                 self._change += elements * float(change.mean())
             self._elements += elements
         self._before = []

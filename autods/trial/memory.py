@@ -147,10 +147,10 @@ class CpuMeter(Meter):
 class CudaMeter(Meter):
     """The meter of a CUDA rank: `limit_bytes` emulates a smaller card.
 
-    A card holds what torch's allocator reserves, and beside it the CUDA context, NCCL and the code of kernels: the
-    bytes that NVML counts for this process, less the reserved ones. Where it does not know the process, it counts the
-    card since before the rank began, which has its card to itself. The bytes only grow, so they are read when that
-    costs no step time, and the allocator may reserve what they leave of the limit.
+    A card holds what torch's allocator reserves, and beside it the CUDA context, NCCL and the code of kernels. These
+    are the bytes that NVML counts for this process, less the reserved ones. Where NVML does not know the process, they
+    are what the whole card gained since before the rank began, for a rank has its card to itself. They only grow, so
+    they are read when that costs no step time. The allocator may reserve what they leave of the limit.
     """
 
     limit_bytes: int | None

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import sys
 import sysconfig
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..errors import EnvironmentBroken
+from ..system import private
 from ..system.host import cache_folder
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
@@ -44,6 +48,8 @@ def find_problem(op: str) -> str | None:
     builder = get_builder(op)
     if builder is None:
         return f"DeepSpeed has no {op} for this accelerator"
+    if (danger := find_danger(op)) is not None:
+        return f"{op} is not loaded: {danger} (chmod -R go-w {ops_folder()}, or remove it)"
     if is_cached(op):
         return None
     compiler = os.environ.get("CXX", "g++")
@@ -62,13 +68,43 @@ def is_cached(op: str) -> bool:
     return any((ops_folder() / op).glob("*.so"))
 
 
+def check_caches() -> None:
+    """Make the folder of caches, for this user alone, where it is missing.
+
+    Raises EnvironmentBroken where another user can have written into a cache of code that ranks execute.
+    """
+    root = cache_folder()
+    with contextlib.suppress(OSError):  # who uses a cache reports that it cannot be made
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (root, ops_folder(), root / "torchinductor"):
+        if folder.exists() and (danger := private.find_danger(folder)) is not None:
+            raise EnvironmentBroken(
+                f"{danger}, and code that is cached in {folder} would be executed\n"
+                "  chmod go-w what is yours, or set AUTODS_CACHE to a folder to which nobody else may write"
+            )
+
+
+def find_danger(op: str) -> str | None:
+    """Return how another user can have written the op that is cached here; None where nobody could."""
+    folder = ops_folder() / op
+    paths = (path for path in (folder.parent, folder, *folder.glob("*")) if path.exists())
+    return next(filter(None, map(private.find_danger, paths)), None)
+
+
 def build(op: str) -> None:
-    """Build the op if it is not cached, and load it.
+    """Build the op if it is not cached, and load it. Raises InputError where another user can have written it.
 
     One build runs at a time on this machine. The lock of a killed build is removed.
     """
     folder = ops_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    if (danger := find_danger(op)) is not None:
+        raise private.make_error(danger)
+    with private.writing_for_us_alone():
+        folder.mkdir(parents=True, exist_ok=True)
+        _build(op, folder)
+
+
+def _build(op: str, folder: Path) -> None:
     with open(folder / f"{op}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         builder = get_builder(op)
@@ -87,3 +123,22 @@ def clear_killed_builds() -> None:
         with open(folder / f"{name}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / name / "lock").unlink(missing_ok=True)
+
+
+def main(words: list[str]) -> None:
+    """`state OP...` prints whether ops are built, and why they cannot be; `build OP` builds one. One line of JSON."""
+    command, *names = words
+    answer: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if command == "build":
+            began = time.monotonic()
+            build(name)
+            answer[name] = {"seconds": time.monotonic() - began}
+        else:
+            answer[name] = {"built": is_cached(name), "problem": find_problem(name)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(ops_folder())  # read when torch is imported
+    main(sys.argv[1:])

@@ -9,10 +9,15 @@ import importlib
 import importlib.util
 import logging
 import os
+import pkgutil
+import resource
+import signal
+import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..plain_text import read_text
 from ..types import WorkloadSource
 from ..workload.script_source import script_imports
 
@@ -106,6 +111,43 @@ def freeze() -> None:
     """Keep all present objects out of garbage collection, so that the ranks share their memory."""
     gc.collect()
     gc.freeze()
+
+
+_FUNCTIONS = (
+    "builtins.open", "builtins.len", "json.dumps", "json.loads", "os.fork", "os.getpid", "os.kill", "os.replace",
+    "os.waitpid", "select.poll", "signal.signal", "sys.exit", "time.monotonic", "time.perf_counter", "time.sleep",
+    "time.time",
+)  # fmt: skip
+
+
+def read_process_state(connection: int) -> dict[str, object]:
+    """What a workload that is imported must not change in a process that goes on: by the words for a message.
+
+    `connection` is a descriptor that must stay open.
+    """
+    limits = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return {
+        "the limits of the process": {name: resource.getrlimit(number) for name, number in limits.items()},
+        "the umask": umask,
+        "the user": (os.getuid(), os.getgid(), os.geteuid(), os.getegid()),
+        "the root folder": (os.stat("/").st_dev, os.stat("/").st_ino),
+        "the session": (os.getsid(0), os.getpgrp()),
+        "the handler of SIGCHLD": signal.getsignal(signal.SIGCHLD),
+        "descriptors": os.fstat(connection).st_ino,
+        "sys.modules": sys.modules.get("sys") is sys and "torch" in sys.modules,
+        "functions of Python": [pkgutil.resolve_name(name) for name in _FUNCTIONS],
+    }
+
+
+def find_change(before: Mapping[str, object], connection: int) -> str | None:
+    """Return what the import of a workload has changed in this process since `before`; None if nothing."""
+    try:
+        now = read_process_state(connection)
+    except Exception as error:
+        return read_text(error)
+    return next((f"it changes {name}" for name, value in before.items() if now[name] != value), None)
 
 
 def find_fork_hazard() -> str | None:

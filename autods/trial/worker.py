@@ -7,6 +7,7 @@ The zygote forks ranks and calls `run_rank`. Where it must not fork, it starts
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -20,17 +21,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.deepspeed import get_key
+from ..diagnosis.trial_outcome import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
+from ..plain_text import read_traceback
+from ..system import processes, stacks
 from ..system.host import count_cores, find_interface, threads_per_rank
 from ..types import Phase
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
+from .abrupt_ends import Watch, ending_forked_children, watching
 from .job import Heartbeats, JobKind, RankJob, describe_error
 from .memory import CpuMeter, CudaMeter, Meter
 from .model_facts import seed_all
 from .preload import preload
 
 Result = Mapping[str, Any]
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
 
 
@@ -49,11 +55,14 @@ class Observer:
     build_s: float = 0.0
     init_s: float = 0.0
     training_peaks: dict[str, int] = field(default_factory=dict)
+    watch: Watch | None = None  # of the workload's code
     _build_began_s: float = 0.0
     _init_began_s: float = 0.0
     _first_step_over: bool = False
 
     def __call__(self, phase: Phase, step: int) -> None:
+        if self.watch is not None:
+            self.watch.check()
         now = time.perf_counter()
         if phase == "build":
             self._build_began_s = now
@@ -88,8 +97,8 @@ class Observer:
 class RankContext:
     """A rank's job and its resources.
 
-    `slot` is its place on this node. `store` is the socket on which rank 0 serves the rendezvous. `workload` is the
-    zygote's copy, if it could load one.
+    `slot` is its place on this node. `store` is the socket on which rank 0 serves the rendezvous of several nodes.
+    `workload` is the zygote's copy, if it could load one.
     """
 
     job: RankJob
@@ -101,7 +110,10 @@ class RankContext:
     def load_workload(self) -> Workload:
         """Return the workload with this job's arguments. What the user's code raises is passed on."""
         if self.workload is None:
-            return load(self.job.source)
+            workload = load(self.job.source)
+            if self.observer.watch is not None:
+                self.observer.watch.check()
+            return workload
         return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
 
     def run_script(self, complete: Callable[[Result], Result]) -> Result:
@@ -123,23 +135,36 @@ class RankContext:
                 record |= {"free_bytes": observer.meter.free_bytes(), **observer.meter.allocator()}
         observer.meter.lift()
         if not record["ok"]:
-            print(record["error"]["traceback"], file=sys.stderr)  # users are sent to this log
+            _print_to_log(record["error"]["traceback"])  # users are sent to this log
         record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
         path = Path(self.job.folder) / f"rank{self.job.local_ranks[self.slot]}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(record))
         os.replace(temporary, path)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _print_to_log("")
         return 0 if record["ok"] else 1
 
 
+def _print_to_log(text: str) -> None:
+    """Write after what the workload has printed; it may have replaced or closed the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode() if text else b"")
+
+
 def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
-    """Do the job, write `rank<N>.json`, and return the exit code. See `RankContext` for the arguments."""
+    """Do the job, write `rank<N>.json`, and return the exit code. See `RankContext` for the arguments.
+
+    Without a file the exit code is `RESULT_UNWRITTEN_EXIT` or `RESULT_PREVENTED_EXIT`.
+    """
     import torch
 
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the monitor asks a stuck rank for its stack
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the monitor asks a stuck rank for its stacks
+    stacks.answer_requests()  # and a silent one where it is
+    processes.put_pid_into_names()
     board.beat(slot, "start", 0)
     torch.set_num_threads(_threads(job))  # it inherited one thread from the zygote, which has to stay single-threaded
     meter: Meter = CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
@@ -147,9 +172,26 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     observer.watch_compiles()
     context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload)
     try:
-        return context.write_record(_HANDLERS[job.job](context))
-    except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
-        return context.write_record(error)
+        try:
+            return context.write_record(_run_watched(context))
+        except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
+            return context.write_record(error)
+    except BaseException as error:
+        _print_to_log(read_traceback(error))
+        is_disk = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+        return RESULT_UNWRITTEN_EXIT if is_disk else RESULT_PREVENTED_EXIT
+
+
+def _run_watched(context: RankContext) -> Result:
+    """Do the job. If the workload ends this process or forks, that is noticed; a script has its own rules for it."""
+    if context.job.source.kind == "script":
+        return _HANDLERS[context.job.job](context)
+    with watching(context.write_record) as watch:
+        context.observer.watch = watch
+        with ending_forked_children():
+            result = _HANDLERS[context.job.job](context)
+        watch.check()
+    return result
 
 
 def _build_ops(context: RankContext) -> Result:
@@ -196,7 +238,7 @@ def _train(context: RankContext) -> Result:
     if job.source.kind == "script":
         return context.run_script(complete)
     observer("rendezvous", 0)
-    join(job, context.slot, context.store)
+    join(job, context.store)
     workload = context.load_workload()
     if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
         workload = partition_at_build(workload, job.ds_config)

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from ..config.base_config import find_misspelt_keys, precision_name
 from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import make_input_error
-from ..errors import EnvironmentBroken
+from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note
-from ..journal import STUDY, TrialStore, make_other_fit_error, workspace
+from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
 from ..report import serialize, text
+from ..report.page import write_page
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, threads_per_rank
@@ -69,7 +70,7 @@ def fit(
     """
     with workspace(settings.out, fresh=settings.fresh) as out:
         fingerprint = settings.fingerprint()
-        if (finished := _read_finished(settings, listen)) is not None:
+        if (finished := _read_finished(settings, fingerprint, listen)) is not None:
             return finished
         journal, past, settings = open_journal(settings, fingerprint, listen)
         if settings.source.kind == "script":
@@ -103,20 +104,27 @@ def fit(
         seconds = time.monotonic() - began + earlier_s
         report = build_report(result, context, fingerprint=fingerprint, seconds=seconds)
         serialize.write(report, out)
+        write_page(report, out)
         return report
 
 
-def _read_finished(settings: Settings, listen: Listener) -> Report | None:
+def _read_finished(settings: Settings, fingerprint: str, listen: Listener) -> Report | None:
     """Return the report in the folder if it answers these settings; None where the search begins or goes on.
 
-    Raises InputError for the report of another fit.
+    Raises InputError for the report of another fit, and for a damaged one where no journal could make it again.
     """
-    path = settings.out / serialize.REPORT
+    path, journal = settings.out / serialize.REPORT, settings.out / JOURNAL
     if not path.exists():
         return None
-    report = serialize.read(settings.out)
+    try:
+        report = serialize.read(settings.out)
+    except InputError:
+        if not (path.is_file() and journal.is_file() and journal.stat().st_size):
+            raise
+        listen(Note(text=f"{serialize.REPORT} is damaged, as a power cut leaves it: the journal makes it again"))
+        return None
     question = report.question
-    if question.fingerprint != settings.fingerprint():
+    if question.fingerprint != fingerprint:
         raise make_other_fit_error(path)
     if question.budget.covers(settings.budget) and question.forecast == settings.forecast:
         listen(Note(text=f"this fit is finished; this is its report (--fresh measures again): {settings.out}"))
@@ -193,32 +201,7 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, finger
         versions=installed_versions(),
         seconds=seconds,
         out=str(settings.out),
-        question=FitQuestion(
-            workload=settings.source.name,
-            parameters=facts.parameters,
-            gpus=settings.gpus,
-            nodes=settings.nodes,
-            pipeline_stages=facts.pipeline_stages,
-            experts=facts.experts,
-            device=settings.device,
-            device_bytes=settings.device_bytes,
-            threads=settings.threads or threads_per_rank(settings.ranks_per_node, settings.hardware.cores),
-            global_batch=settings.global_batch,
-            profile=settings.profile.name,
-            objective=settings.objective,
-            stop=settings.profile.race.stop,
-            ladder=tuple(rung.name for rung in settings.ladder),
-            lacks_nvme=tuple(
-                rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None
-            ),
-            script=describe_launch(settings.source) if settings.source.kind == "script" else None,
-            stood_in=facts.stood_in,
-            writes_confined=facts.writes_confined,
-            ops_folder=str(ops_folder()),
-            fingerprint=fingerprint,
-            budget=settings.budget,
-            forecast=settings.forecast,
-        ),
+        question=_make_question(context, fingerprint),
     )
     if isinstance(result, NothingFits):
         return replace(report, closest=result.closest)
@@ -258,6 +241,35 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, finger
             "tune": result.tuned.reason,
             **({} if certified is None else {"certify": certified.reason}),
         },
+    )
+
+
+def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
+    """What was asked: the model, the machine and the options."""
+    settings, facts = context.settings, context.facts
+    return FitQuestion(
+        workload=settings.source.name,
+        parameters=facts.parameters,
+        gpus=settings.gpus,
+        nodes=settings.nodes,
+        pipeline_stages=facts.pipeline_stages,
+        experts=facts.experts,
+        device=settings.device,
+        device_bytes=settings.device_bytes,
+        threads=settings.threads or threads_per_rank(settings.ranks_per_node, settings.hardware.cores),
+        global_batch=settings.global_batch,
+        profile=settings.profile.name,
+        objective=settings.objective,
+        stop=settings.profile.race.stop,
+        ladder=tuple(rung.name for rung in settings.ladder),
+        lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None),
+        script=describe_launch(settings.source) if settings.source.kind == "script" else None,
+        stood_in=facts.stood_in,
+        writes_confined=facts.writes_confined,
+        ops_folder=str(ops_folder()),
+        fingerprint=fingerprint,
+        budget=settings.budget,
+        forecast=settings.forecast,
     )
 
 

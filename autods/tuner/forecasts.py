@@ -19,6 +19,7 @@ from ..forecast.forecaster import Limits, TrialForecaster
 from ..forecast.simulator.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
+from ..runner.cleanup import simulator_variables
 from ..schema import read_as
 from ..types import Fit, Record, Trial
 
@@ -86,6 +87,17 @@ def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) 
     )
 
 
+def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
+    """Return the start of a simulator that waits as long as the profile of these settings allows, and reports waits."""
+    limit_s = settings.profile.limits.init_s
+    return lambda source: Simulator(
+        source,
+        limit_s=limit_s,
+        report=lambda text: listen(Note(text=text, passing=True)),
+        variables=simulator_variables(),
+    )
+
+
 @contextmanager
 def open_forecaster(
     settings: Settings,
@@ -120,7 +132,7 @@ def open_forecaster(
         observation = forecaster.learn(record.trial, record.outcome)
         return None if observation is None else asdict(observation)
 
-    with (start or Simulator)(settings.source) as simulator:
+    with (start or start_processes(settings, listen))(settings.source) as simulator:
         forecaster = TrialForecaster(
             forecaster=ForecastService(simulator, allocator.expandable),
             spec_of=lambda trial: engine_spec(settings, trial, config_of(trial)),
@@ -129,7 +141,7 @@ def open_forecaster(
                 device_bytes=settings.device_bytes,
                 host_bytes=settings.hardware.host_bytes,
             ),
-            report=lambda text: listen(Note(text=text)),
+            report=lambda text: listen(Note(text=text, passing=True)),
         )
         memory.learn = learn
         try:

@@ -120,13 +120,13 @@ def compare_fits(fit: Fit, reference: Fit, *, tolerance: float, rung: str) -> Pa
 def describe_difference(parity: Parity) -> str:
     """'losses differ by 5 % from ddp's, tolerance 1 %', and the same about updates where they differ too much."""
     sentences = []
-    for what, apart, tolerance in (
+    for values, apart, tolerance in (
         ("losses", parity.largest_difference, parity.tolerance),
         ("updates of the weights", parity.update_difference, UPDATE_TOLERANCE),
     ):
         if apart is not None and apart > tolerance:
             sentences.append(
-                f"{what} differ by {_share(apart)} from {parity.reference}'s, tolerance {_share(tolerance)}"
+                f"{values} differ by {_share(apart)} from {parity.reference}'s, tolerance {_share(tolerance)}"
             )
     return " and ".join(sentences)
 

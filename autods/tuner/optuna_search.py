@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.deepspeed import get_key
 from ..config.strategies import Rung
 from ..errors import InputError
+from ..files import LARGEST_RECORD, read_file
 from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar
 from .candidates import config_name, without_fixed_keys
@@ -210,14 +211,14 @@ def _open_study(path: Path, name: str, space: Space) -> optuna.Study:
     # seconds for it. A torn last line would be joined with the next one.
     for leftover in path.parent.glob(f"{path.name}.lock*"):
         leftover.unlink(missing_ok=True)
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    if os.path.lexists(path):
+        os.truncate(path, read_file(path, most=LARGEST_RECORD).rfind(b"\n") + 1)
     try:
         backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
         study = optuna.create_study(
             storage=JournalStorage(backend), study_name=name, direction="maximize", load_if_exists=True
         )
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # Optuna uses each line as it stands
         raise InputError(
             f"is damaged: it is no Optuna journal ({error})", place=str(path), hint="start over with --fresh"
         ) from None

@@ -321,8 +321,8 @@ class _Race:
         """Measure the leaders again in turn.
 
         Where one of them no longer leaves the headroom, those that follow are compared with the rest. Where repeats
-        differ by more than the profile's noise, other work slows down this machine: all that may lead are measured once
-        more, and the fastest of the new timings counts; of all timings, where the new ones differ as much.
+        differ by more than the profile's noise, other work slows down this machine. Then all that may lead are measured
+        once more, and the fastest of the new timings counts. Where these differ as much, all count.
         """
         context, limits = self.context, self.context.settings.profile.race
         turns = 0 if context.settings.objective == "memory" else limits.turns

@@ -18,7 +18,7 @@ from typing import Any
 from ..config.settings import Settings
 from ..types import Scalar, WorkloadSource
 from .hf_config import read_config
-from .protocol import FUNCTIONS, Workload
+from .protocol import FUNCTIONS, Workload, parse_python
 
 GPUS, ENV, ARGS = "gpus", "env.", "args."
 LENGTHS = ("seq_len", "target_len")
@@ -70,7 +70,7 @@ def argument_names(workload: Path | Workload, source: WorkloadSource, function: 
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     else:
-        tree = ast.parse(Path(source.path).read_bytes())
+        tree = parse_python(Path(source.path))
         definitions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
         if not definitions:  # it is imported or assigned
             return None

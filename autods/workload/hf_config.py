@@ -6,13 +6,15 @@ config refers to is never run.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import InputError
+from ..files import read_text
+from ..schema import parse_json
 from ..types import Task, WorkloadSource
 from .protocol import Batch, Workload, WorkloadError
 
@@ -44,11 +46,13 @@ def resolve_hf_path(path: Path) -> Path:
     text = str(path)
     if not text.startswith(_PREFIX):
         return path
-    folder = Path(text.removeprefix(_PREFIX)).expanduser()
+    folder = Path(os.path.expanduser(text.removeprefix(_PREFIX)))
     config = find_config_file(folder)
-    if config is not None and config.is_file():
+    if config is not None and os.path.isfile(config):
         return folder
-    problem = "the folder has no config.json" if folder.is_dir() else "there is no such folder or config.json here"
+    problem = (
+        "the folder has no config.json" if os.path.isdir(folder) else "there is no such folder or config.json here"
+    )
     raise InputError(
         f"{problem}, and nothing is downloaded",
         place=text,
@@ -60,23 +64,19 @@ def find_config_file(path: Path) -> Path | None:
     """The `config.json` that a path means: a .json file, or the one in a folder; None when it is neither."""
     if path.suffix == ".json":
         return path
-    return path / "config.json" if (path / "config.json").is_file() else None
+    return path / "config.json" if os.path.exists(path / "config.json") else None
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read the config. Raises InputError when it cannot be read or does not describe a model."""
     hint = "give the config.json of a Hugging Face model, or its folder"
     place = str(path)
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", place=place, hint=hint) from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"is not JSON: {error.msg}", place=f"{path}:{error.lineno}:{error.colno}", hint=hint) from None
-    except UnicodeDecodeError:
-        raise InputError("is not text", place=place, hint=hint) from None
+    config = parse_json(read_text(path, hint=hint), place=place, hint=hint)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError('is not a model config: it has no "model_type"', place=place, hint=hint)
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InputError('is not a model config: "architectures" is no list of names', place=place, hint=hint)
     return config
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import InputError
+from ..errors import InputError, make_write_error
+from ..files import read_file
+from ..system import private
 from ..types import WorkloadSource
 from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
@@ -45,8 +47,9 @@ def make_source(
 ) -> WorkloadSource:
     """Return a reference to the workload, from which every rank can load it.
 
-    A `Workload` object is pickled into `folder`. Its functions are pickled by value, so changed code changes the
-    digest. `kind` overrides detection: 'model', 'script' or a kind of script. `argv` holds the arguments of a script.
+    A `Workload` object is pickled below `folder`, where only this user can read it. Its functions are pickled by value,
+    so changed code changes the digest. `kind` overrides detection: 'model', 'script' or a kind of script. `argv` holds
+    the arguments of a script.
     `WorkloadSource` explains the other options. Raises InputError when the file is not a workload, when the object
     cannot be pickled, or when the workload has no such option.
     """
@@ -76,7 +79,7 @@ def make_source(
                 raise InputError("-m starts a training script", hint="give the path of a model.py without -m")
             workload, root = find_module(module, Path.cwd())
             kind = kind or "script"
-        path = workload.expanduser().absolute()
+        path = Path(os.path.expanduser(workload)).absolute()
         config = find_config_file(path)
         if config is None and (is_script(path, argv) if kind is None else kind != "model"):
             if given:
@@ -84,6 +87,10 @@ def make_source(
                 raise InputError(f"{given[0]} does not apply to a training script", place=str(path), hint=hint)
             script_kind = next((known for known in KINDS if known == kind), None)
             return make_script_source(path, argv, script_kind, Path.cwd(), module=module, root=root)
+    if kind not in (None, "model") and config is not None:
+        raise InputError(
+            f"--kind {kind} is for a training script", place=str(config), hint="drop it, or give the script"
+        )
     if argv:
         hint = "only a training script takes arguments after --"
         raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
@@ -97,9 +104,9 @@ def make_source(
     else:
         assert path is not None
         tree = check_model_py(path)
-        content = path.read_bytes()
+        content = read_file(path)
         for file in local_files(path, [path.parent]):  # a changed layer in another file is another workload
-            content += f"\0{os.path.relpath(file, path.parent)}\0".encode() + file.read_bytes()
+            content += b"\0%b\0%b" % (os.fsencode(os.path.relpath(file, path.parent)), read_file(file))
         base = read_base_config(tree, path)
         source = WorkloadSource(kind="file", path=str(path), name=path.stem, digest=_digest(content), base_config=base)
     if seq_len is not None:
@@ -121,7 +128,10 @@ def load(source: WorkloadSource) -> Workload:
         case "hf_config":
             workload = load_config(source)
         case "pickle":
-            packed = pickle.loads(Path(source.path).read_bytes())
+            try:
+                packed = pickle.loads(private.read(Path(source.path)))
+            except InputError as error:
+                raise WorkloadError(error.problem, hint=error.hint) from None
             sys.path.extend(folder for folder in packed["path"] if folder not in sys.path)
             unpickled = pickle.loads(packed["workload"])
             if not isinstance(unpickled, Workload):
@@ -152,7 +162,7 @@ def _make_config_source(
         raise InputError(f"--target-len is for --task seq2seq, and this is {chosen}", place=str(path))
     name = path.parent.name if path.name == "config.json" else path.stem
     source = WorkloadSource(
-        kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(path.read_bytes())
+        kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(read_file(path))
     )
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute, "task": chosen}
     return _with_options(source, **options, **({"zero_init": True} if zero_init else {}))
@@ -181,13 +191,14 @@ def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:
             hint="give functions that close over plain values, or write them into a model.py",
         ) from None
     digest = _digest(data)
-    path = folder.absolute() / f"workload-{digest}.pkl"
+    path = folder.absolute() / "workload" / f"{digest}.pkl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Ranks import the user's modules from the folders that this process imports them from.
-        path.write_bytes(pickle.dumps({"path": [os.path.abspath(entry) for entry in sys.path], "workload": data}))
+        packed = {"path": [os.path.abspath(entry) for entry in sys.path], "workload": data}
+        private.write(path, pickle.dumps(packed))
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", place=str(path)) from None
+        raise make_write_error(path, error) from None
     name = getattr(workload.build_model, "__name__", "workload")
     base = dict(workload.deepspeed_config) if workload.deepspeed_config is not None else None
     return WorkloadSource(kind="pickle", path=str(path), name=name, digest=digest, base_config=base)
@@ -198,7 +209,7 @@ def _pickle_by_value(workload: Workload) -> bytes:
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     builders = (workload.build_model, workload.build_batch, workload.build_longest_batch)
     functions = (*builders, workload.build_optimizer, workload.loss)
-    names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__"}
+    names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__", "builtins"}
     modules = {sys.modules[name] for name in names if name in sys.modules}
     registered = {sys.modules[name] for name in cloudpickle.list_registry_pickle_by_value()}
     with contextlib.ExitStack() as stack:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..files import read_file
 
 if TYPE_CHECKING:
     import torch
@@ -101,18 +104,23 @@ def check_model_py(path: Path) -> ast.Module:
 
 def parse_python(path: Path) -> ast.Module:
     """Return the syntax tree of a file. Raises InputError when the file is missing or not Python."""
-    try:
-        text = importlib.util.decode_source(path.read_bytes())  # UTF-8, or the encoding that its first lines declare
-    except IsADirectoryError:
+    if os.path.isdir(path):
         hint = "give a model.py, or a Hugging Face config"
-        raise InputError("is a folder without a config.json", place=str(path), hint=hint) from None
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise InputError("cannot be read: Permission denied", place=str(path), hint=hint)
+        raise InputError("is a folder without a config.json", place=str(path), hint=hint)
+    hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
+    content = read_file(path, hint=hint)
+    try:
+        text = importlib.util.decode_source(content)  # UTF-8, or the encoding that its first lines declare
     except (UnicodeDecodeError, SyntaxError):
         raise InputError("is not a Python file", place=str(path), hint="give the path of a model.py") from None
-    except OSError as error:
-        hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
-        raise InputError(f"cannot be read: {error.strerror}", place=str(path), hint=hint) from None
     try:
-        return ast.parse(text, filename=str(path))
+        return ast.parse(text, filename=os.fsencode(path))
+    except (RecursionError, MemoryError):  # Python's own answers to code that is nested deeply
+        raise InputError(
+            "is not a Python file that Python can compile: it is nested too deeply", place=str(path)
+        ) from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         source = (getattr(error, "text", None) or "").strip()
@@ -150,12 +158,13 @@ def read_base_config(tree: ast.Module, path: Path) -> dict[str, Any] | str | Non
     value = None
     for statement in tree.body if len(writes) == 1 else ():
         if isinstance(statement, ast.Assign | ast.AnnAssign) and writes[0] in ast.walk(statement):
-            with contextlib.suppress(ValueError, TypeError, SyntaxError):
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 value = ast.literal_eval(statement.value or "")
     if isinstance(value, str):
         return str(path.parent / value)
-    if isinstance(value, dict):
-        return value
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        if isinstance(value, dict) and json.dumps(value):  # it is sent to the ranks
+            return value
     raise InputError(
         f"{_CONFIG} is neither a plain dict nor the name of a JSON file",
         place=f"{path}:{writes[-1].lineno}" if writes else str(path),

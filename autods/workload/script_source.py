@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from ..errors import InputError
+from ..files import LARGEST_TEXT, read_file
 from ..types import ScriptKind, WorkloadSource
 from .protocol import FUNCTIONS, bound_names, parse_python
 
@@ -41,9 +42,10 @@ _KIND_RULES: tuple[tuple[ScriptKind, tuple[str, ...], str], ...] = (
 )
 # Names that decide where the script itself uses them; its helper modules may import another library for other purposes.
 _DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentParser|Accelerator|.*Trainer")
-_PLACEHOLDER = re.compile(r"\{(ds_config|micro_batch_size|gradient_accumulation_steps|train_batch_size)\}")
+# What a script's arguments get from a trial where they hold {NAME}.
+PLACEHOLDERS = ("ds_config", "micro_batch_size", "gradient_accumulation_steps", "train_batch_size")
+_PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _MODULE_PREFIX = "module:"
-_LARGEST_READ = 2**24  # bytes; a larger file on the command line is data
 
 
 def is_script(path: Path, argv: Sequence[str]) -> bool:
@@ -84,7 +86,7 @@ def make_script_source(
     imported = local_files(path, _import_folders(path, folder, root))
     digest = hashlib.sha256(repr((tuple(argv), kind, *([module] if module else []))).encode())
     for file in (path, *imported, *_files_in_arguments(argv, folder)):
-        digest.update(f"\0{file}\0".encode() + file.read_bytes())
+        digest.update(b"\0%b\0%b" % (os.fsencode(file), read_file(file)))
     return WorkloadSource(
         kind="script",
         path=str(path),
@@ -126,7 +128,7 @@ class ScriptLaunch:
 def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     """How to start the script, for the report."""
     path = Path(source.path)
-    text = path.read_bytes() if path.is_file() else b""
+    text = read_file(path) if os.path.isfile(path) else b""
     takes_local_rank = (
         source.script_kind == "hf_trainer"
         or re.search(rb"[\"']--local[-_]rank\b", text) is not None
@@ -150,7 +152,7 @@ def has_local_rank_parameter(source: WorkloadSource) -> bool:
     if not {"fire", "click"} & {imported.package for imported in imports_in(path)}:
         return False
     functions = ast.FunctionDef | ast.AsyncFunctionDef
-    signatures = [node.args for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, functions)]
+    signatures = [node.args for node in ast.walk(parse_python(path)) if isinstance(node, functions)]
     return any(
         parameter.arg == "local_rank"
         for signature in signatures
@@ -163,7 +165,7 @@ def _files_in_arguments(argv: Sequence[str], folder: Path) -> Iterator[Path]:
     for word in argv:
         file = folder / word.rpartition("=")[2]
         try:
-            if file.is_file() and file.stat().st_size <= _LARGEST_READ:
+            if file.is_file() and file.stat().st_size <= LARGEST_TEXT and os.access(file, os.R_OK):
                 yield file
         except (OSError, ValueError):  # not a path, for example too long for one
             continue
@@ -207,7 +209,7 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
     for end in range(1, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])
         spec = importlib.machinery.PathFinder.find_spec(part, folders) if folders else None
-        if spec is None and Path(folder, name).is_file():
+        if spec is None and os.path.isfile(Path(folder, name)):
             raise InputError("is a file, and -m takes a module name", place=option, hint=f"drop -m: {name}")
         if spec is None:
             raise InputError(
@@ -274,7 +276,7 @@ def local_files(path: Path, folders: Sequence[Path]) -> list[Path]:
             for folder in folders if item.folder is None else [item.folder]:
                 places = [folder.joinpath(*words[:end]) for end in range(1, len(words) + 1)]
                 candidates = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
-                new = [file for file in candidates if file != path and file not in files and file.is_file()]
+                new = [file for file in candidates if file != path and file not in files and os.path.isfile(file)]
                 files.update(new)
                 waiting += new
     return sorted(files)
@@ -294,7 +296,7 @@ def _read_imports(file: Path) -> tuple[Import, ...]:
     """All imports of a file, each once."""
     try:
         return _parse_imports(file, file.stat().st_mtime_ns)
-    except (OSError, ValueError, SyntaxError):
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, InputError):
         return ()
 
 
@@ -302,7 +304,7 @@ def _read_imports(file: Path) -> tuple[Import, ...]:
 def _parse_imports(file: Path, modified_ns: int) -> tuple[Import, ...]:
     imports: dict[Import, None] = {}
     modules: dict[str, str] = {}  # by the names that the file gives them
-    nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    nodes = list(ast.walk(ast.parse(read_file(file))))
     for node in nodes:
         if isinstance(node, ast.Import):
             for item in node.names:

@@ -79,7 +79,7 @@ class Ranks:
         """Hand the job to the zygote; a dead one is reported as a fit reports it, and replaced."""
         assert self.zygote is not None
         self.zygote.send(job.to_json().encode())
-        while (message := self.zygote.receive()) is not None:
+        while (message := self.zygote.receive(600)) is not None:
             if isinstance(message, NodeReport):
                 return message
         code = self._stop()
@@ -89,7 +89,7 @@ class Ranks:
     def _start(self) -> None:
         log = str(self.out / "zygote.log")
         self.zygote = start_zygote(self.source, self.device, os.getpid(), log, dict(os.environ))
-        match self.zygote.receive():
+        match self.zygote.receive(600):
             case Ready() as ready:
                 if ready.spawn_because:
                     self.said(f"ranks start as new processes, some 10 s slower a trial: {ready.spawn_because}")

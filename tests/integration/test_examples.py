@@ -1,4 +1,7 @@
-"""Each example trains by its own launcher on two CPU ranks, without autods: what a fit of them starts from."""
+"""Each example trains on two CPU ranks without autods: what a fit of them starts from.
+
+One goes by torchrun and one by DeepSpeed's own launcher; the ranks of the others are forked, which takes less time.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launchers import cpu_env, deepspeeds_own, torchrun
+from tests.support.rank_server import RankServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN2_TINY = 1_017_984  # parameters
@@ -24,6 +28,14 @@ def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = ()) 
     """The script on two ranks, from a folder of its own: what it writes lies there."""
     command = [sys.executable, "-m", *(launcher or torchrun()), str(EXAMPLES / script), *map(str, args)]
     return subprocess.run(command, env=cpu_env(), cwd=folder, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Runs a script on two ranks that are forked."""
+    server = RankServer()
+    yield lambda script, *args, folder: server.run(EXAMPLES / script, *args, folder=folder)
+    server.close()
 
 
 def falling(done: Done, *, steps: int) -> list[float]:
@@ -38,9 +50,10 @@ def falling(done: Done, *, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2)])
-def test_qwen2_reports_the_optimizer_elements_of_each_rank(tmp_path, stage, shared):
+def test_qwen2_reports_the_optimizer_elements_of_each_rank(tmp_path, forked, stage, shared):
     config = EXAMPLES / "qwen2" / f"ds_zero{stage}.json"
-    done = run("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
+    start = run if stage else forked
+    done = start("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
     falling(done, steps=8)
     # Two ranks print at once: their lines may run into each other.
     said = re.findall(r"Device (\d) \| ZeRO Stage: (\d) .*?parameter count=(\d+)", done.stdout)
@@ -55,33 +68,33 @@ def test_the_conv_net_learns_the_digits(tmp_path):
     assert float(re.findall(r"^epoch 2: (\S+)% right$", done.stdout, re.MULTILINE)[0]) > 60
 
 
-def test_a_mixture_of_experts_learns_with_sharded_experts(tmp_path):
+def test_a_mixture_of_experts_learns_with_sharded_experts(tmp_path, forked):
     config = EXAMPLES / "cifar" / "ds_config.json"
     options = ("--deepspeed_config", config, "--ep-size", 2, "--max-steps", 20)
-    falling(run("cifar/cifar_moe.py", *options, folder=tmp_path), steps=20)
+    falling(forked("cifar/cifar_moe.py", *options, folder=tmp_path), steps=20)
 
 
-def test_the_pipeline_learns_under_zero_1(tmp_path):
+def test_the_pipeline_learns_under_zero_1(tmp_path, forked):
     config = EXAMPLES / "pipeline" / "ds_config.json"
-    falling(run("pipeline/pipeline.py", "--deepspeed_config", config, "--steps", 8, folder=tmp_path), steps=8)
+    falling(forked("pipeline/pipeline.py", "--deepspeed_config", config, "--steps", 8, folder=tmp_path), steps=8)
 
 
-def test_pre_training_follows_its_schedule_and_monitors(tmp_path):
+def test_pre_training_follows_its_schedule_and_monitors(tmp_path, forked):
     config = EXAMPLES / "pretrain_script" / "ds_config_cpu.json"
     options = ("--config", config, "--max-steps", 6, "--layers", 2, "--width", 128, "--seq-len", 64)
-    done = run("pretrain_script/deepspeed_pretrain.py", *options, folder=tmp_path)
+    done = forked("pretrain_script/deepspeed_pretrain.py", *options, folder=tmp_path)
     falling(done, steps=6 * 2 * 2)  # both ranks print each of two micro batches
     assert "learning rate 5.00e-04 after 6 optimizer steps" in done.stdout  # half of the warm-up, which begins at 0
     assert list((tmp_path / "runs" / "DS_Pre_csv").glob("*lr.csv"))
 
 
-def test_the_trainer_translates_under_zero_2(tmp_path):
+def test_the_trainer_translates_under_zero_2(tmp_path, forked):
     config = json.loads((EXAMPLES / "t5_translation" / "ds_zero2.json").read_text())
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled for a minute where it is new
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     options = ["--do_train", "--do_eval", "--bf16", "--use_cpu", "--per_device_train_batch_size", 8, "--max_steps", 8]
     options += ["--learning_rate", "3e-3", "--logging_steps", 1, "--deepspeed", "ds_config.json", "--output_dir", "out"]
-    done = run("t5_translation/run_translation.py", *options, folder=tmp_path)
+    done = forked("t5_translation/run_translation.py", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     losses = [row["loss"] for row in state["log_history"] if "loss" in row]

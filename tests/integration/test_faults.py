@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from autods.errors import EnvironmentBroken
+from autods.runner.cleanup import PREFIX, ROOT
 from autods.runner.runner import RayRunner
 from autods.types import Failed, Fit, OutOfMemory
 from tests.support.fits import ignore, question
@@ -30,12 +31,19 @@ from tests.support.watching import (
     wait_for,
 )
 
+
+def line_of(code: str) -> int:
+    """The number of the line of faulty.py that has this code."""
+    lines = (Path(__file__).parent / "workloads" / "faulty.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if code in line)
+
+
 # Fault: the failure that is reported, and words of its evidence.
 REPORTED = {
     "SIGKILL": ("unknown", "killed by SIGKILL"),
-    "SIGSEGV": ("unknown", "killed by SIGSEGV"),
-    "SIGABRT": ("unknown", "killed by SIGABRT"),
-    "os._exit(0)": ("user_code", "exit code 0 and no result"),
+    "SIGSEGV": ("user_code", f".py:{line_of('lambda: os.kill(')}: os.kill(os.getpid(), SIGSEGV) was called"),
+    "SIGABRT": ("user_code", f".py:{line_of('lambda: os.kill(')}: os.kill(os.getpid(), SIGABRT) was called"),
+    "os._exit(0)": ("user_code", f".py:{line_of('lambda: os._exit(0)')}: os._exit(0) was called"),
     "exception": ("user_code", "RuntimeError: made to fail"),
     "strays": ("user_code", "RuntimeError: made to fail"),
 }
@@ -139,9 +147,7 @@ def test_a_killed_driver_leaves_nothing(tmp_path):
     code, seen = end_fit_in_phase(scene, "backward", signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert seen.left == []
-    start = "from autods.runner.ray_connect import session\nwith session(cpus=1): pass"
-    subprocess.run([sys.executable, "-c", start], check=True, timeout=120)
-    assert list(Path("/tmp").glob(f"autods-ray.{scene.driver}-*")) == []
+    wait_for(lambda: not list(ROOT.glob(f"{PREFIX}{scene.driver}-*")), 60)
 
 
 @pytest.mark.parametrize(("command", "number"), [("plan", signal.SIGKILL), ("fit", signal.SIGINT)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -33,7 +35,17 @@ QUIET = {
 
 @contextlib.contextmanager
 def cluster(*cpus: int) -> Iterator[str]:
-    """Start a cluster of nodes with these numbers of CPUs; yield its address."""
+    """Start a cluster of nodes with these numbers of CPUs; yield its address.
+
+    Meanwhile its token is in the environment. One of the home folder may be open to others, and is refused.
+    """
+    token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with patch.dict(os.environ, token), _start_cluster(*cpus) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def _start_cluster(*cpus: int) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="ac-", dir="/tmp"))  # short: Ray puts sockets below it
     with open(folder / "said.txt", "wb") as said:
         process = subprocess.Popen(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from autods.runner.outcome import judge_trial
 from autods.runner.protocol import NodeReport, RankExit
 from autods.schema import read_as
+from autods.system import processes
 from autods.trial.job import RankJob
 from autods.types import Outcome, Phase, WorkloadSource
 
@@ -47,3 +50,9 @@ def report_of(*ranks: RankExit, **more: Any) -> NodeReport:
 def outcome(*ranks: RankExit) -> Outcome:
     """What a training job of these ranks comes to."""
     return judge_trial([report_of(*ranks)], JOB, wall_s=9.0, tokens_per_sample=None, host_bytes=None)
+
+
+def spare_present_children(patch: pytest.MonkeyPatch) -> None:
+    """Hide the present children of this process, such as a Ray for other tests: an agent ends all strays."""
+    present, list_all = set(processes.list_children()), processes.list_children
+    patch.setattr(processes, "list_children", lambda *pid: [child for child in list_all(*pid) if child not in present])

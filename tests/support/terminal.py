@@ -10,8 +10,8 @@ from autods.report import Report
 from autods.report.fit_view import print_fit
 
 
-def shown(report: Report, width: int) -> str:
+def shown(report: Report, width: int, *, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_fit(report, console)
+    print_fit(report, console, verbose=verbose)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -35,15 +35,15 @@ def test_a_ladder_may_be_a_list_or_text(model: str) -> None:
     assert settle(Path(model), ladder=["ddp", "zero3"], **asked) == line
 
 
-def test_an_empty_ladder_on_the_command_line_is_wrong_not_the_default(model: str) -> None:
-    with pytest.raises(autods.InputError, match="no rung ''"):
+def test_an_empty_ladder_is_wrong_not_the_default(model: str) -> None:
+    with pytest.raises(autods.InputError, match="--ladder is empty"):
         settle(model, ladder="", device="cpu", gpus=2)
 
 
 def test_a_workload_object_is_put_into_the_output_folder(model: str, tmp_path: Path) -> None:
     workload = autods.Workload(build_model=lambda: None, build_batch=lambda n: {})  # type: ignore[arg-type,return-value]
     settings = settle(workload, device="cpu", gpus=1, out=tmp_path / "out")
-    assert Path(settings.source.path).parent == tmp_path / "out"
+    assert Path(settings.source.path).parent == tmp_path / "out" / "workload"
 
 
 @pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"gpus": 0}, {"gpu_memory": "banana"}, {"precision": "int1"}])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from autods.errors import InputError
-from autods.journal import Journal, trial_key
-from autods.types import Action, Failed, Fit, Outcome, OutOfMemory, Record, Tier
+from autods.errors import EnvironmentBroken, InputError
+from autods.journal import Journal, TrialStore, trial_key
+from autods.types import Action, Failed, Fit, Outcome, OutOfMemory, Record, Tier, Trial
 from tests.support.journaled import FIT, TRIAL, record
 
 OUT_OF_MEMORY = OutOfMemory(
@@ -214,6 +214,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(journal: Journal
         (("record", "seconds"), None),
         (("record", "trial"), {}),
         (("record", "trial", "rung"), 5),
+        (("record", "trial", "rung"), "../../x"),
         (("record", "trial", "purpose"), "fun"),
         (("record", "trial", "limited"), 1),
         (("record", "trial", "knobs", "micro_batch"), 1.5),
@@ -257,7 +258,7 @@ def test_a_row_that_lacks_a_field_is_a_damaged_line(journal: Journal, path: str)
 
 def test_a_journal_that_is_a_folder_is_refused(journal: Journal) -> None:
     journal.path.mkdir()
-    assert "cannot be read: Is a directory" in refusal(journal)
+    assert "cannot be read: it is a folder" in refusal(journal)
 
 
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -295,15 +296,20 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_read_only_output_folder_is_refused(journal: Journal) -> None:
-    with mounted(journal.path.parent, "ro,size=64k"):
-        assert "cannot be written: Read-only file system" in refusal(journal)
+def test_a_read_only_disk_is_the_machines_fault(journal: Journal) -> None:
+    with (
+        mounted(journal.path.parent, "ro,size=64k"),
+        pytest.raises(EnvironmentBroken, match=r"cannot be written: Read-only file system\n  mount it for writing"),
+    ):
+        journal.open(fingerprint="q")
 
 
 def test_a_full_disk_is_said_and_leaves_whole_lines_only(journal: Journal) -> None:
     with mounted(journal.path.parent, "size=32k"):
         journal.open(fingerprint="q")
-        with pytest.raises(InputError, match=r"cannot be written: No space left on device[\s\S]*free some space"):
+        with pytest.raises(
+            EnvironmentBroken, match=r"cannot be written: No space left on device[\s\S]*free some space"
+        ):
             write_for_ever(journal)
         lines = journal.path.read_bytes().splitlines(keepends=True)
         assert lines[-1].endswith(b"}\n")
@@ -313,3 +319,17 @@ def test_a_full_disk_is_said_and_leaves_whole_lines_only(journal: Journal) -> No
 def write_for_ever(journal: Journal) -> None:
     for number in itertools.count():
         journal.write_record(record(trial=replace(TRIAL, repeat=number)))
+
+
+@pytest.mark.parametrize(("second", "action"), [("/m.py:3", "fix_code"), ("/m.py:4", "retry"), (None, "retry")])
+def test_only_a_second_hang_at_the_same_line_is_the_codes(journal: Journal, second: str | None, action: str) -> None:
+    places = iter(("/m.py:3", second))
+
+    def execute(trial: Trial, id: int) -> Record:
+        return record(replace(FAILED, hung_at=next(places)), trial)
+
+    store = TrialStore(journal, journal.open(fingerprint="q"), execute, lambda event: None)
+    first, again = store.run(TRIAL), store.run(replace(TRIAL, repeat=1))
+    assert isinstance(first.outcome, Failed)
+    assert isinstance(again.outcome, Failed)
+    assert (first.outcome.action, again.outcome.action) == ("retry", action)

@@ -8,24 +8,32 @@ import json
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import IO, TypeVar
 
 from ...errors import AutodsError
+from ...plain_text import clean
+from ...system import private, processes, stacks
+from ...system.processes import python_command
+from ...system.waiting import Loading, Wait, kept_running
 from ...types import Device, ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
 from .protocol import Failure, ModelRequest, Ready, Request, receive, send
 
+_PRIVATE = "autods-sim-"
+_NO_VARIABLES: Mapping[str, str] = {}
+LIMIT_S = 900.0  # of loading, and of one simulation; a workload's own code may read data from a slow file system
 _GONE_S = 5.0  # the longest that killed engines take to end, on a very busy machine
+_POLL_MS = 250
+_LONGER = "mend it; where it was only slow, a longer --stall-limit allows more"
 _Answer = TypeVar("_Answer", Ready, ModelFacts, Simulation)
 
 
@@ -35,11 +43,12 @@ class SimulationFailed(AutodsError):
     `kind` is one of these words:
 
     `no_compiler`, `build_failed`: the simulated device cannot be built.
+    `environment`: torch or DeepSpeed cannot be imported.
     `user_code`: the workload raised an exception.
     `data_dependent`: shapes depend on values.
     `unsupported`: an operator has no fake implementation.
     `engine`: DeepSpeed refused the config.
-    `stuck`: a script did not reach its second step.
+    `stuck`: the user's code did not come back, or a script did not reach its second step.
     `crashed`: the process died.
     """
 
@@ -50,10 +59,12 @@ class SimulationFailed(AutodsError):
 
 
 class SimulatedEngine:
-    """A running engine in a separate process."""
+    """A running engine in a separate process. `wait_for` waits until its connection has something to read."""
 
-    def __init__(self, connection: socket.socket, log: IO[bytes]) -> None:
-        self._connection, self._log = connection, log
+    def __init__(
+        self, connection: socket.socket, log: IO[bytes], wait_for: Callable[[socket.socket], None] = lambda end: None
+    ) -> None:
+        self._connection, self._log, self._wait_for = connection, log, wait_for
         self._answers = receive(connection)
 
     def measure(self, micro_batch: int) -> Simulation:
@@ -66,6 +77,7 @@ class SimulatedEngine:
 
     def receive(self, kind: type[_Answer]) -> _Answer:
         """The process's next answer. Raises SimulationFailed."""
+        self._wait_for(self._connection)
         return _check(next(self._answers, None), kind, self._log)
 
     def close(self) -> None:
@@ -81,10 +93,20 @@ class Simulator(values.Simulator):
     """The simulated device for one workload: a prepared process that forks engines, started when first needed.
 
     At most `processes` engines live at a time. All processes are gone when the block ends. Thread-safe.
+    `limit_s` is the longest that loading or one simulation may take. `report` gets sentences about long waits, from any
+    thread. `variables` are for the environment of the processes.
     """
 
-    def __init__(self, source: WorkloadSource, *, processes: int = 2) -> None:
-        self._source = source
+    def __init__(
+        self,
+        source: WorkloadSource,
+        *,
+        processes: int = 2,
+        limit_s: float = LIMIT_S,
+        report: Callable[[str], None] = lambda text: None,
+        variables: Mapping[str, str] = _NO_VARIABLES,
+    ) -> None:
+        self._source, self._limit_s, self._report, self._variables = source, limit_s, report, variables
         self._free = threading.BoundedSemaphore(processes)
         self._lock = threading.Lock()
         self._workers: dict[Device, _Worker] = {}
@@ -120,41 +142,61 @@ class Simulator(values.Simulator):
                 raise self._stuck
             with self._lock:
                 if device not in self._workers:
-                    self._workers[device] = _Worker(self._source, device)
+                    self._workers[device] = _Worker(self._source, device, self._limit_s, self._report, self._variables)
                 worker = self._workers[device]
-            worker.wait_ready()  # outside the lock, so that another thread can stop it meanwhile
-            driver_end, engine_end = socket.socketpair()
-            engine = SimulatedEngine(driver_end, worker.log)
-            try:
-                worker.fork(request, engine_end)
-                yield engine
-            except SimulationFailed as failed:
-                if failed.kind == "stuck":
-                    self._stuck = failed
-                raise
-            finally:
-                engine.close()
+            with self._remember_stuck():
+                worker.wait_ready()  # outside the lock, so that another thread can stop it meanwhile
+                driver_end, engine_end = socket.socketpair()
+                engine = SimulatedEngine(driver_end, worker.log, worker.wait_for)
+                try:
+                    worker.fork(request, engine_end)
+                    yield engine
+                finally:
+                    engine.close()
+
+    @contextlib.contextmanager
+    def _remember_stuck(self) -> Iterator[None]:
+        try:
+            yield
+        except SimulationFailed as failed:
+            if failed.kind == "stuck":
+                self._stuck = failed
+            raise
 
 
 class _Worker:
     """The prepared process of one device; it needs some ten seconds of imports until it is ready."""
 
-    def __init__(self, source: WorkloadSource, device: Device) -> None:
+    def __init__(
+        self,
+        source: WorkloadSource,
+        device: Device,
+        limit_s: float,
+        report: Callable[[str], None],
+        variables: Mapping[str, str],
+    ) -> None:
+        self._limit_s, self._report = limit_s, report
+        self._late: SimulationFailed | None = None  # it did not load in time
         self.log: IO[bytes] = tempfile.TemporaryFile()
-        self._scratch = tempfile.mkdtemp(prefix="autods-simulated-")  # the worker removes it if we cannot
+        private.remove_abandoned(_PRIVATE)
+        self._scratch = private.make_folder(_PRIVATE, variables.get("TMPDIR"))  # the worker removes it if we cannot
         self._socket, worker_end = socket.socketpair()
         self._lock = threading.Lock()
         # Engines inherit the write end, which closes with the last of them.
         self._engines_gone, inherited = os.pipe()
-        command = [sys.executable, "-W", "ignore", "-m", __name__.rpartition(".")[0] + ".worker"]
-        arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), self._scratch]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # as we import
+        python, *module = python_command(__name__.rpartition(".")[0] + ".worker")
+        command = [python, "-W", "ignore", *module]
+        arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), str(self._scratch.path)]
+        folders = [*(path for path in sys.path if path), os.getcwd()]  # as we import; the user's folder comes last
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **variables}
         self._process = subprocess.Popen(
             command + arguments, pass_fds=[worker_end.fileno(), inherited], env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         worker_end.close()
         os.close(inherited)
+        self._kept = contextlib.ExitStack()
+        self._kept.enter_context(kept_running(lambda: processes.list_session(self._process.pid), report))
 
     @functools.cached_property
     def _first_answer(self) -> object:
@@ -163,7 +205,51 @@ class _Worker:
     def wait_ready(self) -> None:
         """Wait until it is prepared. Raises SimulationFailed, at each call, if that failed."""
         with self._lock:
+            if self._late is not None:
+                raise self._late
+            if "_first_answer" not in self.__dict__:
+                try:
+                    self.wait_for(self._socket)
+                except SimulationFailed as failed:
+                    self._late = failed
+                    raise
             _check(self._first_answer, Ready, self.log)
+
+    def wait_for(self, connection: socket.socket) -> None:
+        """Wait until the other end has sent something or is gone, and report long waits.
+
+        Raises SimulationFailed when that takes too long, with the user's line where it is.
+        """
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        loads = connection is self._socket
+        pid, limit_s = self._process.pid, self._limit_s
+        wait = Loading.of(pid, limit_s, self._report_wait) if loads else Wait(limit_s, self._report_wait)
+        while not poll.poll(_POLL_MS):
+            if wait.is_over():
+                raise self._explain_wait()
+
+    def _report_wait(self, waited_s: float) -> None:
+        pid, stack = self._find_stack()
+        self._report(f"the simulation has not answered for {waited_s:.0f} s: {stacks.describe_place(pid, stack)}")
+
+    def _explain_wait(self) -> SimulationFailed:
+        """The error after too long a wait: of the user's code if it is there, else of the machine."""
+        pid, stack = self._find_stack()
+        late, frame = f"has not come back for {self._limit_s:.0f} s", stacks.find_user_frame(stack)
+        if frame is None:
+            problem = f"the simulation {late}: {stacks.describe_place(pid, stack)}"
+            return SimulationFailed(kind="crashed", problem=problem, hint=_LONGER)
+        problem = f"{frame.function} {late}, in a simulation"
+        return SimulationFailed(kind="stuck", problem=problem, place=str(frame), hint=_LONGER)
+
+    def _find_stack(self) -> tuple[int, tuple[stacks.Frame, ...]]:
+        """The newest process that is in the user's code, and its stack; else the one that loads."""
+        pids = [pid for pid in processes.list_session(self._process.pid) if pid != self._process.pid]
+        for pid in reversed(pids):
+            if stacks.find_user_frame(stack := stacks.read_stack(pid, self.log.fileno())):
+                return pid, stack
+        return self._process.pid, stacks.read_stack(self._process.pid, self.log.fileno())
 
     def fork(self, request: Request, connection: socket.socket) -> None:
         """Fork a process for the request, which speaks on that socket."""
@@ -174,13 +260,16 @@ class _Worker:
         """Kill it with its engines, which are in its session and process group, and wait until they are gone."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._kept.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a file system that does not answer
+            self._process.wait(_GONE_S)
         poll = select.poll()
         poll.register(self._engines_gone, select.POLLIN)
         poll.poll(_GONE_S * 1000)
         os.close(self._engines_gone)
         self._socket.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self.log.close()
+        self._scratch.remove()
 
 
 def _check(answer: object, kind: type[_Answer], log: IO[bytes]) -> _Answer:
@@ -188,10 +277,16 @@ def _check(answer: object, kind: type[_Answer], log: IO[bytes]) -> _Answer:
     if isinstance(answer, Failure):
         raise SimulationFailed(**asdict(answer))
     if answer is None:
-        size = os.fstat(log.fileno()).st_size
-        lines = os.pread(log.fileno(), 20_000, max(0, size - 20_000)).decode(errors="replace").strip().splitlines()
+        text = ""
+        with contextlib.suppress(ValueError):  # it is closed: the simulator was ended by another thread
+            size = os.fstat(log.fileno()).st_size
+            text = clean(os.pread(log.fileno(), 20_000, max(0, size - 20_000)).decode(errors="replace"))
+        lines = text.strip().splitlines()
         fatal = [line for line in lines if line.startswith("Fatal Python error")]
         last = (fatal or lines or ["it said nothing"])[-1]
+        if fatal and (frame := stacks.find_crash(text)) is not None:
+            hint = "this line, or a library in C that it calls, ended the process"
+            raise SimulationFailed(kind="user_code", problem=last, place=str(frame), hint=hint)
         raise SimulationFailed(kind="crashed", problem=f"the simulation's process died: {last}")
     assert isinstance(answer, kind), f"expected {kind.__name__}, got {type(answer).__name__}"
     return answer

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...plain_text import read_text
 from .ledger import PINNED, Ledger
 from .padding import Masks
 from .shape_cache import ShapeCache
@@ -212,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             returns = [str(result.type) for result in func._schema.returns]
             first = next((value for value in args if isinstance(value, FakeTensor)), None)
             unsupported = "Unsupported" in type(error).__name__ or any(
-                part in str(error) for part in ("no fake impl", "meta kernel", "'Meta' backend")
+                part in read_text(error) for part in ("no fake impl", "meta kernel", "'Meta' backend")
             )
             if not unsupported or returns != ["Tensor"] or first is None:
                 raise

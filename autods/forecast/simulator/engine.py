@@ -69,6 +69,13 @@ class BuiltModel:
             except BaseException as error:
                 self.error = error
 
+    @classmethod
+    def failed(cls, error: BaseException) -> BuiltModel:
+        """A model whose building ended with that error."""
+        model = cls.__new__(cls)
+        model.error, model.module = error, None
+        return model
+
 
 class Engine:
     """One DeepSpeed engine, in a separate process. It builds the model, unless it gets a built one."""

@@ -13,10 +13,14 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from ...errors import EnvironmentBroken
+from ...system import private
 from ...system.host import cache_folder
+from ...system.limits import check_space
 from .protocol import Refused
 
 _SOURCE = Path(__file__).with_name("simcuda.cpp")
+_BUILD_BYTES = 2**20  # the library has a tenth of it
 
 
 def load() -> ctypes.CDLL:
@@ -24,9 +28,19 @@ def load() -> ctypes.CDLL:
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device must be loaded before torch")
     path = library_path()
+    _check_is_ours(path.parent)
     if not path.exists():
-        build(path)
+        with private.writing_for_us_alone():
+            build(path)
+    _check_is_ours(path)
     return ctypes.CDLL(str(path))
+
+
+def _check_is_ours(path: Path) -> None:
+    """Raises Refused where another user can have written there."""
+    if path.exists() and (danger := private.find_danger(path)) is not None:
+        error = private.make_error(danger)
+        raise Refused("build_failed", error.problem, error.hint)
 
 
 def library_path() -> Path:
@@ -43,6 +57,8 @@ def compiler() -> str | None:
 
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
+    if spec is not None and not spec.submodule_search_locations:
+        raise Refused("environment", f"{spec.origin}: it hides the module torch", "rename it")
     if spec is None or not spec.submodule_search_locations:
         raise Refused("build_failed", "torch is not installed", "pip install torch")
     return Path(spec.submodule_search_locations[0])
@@ -64,8 +80,17 @@ def build(path: Path) -> None:
         f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include",
         f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib",
     ]  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(path.parent, _BUILD_BYTES, "the build of the simulated GPU")
+        lock = open(path.with_suffix(".lock"), "w")
+    except OSError as error:
+        problem = f"{path.parent}: cannot be written: {error.strerror}"
+        raise Refused("build_failed", problem, "set AUTODS_CACHE to a folder that can") from None
+    except EnvironmentBroken as error:
+        problem, _, hint = str(error).partition("\n  ")
+        raise Refused("build_failed", problem, f"{hint}, also with AUTODS_CACHE in another folder") from None
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; the kernel frees the lock of one that is killed
         if path.exists():
             return

@@ -9,8 +9,10 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...plain_text import clean, read_text
 from ...trial.patching import SymbolMissing
 from ...types import ModelFacts
+from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
 
 
@@ -68,7 +70,7 @@ def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = str(error).lower()
+        message = read_text(error).lower()
         name = (config.get("optimizer") or {}).get("type")
         optimizer = f"the optimizer {name}" if name else "the optimizer of build_optimizer"
         for error_type, part, kind, problem, hint in (
@@ -103,10 +105,12 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     if isinstance(error, Refused):
         return Failure(kind=error.kind, problem=error.problem, hint=error.hint)
     if isinstance(error, SymbolMissing):
-        problem, _, advice = str(error).partition("\n")
+        problem, _, advice = read_text(error).partition("\n")
         return Failure(kind="engine", problem=problem, hint=advice.strip())
     from ...trial.job import describe_error
 
+    if isinstance(error, WorkloadError) and error.place:
+        return Failure(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
     described = describe_error(error, user_file)
     types, message = described["types"], " ".join(str(described["message"]).split())[:500]
     place = described["user_frame"]
@@ -117,4 +121,7 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
         kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
     elif "UnsupportedOperatorException" in types:
         kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
-    return Failure(kind=kind, problem=f"{types[0]}: {message}", place=place, hint=hint)
+    problem = f"{types[0]}: {message}" if message else types[0]
+    if "SystemExit" in types:
+        problem, hint = f"sys.exit({message}) was called", "a workload must not leave the process"
+    return Failure(kind=kind, problem=problem, place=place, hint=hint)

@@ -15,17 +15,17 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
-from ...system import processes
+from ...system import processes, stacks
 from ...trial.job import RankJob
+from ...trial.memory import Meter
 from ...trial.script.run import run
 from ...trial.script.session import Session
-from ...trial.script.user_errors import find_raiser
+from ...trial.user_frames import find_raiser
 from ...types import ModelFacts, Phase, Steps, WorkloadSource
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, ForecastPhase, Simulation
@@ -73,14 +73,15 @@ def answer_requests(
             _ScriptRun(connection, context, source, folder, spec, micro_batch, only_looks).run()
         pidfd = os.pidfd_open(pid)
         in_time = bool(select.select([pidfd], [], [], _LIMIT_S)[0])
+        frame = None
         if not in_time:
+            frame = stacks.find_user_frame(stacks.read_stack(pid, sys.stderr.fileno()))
             os.kill(pid, signal.SIGKILL)
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        processes.unlink_temporary([pid])
         if not in_time:
             problem = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
-            send(connection, Failure(kind="stuck", problem=problem, place=source.path, hint=_HINT))
+            send(connection, Failure(kind="stuck", problem=problem, place=str(frame or source.path), hint=_HINT))
             return
         if code != _ANSWERED:  # the next request is another run, and may succeed
             ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it left with exit code {code}"
@@ -114,9 +115,8 @@ class _ScriptRun:
     def __post_init__(self) -> None:
         self._began = time.perf_counter()
         self._hangup = contextlib.ExitStack()
-        # A trial's observer has these, which the session reads; a simulation measures nothing by them.
-        self.meter = types.SimpleNamespace(peaks=dict, synchronize=lambda: None, held_bytes=lambda: 0)
-        self.training_peaks: dict[str, int] = {}
+        self.meter = _NoMeter()
+        self.training_peaks: dict[str, int] = {}  # as a trial's observer has them
 
     def run(self) -> NoReturn:
         """Run the script, send its result, and end this process."""
@@ -143,6 +143,7 @@ class _ScriptRun:
             device=self.spec.device,
             folder=self.scratch,
             scratch=self.scratch,
+            private=self.scratch,
             world_size=self.spec.world_size,
             ds_config=config,
             micro_batch=self.micro_batch,
@@ -175,6 +176,13 @@ class _ScriptRun:
             send(self.connection, self.result)
         sys.stderr.flush()
         os._exit(_ANSWERED)
+
+
+class _NoMeter(Meter):
+    """Measures nothing: the ledger has the memory of a simulation."""
+
+    def peaks(self) -> dict[str, int | None]:
+        return {}
 
 
 class _SimulatedSession(Session):

@@ -21,12 +21,15 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from os import _exit  # the workload may replace it
 from typing import TYPE_CHECKING, NoReturn
 
-from ...system import processes
+from ...system import processes, stacks
+from ...system.hidden_modules import describe_failed_import
+from ...trial.patching import SymbolMissing
 from ...types import Device, WorkloadSource
 from ..values import EngineSpec
-from .protocol import Answer, Ready, Request, failure_of, receive, send
+from .protocol import Answer, Ready, Refused, Request, failure_of, receive, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
@@ -50,11 +53,16 @@ def main(argv: list[str]) -> None:
     """Serve until the client is gone."""
     client, device = socket.socket(fileno=int(argv[0])), argv[1]
     source, scratch = WorkloadSource(**json.loads(argv[2])), argv[3]
+    stacks.answer_requests()  # the client asks where a long simulation is
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C, and closes the socket
+    pid = os.getpid()
+    faulthandler.enable()
     try:
         with processes.die_with_peer(client):
-            prepared = _prepare("cpu" if device == "cpu" else "cuda", source, scratch)
+            prepared = _prepare("cpu" if device == "cpu" else "cuda", source, scratch, client)
     except BaseException as error:
+        if os.getpid() != pid:  # a process that the workload forked
+            _exit(1)
         send(client, failure_of(error, source.path))
         return
     send(client, Ready())
@@ -62,9 +70,36 @@ def main(argv: list[str]) -> None:
     shutil.rmtree(scratch, ignore_errors=True)  # for a client that was killed
 
 
-def _prepare(device: Device, source: WorkloadSource, scratch: str) -> _Prepared:
+def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socket.socket) -> _Prepared:
     gc.disable()  # nearly all objects that imports make stay alive
     os.environ.update(DS_ACCELERATOR=device, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
+    try:
+        _import_libraries(device)
+    except (Refused, SymbolMissing):
+        raise
+    except Exception as error:  # nothing of the user's was imported on purpose so far
+        problem, _, hint = describe_failed_import(error).partition("\n  ")
+        raise Refused("environment", problem, hint) from error
+    from ...trial import preload
+    from ...trial.abrupt_ends import watching
+    from ...workload.load import load
+    from .engine import SimulationContext
+
+    context = SimulationContext(cpu=device == "cpu")
+    workload = None
+    if source.kind == "script":
+        preload.preload_script(source)
+    else:
+        with watching(lambda error: send(client, failure_of(error, source.path))) as watch:
+            workload = load(source)
+            watch.check()
+    gc.enable()
+    preload.freeze()
+    return _Prepared(context, source, scratch, workload)
+
+
+def _import_libraries(device: Device) -> None:
+    """Import torch and DeepSpeed, with the simulated GPU below them where that is asked for."""
     if device == "cuda":
         from .gpu_library import load as load_library
 
@@ -77,18 +112,6 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str) -> _Prepared:
 
     with no_gpu_visible() if device == "cuda" else contextlib.nullcontext():
         preload.preload()
-    from ...workload.load import load
-    from .engine import SimulationContext
-
-    context = SimulationContext(cpu=device == "cpu")
-    workload = None
-    if source.kind == "script":
-        preload.preload_script(source)
-    else:
-        workload = load(source)
-    gc.enable()
-    preload.freeze()
-    return _Prepared(context, source, scratch, workload)
 
 
 def _serve(client: socket.socket, prepared: _Prepared) -> None:
@@ -165,17 +188,41 @@ def _build_and_serve(client: socket.socket, spec: EngineSpec, prepared: _Prepare
     """The life of a child that builds the model which engines share, and forks them."""
     faulthandler.enable()
     from ...trial import preload
+    from ...trial.abrupt_ends import watching
     from .engine import BuiltModel
+
+    def serve(model: BuiltModel) -> None:
+        try:
+            preload.freeze()
+            _serve(client, replace(prepared, model=model))
+        except BaseException:
+            traceback.print_exc()
+        _end()
+
+    pid = os.getpid()
+
+    def fail(error: BaseException) -> None:
+        if os.getpid() != pid:  # a process that the workload forked: it takes over
+            os.kill(pid, signal.SIGKILL)
+        serve(BuiltModel.failed(error))
 
     try:
         assert prepared.workload is not None
-        model = BuiltModel(prepared.context, prepared.workload, spec)
-        preload.freeze()
-        _serve(client, replace(prepared, model=model))
+        with watching(fail) as watch:
+            model = BuiltModel(prepared.context, prepared.workload, spec)
+            watch.check()
     except BaseException:
         traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(0)
+        _end()
+    serve(model)
+    _end()
+
+
+def _end() -> NoReturn:
+    """End this process without its parent's buffers and clean-ups. The workload may have replaced the streams."""
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    _exit(0)
 
 
 def _answer_requests(connection: socket.socket, request: Request, prepared: _Prepared) -> NoReturn:
@@ -200,17 +247,26 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
                 _answer(connection, source, lambda: look_at_model(context, workload))
         except BaseException:
             traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(0)
+    _end()
 
 
 def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
     """Do the work and send its result, or the failure; whether it went well."""
+    from ...trial.abrupt_ends import watching
+
+    pid = os.getpid()
     try:
-        with processes.die_with_peer(connection):
+        with (
+            processes.die_with_peer(connection),
+            watching(lambda error: send(connection, failure_of(error, source.path))) as watch,
+        ):
             result = work()
+            watch.check()
     except BaseException as error:
-        traceback.print_exc()
+        if os.getpid() != pid:  # a process that the workload forked
+            _exit(1)
+        with contextlib.suppress(Exception):  # its methods are the workload's
+            traceback.print_exc()
         send(connection, failure_of(error, source.path))
         return False
     send(connection, result)

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..distributed import serve_store
+from ..distributed import choose_store
 from ..job import RankJob
 from ..patching import declare, declare_all
-from .user_errors import find_caller, script_error
+from ..user_frames import find_caller
+from .user_errors import script_error
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 _BACKENDS = declare_all("torch.distributed", ("init_process_group", "new_group"), "CPU ranks use gloo for nccl")
@@ -31,8 +32,7 @@ _PARSER_ERROR = declare("argparse.ArgumentParser.error", "a refused command line
 
 def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: list[str]) -> None:
     """Prepare this process for a script. `stand_ins` collects its uses of GPUs that a CPU rank does without."""
-    if store is not None and job.local_ranks[slot] == 0:
-        serve_store(store)
+    choose_store(job, store)
     if job.device == "cpu":
         for patch in _BACKENDS.values():
             patch.wrap(_replace_nccl, stand_ins, everywhere=True)

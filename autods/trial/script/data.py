@@ -9,7 +9,8 @@ from typing import Any
 
 from ..model_facts import seed_all, text_shapes
 from ..patching import declare
-from .user_errors import Place, find_caller, script_error
+from ..user_frames import Place, find_caller
+from .user_errors import script_error
 
 _LOADER = declare(
     "torch.utils.data.DataLoader.__init__", "the line that makes a loader is named when its size is wrong"

@@ -16,9 +16,10 @@ from ...types import Phase
 from .. import pipeline
 from ..model_facts import count_parameters
 from ..patching import declare
+from ..user_frames import Place, find_caller
 from .engine_config import read_config
 from .session import Session
-from .user_errors import Place, find_caller, script_error
+from .user_errors import script_error
 
 _INITIALIZE = declare("deepspeed.initialize", "the engine gets the trial's config and is watched")
 _ZERO_INIT = declare(

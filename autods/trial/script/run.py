@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ...types import WorkloadSource
 from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
+from ..abrupt_ends import watching
 from ..job import RankJob
 from . import cpu_ranks, engine_hooks, sandbox
 from .session import Enough, Session
@@ -50,8 +51,14 @@ def run(
     prepare_process(job, slot, session.config.file)
     observer("build", 0)
     failure: BaseException | None = None
+
+    def end_abruptly(error: BaseException) -> NoReturn:
+        cause = session.failure or error  # a script that has trained enough may leave as it likes
+        leave(session.result() if session.ended else explain(cause, job.device))
+
     try:
-        run_as_main(job.source)
+        with watching(end_abruptly):
+            run_as_main(job.source)
     except Enough:
         pass
     except BaseException as error:

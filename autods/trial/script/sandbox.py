@@ -18,7 +18,6 @@ from typing import Any
 
 from ...system.host import cache_folder
 from ...system.landlock import confine_writes
-from ...system.processes import temporary_folder
 from ..job import RankJob
 from ..patching import declare, declare_all
 from .data import iter_tensors
@@ -76,10 +75,8 @@ def install(session: Session) -> Overlay:
     initialised before, if it is needed: its setuid helper nvidia-modprobe gains no privileges any more.
     """
     scratch = Path(session.job.scratch)
-    temporary, link = scratch / "tmp", temporary_folder(os.getpid())
+    temporary, link = scratch / "tmp", Path(session.job.private) / f"tmp{session.ranks.rank}"
     temporary.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError):
-        link.unlink()
     link.symlink_to(temporary)  # short: DataLoader workers make sockets in it, whose paths have at most 107 characters
     tempfile.tempdir = str(link)
     os.environ.update(_TRACKERS_OFF, TMPDIR=str(link), MLFLOW_TRACKING_URI=f"file:{scratch / 'mlruns'}")
@@ -88,7 +85,7 @@ def install(session: Session) -> Overlay:
     for patch in _FILE_SAVES:
         with contextlib.suppress(ImportError):  # safetensors may be missing
             patch.wrap(_skip_large_file, session, everywhere=True)
-    free = tuple(list_free_folders(session.job, str(link)))
+    free = tuple(list_free_folders(session.job))
     session.writes_confined = confine_writes(free)
     # A rank of another node reads what rank 0 wrote into a folder of the cluster, such as prepared data.
     overlay = Overlay(session.job.shared_folder / "written", free)
@@ -101,7 +98,7 @@ def install(session: Session) -> Overlay:
     return overlay
 
 
-def list_free_folders(job: RankJob, link: str) -> Iterator[str]:
+def list_free_folders(job: RankJob) -> Iterator[str]:
     """The folders in which a script may write, each also by its real path: the trial's own, caches, and the system's.
 
     Missing caches are made: where the kernel refuses writes, nobody could make them later. Links in them count as well.
@@ -119,7 +116,7 @@ def list_free_folders(job: RankJob, link: str) -> Iterator[str]:
     places = ("*", "huggingface/*", "torch/*")
     below = [str(path) for folder in caches for place in places for path in Path(folder).glob(place)]
     given = filter(None, os.environ.get(WRITABLE, "").split(os.pathsep))
-    trials = (job.scratch, job.folder, str(job.shared_folder), job.swap, link)
+    trials = (job.scratch, job.folder, str(job.shared_folder), job.swap, job.private)
     system = ("/dev", "/proc", "/sys", sys.prefix)
     for path in filter(None, (*trials, *caches, *filter(os.path.islink, below), *given, *system)):
         yield path

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import linecache
 import os
 import re
 import subprocess
 import sys
-import sysconfig
-import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from ...plain_text import read_text
 from ...types import Device
 from ...workload.protocol import WorkloadError
+from ..user_frames import Place, find_caller, find_raiser
 
-_LIBRARY_FOLDERS = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-_AUTODS = str(Path(__file__).parents[2])
 # Messages of torch and other libraries on a machine without CUDA.
 _NO_CUDA = re.compile(
     r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|_cuda_|CUDA driver initialization|invalid device ordinal"
@@ -34,48 +27,6 @@ WRITABLE = "AUTODS_WRITABLE"  # a variable with further folders in which the use
 _REFUSED = re.compile(r"permission denied|os error 13\b|errno[ =:]*13\b", re.IGNORECASE)
 _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|required)\b", re.IGNORECASE)
 _LOG_BYTES, _LOG_LINES, _QUOTED_CHARS = 4096, 12, 200  # what is read and quoted of the end of a log
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A line of a file, with its source text."""
-
-    file: str
-    line: int
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-def library_folders(search_path: Iterable[str]) -> tuple[str, ...]:
-    """The folders of the search path that hold installed packages, each with a separator at its end.
-
-    `pip install --user` and `--target` install into other folders than the interpreter's own.
-    """
-    others = {folder for folder in search_path if folder and next(Path(folder).glob("*.dist-info"), None) is not None}
-    return tuple(os.path.join(folder, "") for folder in sorted(_LIBRARY_FOLDERS | others))
-
-
-_NOT_THE_USERS = (*library_folders(sys.path), _AUTODS, "<")
-
-
-def find_caller() -> Place | None:
-    """The innermost line of the user's files on the current stack, or None."""
-    return _first_of_user(traceback.walk_stack(sys._getframe(1)))
-
-
-def find_raiser(error: BaseException) -> Place | None:
-    """The innermost line of the user's files in the traceback, or None."""
-    return _first_of_user(reversed(list(traceback.walk_tb(error.__traceback__))))
-
-
-def _first_of_user(frames: Iterable[tuple[FrameType, int]]) -> Place | None:
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS):
-            return Place(file, line, linecache.getline(file, line).strip())
-    return None
 
 
 def script_error(problem: str, *, hint: str, at: Place | None = None) -> WorkloadError:
@@ -101,13 +52,13 @@ def explain(error: BaseException, device: Device, *, writes_confined: bool = Fal
     code = "" if place is None else place.code
     divides_by_gpus = isinstance(error, ZeroDivisionError) and "device_count" in code
     match error:
-        case Exception() if device == "cpu" and (divides_by_gpus or _NO_CUDA.search(str(error))):
-            problem = f"needs CUDA, and --device cpu has none: {str(error).splitlines()[0]}"
+        case Exception() if device == "cpu" and (divides_by_gpus or _NO_CUDA.search(read_text(error))):
+            problem = f"needs CUDA, and --device cpu has none: {(read_text(error).splitlines() or [''])[0]}"
             hint = "use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda"
         case Exception() if writes_confined and (line := _find_refusal(error)):
             problem = f"it may write only in the trial's own folders and in caches: {line}"
             hint = f"leave this write out of a trial, or allow folders: {WRITABLE}=FOLDER:FOLDER autods …"
-        case EOFError() | ValueError() if "EOF when reading a line" in str(error) or "sys.stdin" in code:
+        case EOFError() | ValueError() if "EOF when reading a line" in read_text(error) or "sys.stdin" in code:
             # Standard input is empty. The script reads it directly, or through a parser of JSON or YAML.
             problem = "it waits for input, and a trial has no terminal"
             hint = "give it the answer as an argument, or in a file"
@@ -117,10 +68,10 @@ def explain(error: BaseException, device: Device, *, writes_confined: bool = Fal
             problem = f"it needs {name}, which is not installed here"
             hint = f"install it into the Python that autods runs in, {sys.executable}"
         case SystemExit():
-            problem = f"it left with the message: {error.code}"
+            problem = f"it left with the message: {read_text(error.code)}"
             if isinstance(error.code, int):
                 line = last_log_line()
-                problem = f"it left with exit code {error.code}" + (
+                problem = f"it left with exit code {read_text(error.code)}" + (
                     f"; the last line of its log: {line}" if line else ""
                 )
             hint = "its log may show the reason, above the end"
@@ -131,7 +82,7 @@ def explain(error: BaseException, device: Device, *, writes_confined: bool = Fal
 
 def _find_refusal(error: BaseException) -> str | None:
     """The line of an error, or of the output of a program that failed, which tells that permission was denied."""
-    texts = [str(error)]
+    texts = [read_text(error)]
     if isinstance(error, subprocess.CalledProcessError):
         output = error.stderr or error.output or ""
         texts += [output.decode(errors="replace") if isinstance(output, bytes) else str(output), last_log_line()]
@@ -145,16 +96,16 @@ def _explain_import(error: ImportError) -> tuple[str, str] | None:
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
     if cause is not None:
-        reason = str(cause).strip().partition("\n")[0]
-        problem = f"{str(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {reason}"
+        reason = read_text(cause).strip().partition("\n")[0]
+        problem = f"{read_text(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {reason}"
         hint = f"the packages in {sys.executable} do not fit together: reinstall that one, or take another version"
         return problem, hint
     package, _, submodule = (error.name or "").partition(".")
-    if package and (submodule or "cannot import name" in str(error)):
+    if package and (submodule or "cannot import name" in read_text(error)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
             hint = f"{package} {version} is installed here: the script was written for another version of it"
-            return str(error).partition(" (")[0], hint
+            return read_text(error).partition(" (")[0], hint
     return None
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import torch
@@ -118,8 +119,29 @@ def strays():
     return [int(pid) for pid in said.split()]
 
 
+def pools():
+    """Processes and shared memory of every kind: a pool, shared tensors, a segment that nobody unlinks, strays."""
+    _KEPT.append(torch.multiprocessing.get_context("fork").Pool(2))
+    _KEPT.append(torch.multiprocessing.get_context("spawn").Semaphore())
+    _KEPT.append([torch.ones(1000).share_memory_() for _ in range(3)])
+    _KEPT.append(SharedMemory(create=True, size=4096))
+    strays()
+
+
 def signal_self(number):
     return lambda: os.kill(os.getpid(), number)
+
+
+def signal_from_outside(number):
+    """Another process sends it, as a person or the kernel would."""
+
+    def strike():
+        if os.fork() == 0:
+            os.kill(os.getppid(), number)
+            os._exit(0)
+        hang()
+
+    return strike
 
 
 def throw():
@@ -184,11 +206,14 @@ def wrong_shape():
     torch.ones(3, 4) @ torch.ones(5, 6)
 
 
+_KEPT = []
 FAULTS = {
-    "SIGKILL": signal_self(signal.SIGKILL),
+    "pools": lambda: (pools(), throw()),
+    "pools and hang": lambda: (pools(), hang()),
+    "SIGKILL": signal_from_outside(signal.SIGKILL),
     "SIGSEGV": signal_self(signal.SIGSEGV),
     "SIGABRT": signal_self(signal.SIGABRT),
-    "SIGSTOP": signal_self(signal.SIGSTOP),
+    "SIGSTOP": signal_from_outside(signal.SIGSTOP),
     "os._exit(0)": lambda: os._exit(0),
     "exception": throw,
     "strays": throw,

@@ -292,7 +292,7 @@ def test_context_and_nccl_are_held_against_the_forecasts_constants() -> None:
     assert "not_asked" in gpu_questions.ask("beside", ScriptedBench())
 
 
-def test_an_emulated_card_has_to_hold_its_trial_and_refuse_a_larger_one() -> None:
+def test_an_emulated_card_fits_its_trial_and_no_larger_one() -> None:
     answer = gpu_questions.ask("limit", ScriptedBench())
     assert answer["holds"] is True
     assert answer["tight"]["kind"] == "out_of_memory"

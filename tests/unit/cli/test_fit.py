@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from io import BufferedWriter, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from autods.api import UseCase
 from autods.cli import ending
 from autods.cli.commands import DifferenceFromFirst
 from autods.cli.main import main
+from autods.cli.streams import Output
 from autods.config.settings import Settings, resolve_fit
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
@@ -195,14 +197,28 @@ def test_an_interrupt_names_the_best_config_that_was_found_so_far(
     assert f"the best config so far, not certified: {tmp_path}/ds_config_so_far.json\n" in capsys.readouterr().err
 
 
-def test_sigterm_is_a_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+def signalled(number: signal.Signals) -> Fake:
     def end() -> Report:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         return fitting_report()
 
-    before = signal.getsignal(signal.SIGTERM)
-    assert Fake(end)(*CPU) == 130
-    assert signal.getsignal(signal.SIGTERM) is before
+    return Fake(end)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_a_signal_to_end_is_a_ctrl_c(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    assert signalled(number)(*CPU) == 130
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_the_caller_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert signalled(signal.SIGHUP)(*CPU) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_internal_error_exits_3_and_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,26 +301,14 @@ def test_help_names_every_option_with_examples(
     assert "autods fit model.py --gpus 8" in text
 
 
-def test_a_reader_that_leaves_early_does_not_fail_a_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with open(tmp_path / "stdout", "w") as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr(
-            "autods.cli.commands.print_fit", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None)
-        )
-        assert Fake(lambda: replace(fitting_report(), seconds=1.0))(*CPU) == 0
-
-
-def test_output_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    full = tmp_path / "full"
-    full.write_text("")
-    with pytest.MonkeyPatch.context() as patch, open(full, "w") as stdout:
-        patch.setattr("sys.stdout", stdout)
-        patch.setattr(
-            "autods.cli.commands.print_fit",
-            lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")).send(None),
-        )
-        assert Fake(fitting_report)(*CPU) == 2
-    assert "error: standard output cannot be written: No space left on device" in capsys.readouterr().err
+def test_a_result_that_cannot_be_written_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TextIOWrapper(BufferedWriter(Output("/dev/full", "w"))) as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert Fake(fitting_report)(*CPU) == 3
+    message = "error: standard output cannot be written: No space left on device\n  the results are in "
+    assert message in capsys.readouterr().err
 
 
 def test_a_trial_is_labelled_by_its_difference_from_the_first() -> None:

@@ -98,7 +98,7 @@ def test_every_option_reaches_the_plan() -> None:
     ("argv", "said"),
     [
         (("plan", "model.py", "--gpus", "8"), "say which to forecast for"),
-        (("plan", "model.py", "--on", "a100"), "the catalogue has no such machine"),
+        (("plan", "model.py", "--on", "a100"), "the catalogue has no machine 'a100'"),
         (("plan", "model.py", "--gpus", "0", "--gpu-memory", "1GiB"), "at least one rank"),
         (("plan", "model.py", "--gpus", "8", "--gpu-memory", "many"), "'many' is not a size"),
         (("plan",), "Missing argument 'WORKLOAD'"),

@@ -20,6 +20,7 @@ from autods.config.deepspeed import (
 )
 from autods.config.strategies import read_rungs
 from autods.types import Knobs, ModelFacts
+from tests.support.ds_configs import PRETRAINING
 
 RUNGS = read_rungs()
 FACTS = ModelFacts(
@@ -29,37 +30,6 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 OFFLOADED = ("zero2-offload", "zero3-offload", "zero3-nvme")
 OVERLAP = "zero_optimization.overlap_comm"
 ON_DEVICE = tuple(name for name in RUNGS if name not in OFFLOADED)
-
-# A pre-training config as a user brings it.
-PRETRAINING: dict[str, Any] = {
-    "train_batch_size": 144,
-    "train_micro_batch_size_per_gpu": 24,
-    "gradient_accumulation_steps": 6,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-7, "weight_decay": 1e-2}},
-    "scheduler": {
-        "type": "WarmupCosineLR",
-        "params": {
-            "total_num_steps": 37256,
-            "warmup_min_ratio": 0.0,
-            "warmup_num_steps": 1000,
-            "cos_min_ratio": 0.0001,
-            "warmup_type": "linear",
-        },
-    },
-    "fp16": {"enabled": True, "initial_scale_power": 12},
-    "gradient_clipping": 1.0,
-    "zero_optimization": {
-        "stage": 2,
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "reduce_bucket_size": 500000000,
-        "allgather_bucket_size": 500000000,
-    },
-    "steps_per_print": 10,
-    "wall_clock_breakdown": False,
-    "dump_state": False,
-    "wandb": {"enabled": True, "team": "a-team", "project": "DS_Pre", "group": "2GPUs"},
-}
 
 
 def composed(name: str, *, knobs: Knobs | None = None, base: Mapping[str, Any] | None = None, **said: Any) -> Any:

@@ -159,7 +159,7 @@ def test_a_bad_rung_file_is_refused_with_the_file_and_what_is_wrong(
 
 def test_a_rung_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="is not TOML"):
+    with pytest.raises(InputError, match="is not text"):
         read_rungs((tmp_path,))
 
 

@@ -11,6 +11,7 @@ import pytest
 from autods.diagnosis.trial_outcome import (
     Evidence,
     HostUsage,
+    blame_code_for_hang,
     explain_failure,
     make_input_error,
     wants_larger_batch,
@@ -82,6 +83,22 @@ def test_a_rank_waiting_in_a_collective_is_not_the_one_that_hangs():
     outcome = explain_failure([waiting, hanging, also_waiting])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.rank) == ("communication", 1)
+
+
+def test_a_hang_in_the_users_code_has_its_line():
+    outcome = explain_failure([stuck(1, 2.0, "/home/me/model.py")])
+    assert isinstance(outcome, Failed)
+    assert (outcome.hung_at, outcome.action) == ("/home/me/model.py:3", "retry")
+    blamed = blame_code_for_hang(outcome)
+    assert (blamed.failure, blamed.action) == ("user_code", "fix_code")
+    assert blamed.evidence.startswith("/home/me/model.py:3: it hangs here: no rank moved for 0 s")
+
+
+def test_input_without_a_terminal_is_the_users_code():
+    waits = evidence(0, 1.0, exit=1, types=("EOFError",), message="EOF when reading a line", user_frame="/m.py:3")
+    outcome = explain_failure([waits])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.evidence) == ("user_code", "/m.py:3: EOFError: EOF when reading a line")
 
 
 def test_when_all_ranks_wait_the_oldest_heartbeat_is_named():
@@ -161,6 +178,16 @@ def test_another_process_on_the_card_counts_once():
     traceback = f"Traceback (most recent call last):\ntorch.OutOfMemoryError: {message}"
     said = evidence(0, 1.0, device="cuda", types=("OutOfMemoryError",), message=message, traceback=traceback)
     assert "other processes hold 3.0 GiB of this card" in explain_failure([said]).advice
+
+
+@pytest.mark.parametrize(("module", "failure"), [("transformers/models/gpt2", "user_code"), ("deepspeed", "config")])
+def test_a_model_that_cannot_be_built_is_no_config_of_deepspeed(module: str, failure: str) -> None:
+    message = "`embed_dim` must be divisible by num_heads (got `embed_dim`: 8 and `num_heads`: 3)."
+    frame = f'Traceback (most recent call last):\n  File "/venv/site-packages/{module}/x.py", line 9, in __init__\n'
+    said = evidence(0, 1.0, phase="build", types=("ValueError",), message=message, traceback=frame)
+    outcome = explain_failure([said])
+    assert isinstance(outcome, Failed)
+    assert outcome.failure == failure
 
 
 def test_a_failed_build_names_its_op():

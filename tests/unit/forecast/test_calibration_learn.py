@@ -75,13 +75,13 @@ def test_bytes_beside_the_allocator_are_those_that_trials_measured() -> None:
     cuda = replace(ASK, device="cuda")
     pairs = [observe_trial(cuda, SIMULATED, fit(440, beside=beside)) for beside in (1000, 1200)]
     calibration = calibrate_forecast(cuda, [pair for pair in pairs if pair is not None])
-    assert calibration.beside == Interval(low_bytes=1000 * MIB, peak_bytes=1200 * MIB, high_bytes=1200 * MIB)
-    without = replace(calibration, beside=None)
+    assert calibration.outside_allocator == Interval(low_bytes=1000 * MIB, peak_bytes=1200 * MIB, high_bytes=1200 * MIB)
+    without = replace(calibration, outside_allocator=None)
     measured, stated = (
         judge_memory(cuda, SIMULATED, limits={}, calibration=each).memory["device"] for each in (calibration, without)
     )
     assert measured.peak_bytes - stated.peak_bytes == (1200 - 480 - 600) * MIB  # stated: the context and NCCL
-    assert calibrate_forecast(cuda, ()).beside is None
+    assert calibrate_forecast(cuda, ()).outside_allocator is None
 
 
 def test_a_full_card_says_what_its_allocator_needed_at_least() -> None:

@@ -194,6 +194,13 @@ def test_a_bug_of_the_workload_in_every_cell_is_the_users_to_mend(tmp_path: Path
     assert "ValueError: no" in shown(report)
 
 
+def test_a_hang_at_one_line_ends_the_probe_after_two_trials(tmp_path: Path) -> None:
+    bench = Bench(lambda trial: replace(failed(evidence="no rank moved for 60 s"), hung_at="/home/me/model.py:3"))
+    with pytest.raises(InputError, match=r"/home/me/model\.py:3: it hangs here: no rank moved for 60 s"):
+        probed(ask(tmp_path, "micro_batch=1,2,3"), bench)
+    assert len(bench.asked) == 2
+
+
 def test_a_host_that_is_full_is_named_as_the_tier(tmp_path: Path) -> None:
     report = probed(ask(tmp_path), Bench(lambda trial: out_of_memory(tier="host", action="less_host_memory")))
     assert report.cells[0].tier == "host"

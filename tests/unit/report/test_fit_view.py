@@ -10,8 +10,9 @@ from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import Report, text
 from autods.report.fit_view import describe_shortage, ladder_rows, remedies
 from autods.report.live import Progress
+from autods.report.results import Certificate
 from autods.system.gpus import Card
-from autods.types import Examined, Knobs, Record, Skipped, TierUse
+from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
 from tests.support.terminal import shown
@@ -234,3 +235,31 @@ def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...
         report, question=replace(report.question, device="cuda"), hardware=replace(HARDWARE, cards=cards)
     )
     assert option in shown(on_cards, 120)
+
+
+def test_the_answer_comes_first_in_four_lines() -> None:
+    lines = shown(fitting_report(), 80, verbose=False).split("\n\n")[0].splitlines()
+    assert lines[2].startswith("zero3 fits, the first rung of the ladder that does")
+    answer = " ".join(" ".join(lines[3:]).split())
+    for words in (
+        "config micro batch 4 × accumulation 2, gradient checkpointing",
+        "speed 41.7 samples/s, 2,668 tokens/s: 3.38 × the first that fitted (zero3, micro batch 1)",
+        "memory device memory 393.4 / 416.0 MiB, host memory 1.3 / 64.0 GiB",
+        "use it DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train.py",
+    ):
+        assert words in answer
+
+
+def test_without_v_only_failures_are_explained() -> None:
+    text = shown(fitting_report(), 80, verbose=False)
+    assert "Certificate" not in text
+    assert "communication of a rank" not in text
+    assert "-v shows the reasons" in text
+    outcome = next(record.outcome for record in fitting_report().trials if isinstance(record.outcome, Failed))
+    assert " ".join(outcome.evidence.split())[:30] in " ".join(text.split())
+
+
+def test_a_certificate_that_fails_is_told_without_v() -> None:
+    certificate = Certificate(passed=False, failures=("the loaded checkpoint evaluates to another loss",))
+    text = shown(replace(fitting_report(), certificate=certificate), 120, verbose=False)
+    assert "certificate not passed: the loaded checkpoint evaluates to another loss" in text

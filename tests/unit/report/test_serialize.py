@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.errors import InputError
+from autods.errors import EnvironmentBroken, InputError
 from autods.report import Report, from_dict, read, to_dict, write, write_so_far
 from tests.support.reports import LIMIT, MIB, WINNING, fit, fitting_report, hopeless_report, record
 
@@ -96,7 +96,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(InputError, match="No space left"):
+    with pytest.raises(EnvironmentBroken, match="No space left"):
         write(fitting_report(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,34 +7,50 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file
-from autods.runner.protocol import Heartbeat, Ready, encode
-from tests.support.ends import JOB, report_of
+from autods.runner import agent as agent_module
+from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, start_zygote
+from autods.runner.protocol import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
+from autods.system import waiting
+from autods.trial.job import RankJob
+from tests.support.ends import JOB, report_of, spare_present_children
+from tests.support.stuck import hang_on_import, make_python
+from tests.support.watching import is_running
 
 # A process that greets as a zygote does, and ends when the other end hangs up.
 WAITS = f"""
 import socket, sys
 connection = socket.socket(fileno=int(sys.argv[1]))
 connection.sendall({encode(Ready(pid=1))!r})
+sys.stdout.buffer.write(connection.recv(1 << 16))
+sys.stdout.flush()
 connection.recv(1)
 sys.exit(3)
 """
+
+
+@pytest.fixture(autouse=True)
+def spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare_present_children(monkeypatch)
 
 
 @pytest.fixture
 def zygote() -> Iterator[ZygoteProcess]:
     connection, peer = socket.socketpair()
     with peer:
-        process = subprocess.Popen([sys.executable, "-c", WAITS, str(peer.fileno())], pass_fds=[peer.fileno()])
-    yield ZygoteProcess(process=process, connection=connection)
-    process.kill()
-    process.wait()
+        process = subprocess.Popen(
+            [sys.executable, "-c", WAITS, str(peer.fileno())], pass_fds=[peer.fileno()], stdout=subprocess.PIPE
+        )
+    with connection, process:
+        yield ZygoteProcess(process=process, connection=connection)
+        process.kill()
 
 
 def an_agent() -> NodeAgent:
@@ -42,14 +58,14 @@ def an_agent() -> NodeAgent:
 
 
 def test_a_zygote_ends_when_its_agent_closes_the_connection(zygote: ZygoteProcess) -> None:
-    assert zygote.receive() == Ready(pid=1)
+    assert zygote.receive(60) == Ready(pid=1)
     assert zygote.close() == 3
 
 
 def test_a_zygote_that_was_killed_sends_nothing_more(zygote: ZygoteProcess) -> None:
-    assert zygote.receive() == Ready(pid=1)
+    assert zygote.receive(60) == Ready(pid=1)
     os.kill(zygote.process.pid, signal.SIGKILL)
-    assert zygote.receive() is None
+    assert zygote.receive(60) is None
     zygote.send(b"a job that nobody hears")
     assert zygote.close() == -signal.SIGKILL
 
@@ -71,6 +87,23 @@ def test_an_abort_of_one_job_never_meets_the_next() -> None:
         end.close()
 
 
+def test_a_job_has_a_private_folder_until_it_ends(zygote: ZygoteProcess) -> None:
+    """It ends with a zygote that was killed, too, which cannot remove it any more."""
+    node = an_agent()
+    assert zygote.receive(60) == Ready(pid=1)
+    node.zygote = zygote
+    with ThreadPoolExecutor(1) as threads:
+        died = threads.submit(node.run, JOB, 1)
+        assert zygote.process.stdout is not None
+        job = RankJob.from_json(zygote.process.stdout.readline().decode())
+        folder = Path(job.private)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "store").touch()
+        zygote.process.kill()
+        assert isinstance(died.result(), ZygoteDied)
+    assert not folder.exists()
+
+
 def test_a_file_counts_as_seen_only_if_it_is_the_same(tmp_path: Path) -> None:
     here = tmp_path / "model.py"
     here.write_text("one")
@@ -80,3 +113,63 @@ def test_a_file_counts_as_seen_only_if_it_is_the_same(tmp_path: Path) -> None:
     assert node.find_missing({str(here): same}, [folder]) == []
     assert node.find_missing({str(here): "of another text"}, [folder]) == [str(here)]
     assert node.find_missing({gone: same}, [folder, "/nowhere"]) == [gone, "/nowhere"]
+
+
+# An agent on a node of a cluster, with a process that sleeps in place of the zygote, whose pid it prints.
+ON_A_NODE = """
+import subprocess, sys, time
+from pathlib import Path
+from autods.runner import agent, cleanup
+from autods.types import WorkloadSource
+cleanup.ROOT, cleanup.GRACE_S = Path(sys.argv[1]), 0.0
+def start_zygote(source, device, driver_pid, log, environment, plain):
+    print(subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True).pid, flush=True)
+    time.sleep(600)
+agent.start_zygote = start_zygote
+source = WorkloadSource(kind="file", path="model.py", name="model", digest="")
+agent.NodeAgent(source, "cpu", 1, "another machine", "log", {"AUTODS_SESSION": "/tmp/of-that-machine"}, True).start()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_an_agent_on_another_machine_has_a_guard_of_its_own(tmp_path: Path) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", ON_A_NODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    zygote = int(agent.stdout.readline())
+    os.kill(zygote, signal.SIGSTOP)
+    agent.kill()
+    agent.communicate()
+    until = time.monotonic() + 30
+    while is_running(zygote) or list(tmp_path.iterdir()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_an_import_that_never_ends_is_the_codes_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hang_on_import(tmp_path)
+    monkeypatch.setattr(sys, "executable", make_python(tmp_path, source))
+    agent = NodeAgent(source, "cpu", 1, "another machine", str(tmp_path / "log"), dict(os.environ), load_s=2.0)
+    answer = agent.start()
+    assert isinstance(answer, LoadFailed)
+    assert answer.error.contract == f"{source.path}:5: its import has not gone on for 2 s, in wait"
+
+
+def test_a_zygote_that_says_nothing_is_ended_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hang_on_import(tmp_path)
+    monkeypatch.setattr(sys, "executable", make_python(tmp_path, source))
+    monkeypatch.setattr(agent_module, "_SILENT_S", 2.0)
+    agent = NodeAgent(source, "cpu", 1, "another machine", str(tmp_path / "log"), dict(os.environ))
+    agent.zygote = start_zygote(source, "cpu", 0, agent.log, dict(os.environ))
+    answer = agent.bind_store("127.0.0.1")
+    assert isinstance(answer, ZygoteDied)
+    assert answer.how == f"it said nothing for 2 s, in wait, {source.path}:5"
+
+
+def test_a_zygote_that_was_stopped_goes_on(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_STOPPED_S", 0.5)
+    assert zygote.receive(60) == Ready(pid=1)
+    os.kill(zygote.process.pid, signal.SIGSTOP)
+    zygote.connection.shutdown(socket.SHUT_WR)
+    assert zygote.receive(60) is None  # it was continued, and ended
+    assert "was stopped with SIGSTOP" in zygote.notes[0]
+    assert zygote.close() == 3

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import socket
+import resource
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +13,7 @@ import pytest
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.runner import ray_connect
-from autods.runner.ray_connect import join_cluster, ray_internal, session, start_local
+from autods.runner.ray_connect import find_cluster, join_cluster, ray_internal, session, start_local
 
 
 class FakeRay:
@@ -26,10 +22,12 @@ class FakeRay:
     def __init__(self, error: Exception | None = None, failures: int = 1) -> None:
         self.error, self.failures = error, failures
         self.options: list[dict[str, Any]] = []
+        self.environments: list[dict[str, str]] = []  # of this process when Ray was started
         self.shutdowns = 0
 
     def init(self, **options: Any) -> None:
         self.options.append(options)
+        self.environments.append(dict(os.environ))
         if self.error is not None and len(self.options) <= self.failures:
             raise self.error
 
@@ -40,33 +38,54 @@ class FakeRay:
         return False
 
 
+@pytest.fixture
+def reads() -> list[str | None]:
+    """The token that Ray found each time when it was told to look for one."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def _no_ray_internals(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_ray_internals(monkeypatch: pytest.MonkeyPatch, reads: list[str | None]) -> None:
     """Ray's modules, made up; the variables that Ray reads are none of this process afterwards."""
     services = SimpleNamespace(ConsolePopen=print, resolve_ip_for_localhost=lambda host: "10.0.0.9")
     monkeypatch.setitem(sys.modules, "ray._private.services", services)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def listening() -> Iterator[str]:
-    """An address where something listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+    loader = SimpleNamespace(reset_cache=lambda: reads.append(os.environ.get("RAY_AUTH_TOKEN")))
+    raylet = SimpleNamespace(
+        Config=SimpleNamespace(initialize=lambda config: None),
+        AuthenticationTokenLoader=SimpleNamespace(instance=lambda: loader),
+    )
+    monkeypatch.setitem(sys.modules, "ray._raylet", raylet)  # type: ignore[arg-type]
 
 
 TIMED_OUT = Exception("The current node timed out during startup.\nThis could happen because ...")
 
 
-def test_a_ray_that_misses_its_time_once_is_started_again() -> None:
+def test_ray_is_not_started_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_connect, "_SESSION_BYTES", 2**60)
+    ray = FakeRay()
+    with pytest.raises(EnvironmentBroken, match="the disk is full: Ray needs"), start_local(ray, 2, tmp_path):
+        pass
+    assert ray.options == []
+
+
+def test_ray_is_not_started_under_a_limit_that_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda number: (64, 64) if number == resource.RLIMIT_NOFILE else (-1, -1))
+    ray = FakeRay()
+    with pytest.raises(EnvironmentBroken, match="`ulimit -n` is 64: Ray needs 256"), start_local(ray, 2, tmp_path):
+        pass
+    assert ray.options == []
+
+
+def test_a_ray_that_misses_its_time_once_is_started_again(tmp_path: Path) -> None:
     ray = FakeRay(TIMED_OUT, failures=1)
-    with start_local(ray, 2):
+    with start_local(ray, 2, tmp_path):
         assert (len(ray.options), ray.shutdowns) == (2, 1)
     assert ray.shutdowns == 2
 
 
-def test_a_ray_that_fails_twice_is_reported_in_two_lines() -> None:
+def test_a_ray_that_fails_twice_is_reported_in_two_lines(tmp_path: Path) -> None:
     ray = FakeRay(TIMED_OUT, failures=2)
-    with pytest.raises(EnvironmentBroken) as broken, start_local(ray, 2):
+    with pytest.raises(EnvironmentBroken) as broken, start_local(ray, 2, tmp_path):
         pass
     first, second = str(broken.value).splitlines()
     assert "timed out during startup" in first
@@ -74,102 +93,179 @@ def test_a_ray_that_fails_twice_is_reported_in_two_lines() -> None:
     assert len(ray.options) == 2
 
 
-def test_only_the_folder_of_a_dead_driver_is_removed() -> None:
-    """Neither pid is known here; the first driver lives, say in another container that shares /tmp."""
-    live, dead = (Path(tempfile.mkdtemp(prefix=f"autods-ray.{pid}-", dir="/tmp")) for pid in (4_190_001, 4_190_002))
-    for folder in (live, dead):
-        (folder / "session_latest").mkdir()
-    held = os.open(live, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with start_local(FakeRay(), 1):
-            assert (live.exists(), dead.exists()) == (True, False)
-    finally:
-        os.close(held)
-        shutil.rmtree(live)
+def test_ray_gets_a_folder_below_a_private_one(tmp_path: Path) -> None:
+    ray = FakeRay()
+    with start_local(ray, 1, tmp_path):
+        assert Path(ray.options[0]["_temp_dir"]).parent == tmp_path
 
 
-def test_a_missing_internal_of_ray_is_reported_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_ray_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes find it in their environment; this process has its own variables back when they run."""
+    users = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "the user's"}
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    rays = [FakeRay(), FakeRay()]
+    for ray in rays:
+        with start_local(ray, 1, tmp_path):
+            assert {name: os.environ[name] for name in users} == users
+    tokens = [ray.environments[0]["RAY_AUTH_TOKEN"] for ray in rays]
+    assert [ray.environments[0]["RAY_AUTH_MODE"] for ray in rays] == ["token", "token"]
+    assert len({*tokens, "the user's"}) == 3
+    assert min(map(len, tokens)) == 64
+    assert not any(token in str(ray.options) for ray, token in zip(rays, tokens, strict=True))
+
+
+def test_ray_reads_the_token_before_its_start_and_forgets_it(tmp_path: Path, reads: list[str | None]) -> None:
+    ray = FakeRay()
+    with start_local(ray, 1, tmp_path):
+        pass
+    assert reads == [ray.environments[0]["RAY_AUTH_TOKEN"], None]
+
+
+def test_processes_of_ray_carry_the_folder_of_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay()
+    monkeypatch.setattr(ray_connect, "import_ray", lambda: ray)
+    with session(cpus=1):
+        assert "AUTODS_SESSION" not in os.environ
+    carried = ray.environments[0]["AUTODS_SESSION"]
+    assert Path(ray.options[0]["_temp_dir"]).parent == Path(carried)
+    assert not Path(carried).exists()
+
+
+def test_a_ray_of_the_user_is_not_touched(monkeypatch: pytest.MonkeyPatch, reads: list[str | None]) -> None:
+    ray = FakeRay()
+    ray.is_initialized = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    with session(cpus=1) as module:
+        assert module is ray
+    assert (ray.options, ray.shutdowns, reads) == ([], 0, [])
+
+
+def test_a_missing_internal_of_ray_is_reported_with_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__="9.9"))  # type: ignore[arg-type]
     monkeypatch.delattr(sys.modules["ray._private.services"], "ConsolePopen")
     ray = FakeRay()
     missing = r"Ray 9\.9 has no ray\._private\.services\.ConsolePopen"
-    with pytest.raises(EnvironmentBroken, match=missing), start_local(ray, 2):
+    with pytest.raises(EnvironmentBroken, match=missing), start_local(ray, 2, tmp_path):
         pass
     assert ray.options == []
 
 
 def test_the_installed_ray_has_the_internals_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    ray_connect._import_ray()  # it sets variables that Ray reads once a process
+    ray_connect.import_ray()  # it sets variables that Ray reads once a process
     for module, name in (
         ("ray._private.services", "ConsolePopen"),
         ("ray._private.services", "resolve_ip_for_localhost"),
-        ("ray._private.utils", "read_ray_address"),
+        ("ray._common.utils", "get_ray_address_file"),
         ("ray._private.state", "available_resources_per_node"),
     ):
         assert callable(ray_internal(module, name))
 
 
-def test_a_cluster_is_left_as_it_was(listening: str) -> None:
+def test_a_cluster_is_left_as_it_was() -> None:
     ray = FakeRay()
-    with join_cluster(ray, listening):
-        assert ray.options[0]["address"] == listening
+    with join_cluster(ray, "::1", 6379):
+        assert ray.options[0]["address"] == "[::1]:6379"
         assert ray.shutdowns == 0
     assert ray.shutdowns == 1
 
 
-def test_the_nodes_of_a_cluster_get_our_package(listening: str) -> None:
+def test_the_nodes_of_a_cluster_get_our_package() -> None:
     ray = FakeRay()
-    with join_cluster(ray, listening):
+    with join_cluster(ray, "10.0.0.1", 6379):
         (package,) = ray.options[0]["runtime_env"]["py_modules"]
     assert package.endswith("/autods")
 
 
-def test_auto_is_the_address_of_the_environment(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", listening)
-    ray = FakeRay()
-    with join_cluster(ray, "auto"):
-        assert ray.options[0]["address"] == listening
-
-
-def test_auto_without_a_cluster_names_the_command_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    utils = SimpleNamespace(read_ray_address=lambda: None)
-    monkeypatch.setitem(sys.modules, "ray._private.utils", utils)  # type: ignore[arg-type]
-    none = "no Ray cluster runs on this machine"
-    with pytest.raises(InputError, match=none) as refused, join_cluster(FakeRay(), "auto"):
-        pass
-    assert "ray start --head" in str(refused.value)
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "head:many", ":6379"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(InputError, match="neither auto nor HOST:PORT"), join_cluster(FakeRay(), address):
-        pass
-
-
-def test_where_nothing_answers_ray_is_not_called() -> None:
-    ray = FakeRay()
-    with socket.socket() as deaf:  # bound, so that nobody else has the port, and not listening
-        deaf.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{deaf.getsockname()[1]}"
-        with pytest.raises(InputError, match="no Ray cluster answers"), join_cluster(ray, address):
-            pass
-    assert ray.options == []
-
-
-def test_a_cluster_that_refuses_us_is_reported_in_two_lines(listening: str) -> None:
+def test_a_cluster_that_refuses_us_is_reported_in_two_lines() -> None:
     ray = FakeRay(RuntimeError("Version mismatch: The cluster was started with:\n  Ray: 2.9"))
-    with pytest.raises(EnvironmentBroken, match="Version mismatch") as broken, join_cluster(ray, listening):
+    with pytest.raises(EnvironmentBroken, match="Version mismatch") as broken, join_cluster(ray, "10.0.0.1", 6379):
         pass
     assert len(str(broken.value).splitlines()) == 2
     assert ray.shutdowns == 1
 
 
-def test_a_session_ends_its_connection(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_address_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert find_cluster("auto") == ("10.0.0.1", 6379, "RAY_ADDRESS=10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(InputError, match=r"RAY_ADDRESS=ray://.* is neither auto"):
+        find_cluster("auto")
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which Ray notes the cluster that it started last."""
+    utils = SimpleNamespace(get_ray_address_file=lambda folder: str(tmp_path / "ray_current_cluster"))
+    monkeypatch.setitem(sys.modules, "ray._common.utils", utils)  # type: ignore[arg-type]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path / "ray_current_cluster"
+
+
+def test_auto_is_the_cluster_that_this_machine_started_last(note: Path) -> None:
+    note.write_text("10.0.0.1:6379\n")
+    assert find_cluster("auto") == ("10.0.0.1", 6379, "--address auto, which is 10.0.0.1:6379")
+
+
+@pytest.mark.parametrize("trap", ["a file of theirs", "a link", "a folder"])
+def test_auto_follows_nobody_elses_note(note: Path, trap: str) -> None:
+    if trap == "a folder":
+        note.mkdir()
+    elif trap == "a link":
+        (note.parent / "elsewhere").write_text("10.0.0.1:6379")
+        note.symlink_to(note.parent / "elsewhere")
+    else:
+        note.write_text("10.0.0.1:6379")
+        if os.geteuid() != 0:
+            pytest.skip("only root can make another user's file")
+        os.chown(note, 65534, 65534)
+    with pytest.raises(InputError, match=r"cannot be read|written by another user") as refused:
+        find_cluster("auto")
+    assert "a cluster that you trust" in str(refused.value)
+
+
+def test_auto_without_a_cluster_names_the_command_for_one(note: Path) -> None:
+    with pytest.raises(InputError, match="no Ray cluster runs on this machine") as refused:
+        find_cluster("auto")
+    assert "ray start --head" in str(refused.value)
+
+
+class FakeCheck:
+    """A `ClusterCheck` that ends with this error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __call__(self, host: str, port: int, origin: str) -> FakeCheck:
+        return self
+
+    def __enter__(self) -> FakeCheck:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, InputError("is no Ray cluster")])
+def test_a_session_joins_what_was_checked_and_leaves_it(
+    error: InputError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = FakeRay()
-    monkeypatch.setattr(ray_connect, "_import_ray", lambda joins=False: ray)
-    with session(cpus=1, address=listening):
-        assert (len(ray.options), ray.shutdowns) == (1, 0)
-    assert ray.shutdowns == 1
+    monkeypatch.setattr(ray_connect, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_connect, "ClusterCheck", FakeCheck(error))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    if error is None:
+        with session(cpus=1, address="10.0.0.1:6379"):
+            assert (len(ray.options), ray.shutdowns) == (1, 0)
+        assert ray.shutdowns == 1
+    else:
+        with pytest.raises(InputError, match="is no Ray cluster"), session(cpus=1, address="10.0.0.1:6379"):
+            pass
+        assert ray.options == []

@@ -153,7 +153,7 @@ def test_a_module_that_cannot_be_imported_ends_the_fit(error: Exception, ends: t
 
 
 def test_a_zygote_that_died_while_loading_names_its_log() -> None:
-    with pytest.raises(EnvironmentBroken, match=r"SIGKILL[^$]*see out/logs/zygote\.log"):
+    with pytest.raises(EnvironmentBroken, match=r"SIGKILL[^$]*see dmesg, and out/logs/zygote\.log"):
         checked(ZygoteDied(how="killed by SIGKILL"))
 
 

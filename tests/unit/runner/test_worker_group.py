@@ -14,11 +14,12 @@ import pytest
 
 from autods.errors import EnvironmentBroken
 from autods.events import Event, Note
-from autods.runner import worker_group
+from autods.runner import parts, worker_group
 from autods.runner.outcome import find_failure
+from autods.runner.parts import Node, repeat_job, split_job
 from autods.runner.placement import NodeDescription, NodeState
 from autods.runner.protocol import Heartbeat, NodeLost, NodeResult, RankExit, StoreBound
-from autods.runner.worker_group import Node, WorkerGroup, repeat_job, split_job
+from autods.runner.worker_group import WorkerGroup
 from autods.trial.job import RankJob
 from autods.trial.worker import environment
 from autods.types import Failed, OutOfMemory, WorkloadSource
@@ -223,7 +224,7 @@ def test_an_agent_that_ray_cannot_reach_is_lost(error: Exception, how: str) -> N
 def test_a_node_that_does_not_answer_or_end_is_lost(
     monkeypatch: pytest.MonkeyPatch, limit: str, job: RankJob, words: str
 ) -> None:
-    monkeypatch.setattr(worker_group, limit, 0.0)
+    monkeypatch.setattr(parts, limit, 0.0)
     group = a_group(Agent(report_of(failed(0, PEER_CLOSED))), Agent(None, when="never"))
     lost = group.execute(split_job(job, group.nodes, 2, 29500))[1]
     assert isinstance(lost, NodeLost)
@@ -232,8 +233,8 @@ def test_a_node_that_does_not_answer_or_end_is_lost(
 
 def test_a_node_with_much_memory_to_free_has_longer_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unpinning hundreds of gigabytes takes a minute, in which it may not even answer."""
-    monkeypatch.setattr(worker_group, "MARGIN_S", 0.0)
-    monkeypatch.setattr(worker_group, "SILENT_S", 0.0)
+    monkeypatch.setattr(parts, "MARGIN_S", 0.0)
+    monkeypatch.setattr(parts, "SILENT_S", 0.0)
     late = Agent(report_of(killed(2)), when="later")
     group = a_group(Agent(report_of(failed(0, PEER_CLOSED))), late)
     results = group.execute(split_job(replace(JOB, end_s=60.0), group.nodes, 2, 29500))
@@ -324,7 +325,12 @@ class StartingRay(Ray):
     def remote(self, **options: Any) -> Any:
         number = len(self.options)
         self.options.append(options)
-        answers = {"describe": self.descriptions[number], "find_missing": self.missing, "read_clock": 0.0}
+        answers = {
+            "progress": Heartbeat(),
+            "describe": self.descriptions[number],
+            "find_missing": self.missing,
+            "read_clock": 0.0,
+        }
 
         def method(name: str) -> Any:
             def remote(*args: object) -> Any:
@@ -333,9 +339,12 @@ class StartingRay(Ray):
 
             return SimpleNamespace(remote=remote)
 
-        names = ("describe", "find_missing", "read_clock", "start", "abort", "stop")
+        names = ("describe", "find_missing", "read_clock", "start", "progress", "abort", "stop")
         agent = SimpleNamespace(**{name: method(name) for name in names})
         return lambda cls: SimpleNamespace(remote=lambda *args: agent)
+
+    def wait(self, references: list[Any], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
+        return references, []
 
     def get(self, references: Any, timeout: float | None = None) -> Any:
         return references

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from autods.runner.protocol import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
 from autods.system import processes
+from autods.trial.job import RankJob
 from tests.support.ends import JOB, report_of
 
 
@@ -47,6 +49,23 @@ def test_a_store_is_bound_where_the_address_is_this_machines() -> None:
     assert isinstance(bound, StoreBound)
     assert isinstance(failed, StoreFailed)
     assert "192.0.2.1" in failed.reason
+
+
+def test_spawned_ranks_read_their_job_in_their_nodes_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes see the log folder, and each has another job. The scratch folder is each node's own."""
+    job = replace(JOB, folder=str(tmp_path / "logs"), scratch=str(tmp_path / "scratch"), local_ranks=(0,))
+    jobs = tmp_path / "jobs"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    Path(sys.executable).write_text(f'#!/bin/sh\necho "$@" > {jobs}\ncat "$7" >> {jobs}\n')
+    Path(sys.executable).chmod(0o700)
+    ours, peer = socket.socketpair()
+    with ours, peer:
+        Zygote(peer, None, None, spawn=True).run_job(job, aborted=False)
+    words, text = jobs.read_text().split("\n", 1)
+    assert words.startswith("-P -m autods.trial.worker 0 ")
+    assert words.endswith(f" {job.scratch}/job.json")
+    assert RankJob.from_json(text) == job
+    assert not Path(job.scratch).exists()
 
 
 def test_a_job_ends_although_a_rank_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

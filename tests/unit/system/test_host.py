@@ -1,12 +1,15 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from autods.errors import EnvironmentBroken
 from autods.system.host import (
     Hardware,
     MemoryGroup,
     TorchBuild,
+    cache_folder,
     installed_versions,
     read_hardware,
     read_host_memory,
@@ -84,3 +87,32 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
         (tmp_path / name).write_text(str(said))
     memory = read_host_memory((MemoryGroup(folder=tmp_path, version=2),))
     assert (memory.total_bytes, memory.free_bytes) == (2**20, 2**20 - 2**18)
+
+
+@pytest.mark.parametrize("home", ["/etc/passwd", "/proc/1", "/proc/no/such"])
+def test_the_cache_lies_in_tmp_where_home_cannot_be_used(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    for name in ("AUTODS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home)
+    folder = cache_folder()
+    assert folder == Path(f"/tmp/autods-cache-{os.getuid()}")
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_cache_that_another_user_may_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTODS_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/etc/passwd")
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)  # of nobody: what lies there is not theirs
+    planted = Path("/tmp/autods-cache-4000000000")
+    planted.mkdir(exist_ok=True)
+    try:
+        with pytest.raises(EnvironmentBroken, match="others may write it\n  set AUTODS_CACHE to a folder of your own"):
+            cache_folder()
+    finally:
+        planted.rmdir()
+
+
+def test_a_given_cache_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache"
+    assert not cache_folder().exists()

@@ -161,3 +161,24 @@ def test_a_child_that_sigkill_does_not_end_is_not_awaited(monkeypatch: pytest.Mo
             assert processes.kill_children(0.05) == [child.pid]
         assert processes.describe_process(child.pid).startswith(f"process {child.pid} (sleep) in state S (sleeping)")
         child.kill()
+
+
+def test_shared_memory_of_a_killed_process_is_found_by_its_pid() -> None:
+    """Python's helper, which would remove it, is killed as well."""
+    code = (
+        "import multiprocessing, os, signal\n"
+        "from multiprocessing import resource_tracker\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from autods.system.processes import put_pid_into_names\n"
+        "put_pid_into_names()\n"
+        "kept = SharedMemory(create=True, size=64), multiprocessing.get_context('spawn').Semaphore()\n"
+        "os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    before = processes.list_shared_memory()
+    process = subprocess.Popen([sys.executable, "-c", code])
+    process.wait()
+    left = processes.shared_of([process.pid], processes.list_shared_memory() - before)
+    processes.unlink_shared_memory([process.pid], before)
+    assert sorted(name.partition(str(process.pid))[0] for name in left) == ["psm_", "sem.mp-"]
+    assert not left & processes.list_shared_memory()

@@ -178,5 +178,25 @@ def test_the_size_of_an_update_is_a_mean_over_weights() -> None:
     assert update_size(torch.optim.SGD, 1.0, steps=1) == pytest.approx(math.sqrt(2 / math.pi), rel=0.01)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1e25), (math.nan, 0.0), (0.0, math.inf), (1e-40, -1e30)])
+def test_padding_behind_the_weights_is_no_update(before: float, after: float) -> None:
+    """DeepSpeed makes a rank's part by torch.empty: what lies behind the last weight may be and become anything."""
+    torch.manual_seed(0)
+    weights = torch.randn(10_000)
+    changed = weights - 1e-3 * torch.randn(10_000)
+
+    def size(padding: int) -> float:
+        part = torch.nn.Parameter(torch.cat([weights, torch.full((padding,), before)]))
+        optimizer, meter = torch.optim.SGD([part]), UpdateMeter()
+        optimizer.register_step_post_hook(
+            lambda *_: part.data.copy_(torch.cat([changed, torch.full((padding,), after)]))
+        )
+        meter.watch(optimizer)
+        optimizer.step()
+        return meter.mean(ALONE)
+
+    assert size(padding=3) == pytest.approx(size(padding=0), rel=1e-3)
+
+
 def test_without_a_step_there_is_no_update() -> None:
     assert UpdateMeter().mean(ALONE) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,8 +16,9 @@ from autods.config.profiles import TuneLimits
 from autods.config.settings import Settings
 from autods.errors import InputError, Interrupted
 from autods.events import Event, Note
-from autods.journal import JOURNAL, trial_key
+from autods.journal import JOURNAL, trial_key, workspace
 from autods.report.results import Report
+from autods.report.serialize import REPORT
 from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.tuner.fit import fit
@@ -136,3 +139,34 @@ def test_memory_that_became_free_is_named(tmp_path: Path) -> None:
     report = fitted(asked(tmp_path), Machine(), notes)
     assert "3 finished trials are not run again; a rank keeps " in notes[0]
     assert report.question.device_bytes == SURFACE.limit_bytes - SURFACE.limit_bytes // 4
+
+
+def test_a_fit_killed_at_any_byte_runs_no_finished_trial_twice(tmp_path: Path) -> None:
+    """The driver dies while it writes its journal, at bytes spread over all of it and around each kind of line."""
+    whole = Machine()
+    report = fitted(asked(tmp_path / "whole"), whole)
+    lines = (tmp_path / "whole" / JOURNAL).read_bytes().splitlines(keepends=True)
+    ends = list(itertools.accumulate(map(len, lines)))
+    middle = len(lines) // 2
+    cuts = {0, 7, ends[0], ends[1] - 1, ends[middle] - 1, ends[middle], ends[-1] // 3, ends[-1] - 1}
+    for cut in sorted(cuts):
+        out = tmp_path / str(cut)
+        with workspace(out, fresh=False):
+            (out / JOURNAL).write_bytes(b"".join(lines)[:cut])
+        kept = [json.loads(line) for line, end in zip(lines, ends, strict=True) if end <= cut]
+        finished = [row["key"] for row in kept if row["kind"] == "finished"]
+        rest = Machine()
+        assert fitted(asked(out), rest).ds_config == report.ds_config
+        assert finished + rest.ran == whole.ran, cut
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_report_that_was_half_written_is_written_again(tmp_path: Path, share: float) -> None:
+    report, again = fitted(asked(tmp_path), Machine()), Machine()
+    text = (tmp_path / REPORT).read_bytes()
+    (tmp_path / REPORT).write_bytes(text[: int(share * len(text))])
+    notes: list[str] = []
+    assert fitted(asked(tmp_path), again, notes).ds_config == report.ds_config
+    assert "report.json is damaged" in notes[0]
+    assert again.ran == []
+    assert json.loads((tmp_path / REPORT).read_bytes())["status"] == "fit"

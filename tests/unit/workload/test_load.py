@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autods.errors import InputError
 from autods.workload import Workload, load, make_source
+from autods.workload.protocol import WorkloadError
 
 COMPLETE = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"
 
@@ -40,6 +43,11 @@ def test_a_workload_object_is_pickled_by_value(tmp_path: Path) -> None:
     assert source.base_config == {"gradient_clipping": 2.0}
 
 
+def test_a_builtin_of_python_is_pickled_by_its_name(tmp_path: Path) -> None:
+    source = make_source(Workload(build_model=int, build_batch=tuple), folder=tmp_path)  # type: ignore[arg-type]
+    assert load(source).build_model() == 0
+
+
 def test_a_workload_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     import threading
 
@@ -69,3 +77,33 @@ def test_checkpointing_of_build_model_can_be_turned_off(tmp_path: Path) -> None:
     )
     assert load(make_source(model)).build_model().recomputes  # type: ignore[attr-defined]
     assert not load(make_source(model, recompute=False)).build_model().recomputes  # type: ignore[attr-defined]
+
+
+def test_a_pickle_that_others_may_have_written_is_not_loaded(tmp_path: Path) -> None:
+    source = make_source(Workload(build_model=lambda: 1, build_batch=lambda n: (n,)), folder=tmp_path)  # type: ignore[arg-type,return-value]
+    assert load(source).build_batch(3) == (3,)
+    Path(source.path).write_bytes(pickle.dumps(Planted(tmp_path / "executed")))
+    Path(source.path).chmod(0o666)
+    with pytest.raises(WorkloadError, match=r"every user may write to .*pkl, and its content would be executed"):
+        load(source)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_pickle_of_another_user_is_written_anew(tmp_path: Path) -> None:
+    workload = Workload(build_model=lambda: 1, build_batch=lambda n: (n,))  # type: ignore[arg-type,return-value]
+    planted = Path(make_source(workload, folder=tmp_path).path)
+    planted.write_bytes(pickle.dumps(Planted(tmp_path / "executed")))
+    planted.chmod(0o666)
+    assert load(make_source(workload, folder=tmp_path)).build_batch(3) == (3,)
+    assert planted.stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "executed").exists()
+
+
+class Planted:
+    """What a stranger would like us to unpickle."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)

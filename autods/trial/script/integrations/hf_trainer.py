@@ -9,10 +9,11 @@ from typing import Any
 
 from ....config.deepspeed import to_trainer_config
 from ...patching import declare
+from ...user_frames import find_caller
 from ..engine_config import LibraryConfig, read_config
 from ..engine_hooks import skip_methods
 from ..session import Session
-from ..user_errors import find_caller, script_error
+from ..user_errors import script_error
 
 _CONFIG = declare(
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the trial's config"

@@ -15,11 +15,12 @@ from typing import Any
 
 from ....config.deepspeed import to_lightning_config
 from ...patching import declare_all
+from ...user_frames import find_caller
 from ..data import Batches
 from ..engine_config import LibraryConfig
 from ..engine_hooks import skip_methods
 from ..session import Session
-from ..user_errors import find_caller, script_error
+from ..user_errors import script_error
 
 # Either distribution may be installed: `lightning`, or the separate packages.
 _ENTRIES = {

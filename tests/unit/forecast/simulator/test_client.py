@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from autods.forecast.simulator import SimulationFailed
-from autods.forecast.simulator.client import SimulatedEngine
+from autods.forecast.simulator.client import SimulatedEngine, Simulator
 from autods.forecast.simulator.protocol import Failure, send
+from autods.system import waiting
 from autods.types import ModelFacts
+from tests.support.stuck import hang_on_import, make_python
 from tests.support.watching import wait_for
 
 
@@ -47,3 +50,15 @@ def test_an_engine_closes_while_another_thread_waits_for_it() -> None:
         wait_for(waiting.running, 10)
         engine.close()
         assert isinstance(waiting.exception(10), SimulationFailed)
+
+
+def test_an_import_that_never_ends_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hang_on_import(tmp_path)
+    monkeypatch.setattr(sys, "executable", make_python(tmp_path, source))
+    monkeypatch.setattr(waiting, "FIRST_S", 1.0)
+    reports: list[str] = []
+    with Simulator(source, limit_s=2.0, report=reports.append) as simulator:
+        for _ in range(2):  # the second waits for nothing
+            with pytest.raises(SimulationFailed, match=f"{source.path}:5: wait has not come back for 2 s"):
+                simulator.facts()
+    assert reports == [f"the simulation has not answered for 1 s: in wait, {source.path}:5"]

@@ -62,3 +62,18 @@ def test_the_library_is_refused_after_torch() -> None:
     code = "import torch; from autods.forecast.simulator import gpu_library; gpu_library.load()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "must be loaded before torch" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/library.so"])
+def test_a_library_that_others_may_have_written_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    library = tmp_path / "cache" / "library.so"
+    library.parent.mkdir()
+    library.touch()
+    (tmp_path / place).chmod(0o777)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(gpu_library, "library_path", lambda: library)
+    with pytest.raises(Refused) as failed:
+        gpu_library.load()
+    assert failed.value.problem == f"every user may write to {tmp_path / place}, and its content would be executed"

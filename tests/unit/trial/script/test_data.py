@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autods.trial.script.data import Batches, Loader
-from autods.trial.script.user_errors import Place
+from autods.trial.user_frames import Place
 from autods.workload import WorkloadError
 
 PLACE = Place("train.py", 31, "loader = DataLoader(data, batch_size=8)")

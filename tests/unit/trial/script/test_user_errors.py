@@ -7,7 +7,8 @@ import tempfile
 
 import pytest
 
-from autods.trial.script.user_errors import cause_of_exit, explain, last_log_line, library_folders
+from autods.trial.script.user_errors import cause_of_exit, explain, last_log_line
+from autods.trial.user_frames import library_folders
 from autods.workload import WorkloadError
 
 

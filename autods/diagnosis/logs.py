@@ -1,0 +1,299 @@
+"""Open logs: files, folders of them, gzip, pipes and standard input, each as blocks of UTF-8 and within bounds.
+
+A log may have any size. Of a large one the first and the last part are read, which hold the start of a run and its end.
+A pipe is waited for, and a line says so.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import io
+import itertools
+import os
+import select
+import stat
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..files import check_path, describe_file_kind
+from ..units import format_bytes
+from .reader import BLOCK_BYTES
+
+PART_BYTES = 256 * 2**20  # of the first and of the last part of a larger log
+_KEPT_BYTES = 64 * 2**20  # of the last part of a log without positions: a pipe, gzip
+_MOST_STREAMED = 2**38  # bytes of a log without positions
+MOST_FILES = 10_000  # in a folder
+_GIVE_LOG = "give the log of the run"
+_STDIN = "standard input"
+
+Listen = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds of the waits for a pipe. After `silent_s` a line says what is waited for, and again each `again_s`.
+
+    A pipe that no program has opened is given up after `writer_s`, another one after `most_s` without a byte.
+    """
+
+    silent_s: float = 5.0
+    again_s: float = 30.0
+    writer_s: float = 30.0
+    most_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Log:
+    """A log that was not read yet. After `read_blocks`, `notes` has sentences about what of it was not read."""
+
+    name: str
+    path: Path | None  # None: standard input
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        return _STDIN if self.path is None else str(self.path)
+
+
+def find_logs(paths: Iterable[str | os.PathLike[str]], *, stdin: bool = False) -> list[Log]:
+    """Return every log in the given files and folders. With `stdin`, '-' is standard input.
+
+    Raises InputError for a path where there is none.
+    """
+    found: dict[str, Log] = {}
+    for given in paths:
+        check_path(given, "a log")
+        path = Path(given)
+        if stdin and str(path) == "-":
+            found["-"] = Log(name="", path=None)
+            continue
+        if os.path.isdir(path):
+            for file in _list_folder(path):
+                name = str(file.relative_to(path))
+                name = name if name not in found else str(file)
+                found[name] = Log(name=name, path=file)
+            continue
+        if not os.path.lexists(path):
+            raise InputError("no such file", place=str(path), hint=f"{_GIVE_LOG}, or a folder of logs")
+        name = path.name if path.name not in found else str(path)
+        found[name] = Log(name=name, path=path)
+    return list(found.values())
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    """Return the regular files below a folder whose names begin with no dot; links to folders are not followed."""
+    files: list[Path] = []
+    problems: list[OSError] = []
+    for parent, _, names in os.walk(folder, onerror=problems.append):
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        files += (path for path in paths if os.path.isfile(path))
+        if len(files) > MOST_FILES:
+            problem = f"the folder has more than {MOST_FILES:,} files"
+            raise InputError(problem, place=str(folder), hint="give the logs of one run")
+    if not files and problems:
+        raise InputError(f"cannot be read: {problems[0].strerror}", place=str(problems[0].filename), hint=_GIVE_LOG)
+    if not files:
+        raise InputError("the folder has no files", place=str(folder), hint=_GIVE_LOG)
+    return sorted(files)
+
+
+def read_blocks(log: Log, listen: Listen, waits: Waits) -> Iterator[bytes]:
+    """Yield the log's text as blocks of UTF-8; gzip and UTF-16 are read too. Raises InputError if it cannot be read."""
+    try:
+        with _open(log, listen, waits) as source, io.BufferedReader(source, BLOCK_BYTES) as stream:
+            is_gzip = stream.peek(2).startswith(b"\x1f\x8b")
+            if source.is_file and not is_gzip:
+                blocks = _skip_middle(source, stream, log)
+            else:
+                blocks = _keep_ends(_read_gzip(stream, log) if is_gzip else _read_plain(stream), log)
+            first = next(blocks, b"")
+            is_utf_16 = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+            for block in itertools.chain((first,), blocks):
+                yield decoder.decode(block).encode(errors="replace") if is_utf_16 else block
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"cannot be read: {reason}", place=log.place, hint=_GIVE_LOG) from None
+
+
+class _Source(io.RawIOBase):
+    """The bytes of a log's file descriptor. It waits for pipes and says so; a regular file is never waited for."""
+
+    def __init__(self, descriptor: int, log: Log, listen: Listen, waits: Waits) -> None:
+        self.descriptor, self.log, self.listen, self.waits = descriptor, log, listen, waits
+        mode = os.fstat(descriptor).st_mode
+        self.is_file, self._is_pipe = stat.S_ISREG(mode), stat.S_ISFIFO(mode)
+        self.bytes = 0
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        self._last_line_s = time.monotonic()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if not self.is_file:
+                self._wait()
+            with contextlib.suppress(BlockingIOError):  # another program reads from this pipe, too
+                count = os.readv(self.descriptor, [buffer])
+                break
+        self.bytes += count
+        if time.monotonic() - self._last_line_s > self.waits.again_s:
+            self._last_line_s = time.monotonic()
+            self.listen(f"reading {self.log.place}: {format_bytes(self.bytes)} so far (Ctrl-C ends it)")
+        return count
+
+    def _wait(self) -> None:
+        """Return when there is something to read, or the end."""
+        began, waits = time.monotonic(), self.waits
+        next_line_s = waits.silent_s
+        limit_s = waits.most_s if self.bytes or not self._is_pipe else waits.writer_s
+        while not self._poll.poll(max(0.0, next_line_s - (time.monotonic() - began)) * 1000):
+            silent_s = time.monotonic() - began
+            if self.log.path is None:  # a run may be silent for long, and would die with this pipe
+                self.listen(f"waiting for {_STDIN}: {self._describe_wait()} (Ctrl-C ends it)")
+            elif silent_s >= limit_s:
+                problem = f"nothing came from this pipe for {silent_s:.0f} s"
+                raise InputError(problem, place=self.log.place, hint="write the log into a file, and give that")
+            else:
+                self.listen(f"waiting for {self.log.place}: {self._describe_wait()}, for {limit_s:.0f} s at most")
+            next_line_s = silent_s + waits.again_s
+            if self.log.path is not None:
+                next_line_s = min(next_line_s, limit_s)
+            self._last_line_s = time.monotonic()
+
+    def _describe_wait(self) -> str:
+        if os.isatty(self.descriptor):
+            return "it is the terminal; type or paste a log, and end it with Ctrl-D"
+        return "its other end has sent nothing more" if self.bytes else "its other end has sent nothing yet"
+
+    def seekable(self) -> bool:
+        return self.is_file
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return os.lseek(self.descriptor, offset, whence)
+
+    def close(self) -> None:
+        if not self.closed and self.log.path is not None:
+            os.close(self.descriptor)
+        super().close()
+
+
+def _open(log: Log, listen: Listen, waits: Waits) -> _Source | _Stream:
+    """Return the log's bytes. Raises InputError for what has no end or is no log."""
+    if log.path is None:
+        if sys.stdin is None:
+            raise InputError(f"{_STDIN} is closed", place="-", hint="pipe a log into it, or name the file")
+        try:
+            descriptor = sys.stdin.fileno()
+        except OSError:  # a program has put another stream there
+            return _Stream(sys.stdin.buffer)
+        return _Source(descriptor, log, listen, waits)
+    found = os.stat(log.path)
+    kind = describe_file_kind(found.st_mode)
+    is_null = stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev
+    if kind not in (None, "pipe") and not is_null:
+        raise InputError(f"cannot be read: it is a {kind}, not a log", place=log.place, hint=_GIVE_LOG)
+    descriptor = os.open(log.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    return _Source(descriptor, log, listen, waits)
+
+
+class _Stream(io.RawIOBase):
+    """The bytes of a stream of Python's that is no file."""
+
+    is_file = False
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _read_plain(stream: io.BufferedReader[Any]) -> Iterator[bytes]:
+    while block := stream.read1(BLOCK_BYTES):
+        yield block
+
+
+def _read_gzip(source: io.BufferedReader[Any], log: Log) -> Iterator[bytes]:
+    """Yield the content. What follows damage, or was cut off, is missing; `notes` says so."""
+    stream, count = gzip.GzipFile(fileobj=source), 0
+    try:
+        while block := stream.read1(BLOCK_BYTES):
+            count += len(block)
+            yield block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        problem = "is cut off" if isinstance(error, EOFError) else "is damaged"
+        if not count:
+            raise InputError(f"{problem}, so nothing of this gzip file can be read", place=log.place) from None
+        log.notes.append(f"{log.place} {problem}: the first {format_bytes(count)} of its text were read")
+
+
+def _skip_middle(source: _Source | _Stream, stream: io.BufferedReader[Any], log: Log) -> Iterator[bytes]:
+    """Yield a regular file, of a large one its first and its last part."""
+    assert isinstance(source, _Source)
+    size, start = os.fstat(source.descriptor).st_size, 0
+    with contextlib.suppress(OSError):  # a log that was truncated while a run wrote it begins with a hole
+        start = os.lseek(source.descriptor, 0, os.SEEK_DATA) // 2 * 2
+    stream.seek(start)
+    last = (
+        0 if size - start <= 2 * PART_BYTES else (size - PART_BYTES) // 2 * 2
+    )  # even: between two characters of UTF-16
+    yield from _take(_read_plain(stream), PART_BYTES if last else 2 * PART_BYTES)
+    if last:
+        log.notes.append(_describe_parts(log, size, PART_BYTES, size - last))
+        stream.seek(last)
+        yield from _take(_read_plain(stream), 2 * PART_BYTES)
+
+
+def _take(blocks: Iterator[bytes], most: int) -> Iterator[bytes]:
+    """Yield blocks up to about `most` bytes: a file may grow faster than it is read."""
+    for block in blocks:
+        yield block
+        most -= len(block)
+        if most <= 0:
+            return
+
+
+def _keep_ends(blocks: Iterator[bytes], log: Log) -> Iterator[bytes]:
+    """Yield the first part of a log without positions as it comes, then the last blocks of it."""
+    size = 0
+    for block in blocks:
+        size += len(block)
+        yield block
+        if size >= 2 * PART_BYTES:
+            break
+    last, kept, skipped = deque[bytes](), 0, size
+    for block in blocks:
+        last.append(block)
+        kept += len(block)
+        skipped += len(block)
+        while kept - len(last[0]) >= _KEPT_BYTES:
+            kept -= len(last.popleft())
+        if skipped >= _MOST_STREAMED:
+            break
+    if skipped - size > kept:
+        log.notes.append(_describe_parts(log, skipped, size, kept))
+    yield from last
+
+
+def _describe_parts(log: Log, size: int, first: int, last: int) -> str:
+    parts = (
+        f"its first {format_bytes(first)} and its last {format_bytes(last)} were read, and lines are counted of these"
+    )
+    return f"{log.place} has {format_bytes(size)}: {parts}"

@@ -1,0 +1,88 @@
+"""Measure a folder for NVMe offload: free space, and the bandwidth of direct I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..report.checkup import Check
+from ..units import format_bytes
+
+_BLOCK_BYTES = 8 * 2**20
+_FILE_BYTES = 512 * 2**20
+_SLOW_BYTES_S = 10**9  # an NVMe disk reads 3 GB/s and more; a trial on a slower one takes minutes a step
+
+
+def check_nvme(folder: Path, *, file_bytes: int = _FILE_BYTES) -> Iterator[Check]:
+    """Free space of the folder, and how fast it is written and read past the page cache."""
+    if not folder.is_dir():
+        yield Check(
+            group="NVMe",
+            name=str(folder),
+            status="broken",
+            result="there is no such folder",
+            remedy=f"mkdir -p {folder}",
+        )
+        return
+    free = shutil.disk_usage(folder).free
+    if free < 2 * file_bytes:
+        result = f"{format_bytes(free)} free"
+        yield Check(
+            group="NVMe", name=str(folder), status="broken", result=result, remedy="make room, or name another folder"
+        )
+        return
+    yield Check(group="NVMe", name=str(folder), status="ok", result=f"{format_bytes(free)} free")
+    try:
+        written, read = measure_bandwidth(folder, file_bytes)
+    except OSError as error:
+        result = f"direct I/O fails: {error.strerror}"
+        remedy = "take a local disk: network and memory file systems have no direct I/O"
+        yield Check(group="NVMe", name="bandwidth", status="broken", result=result, remedy=remedy)
+        return
+    speeds = f"writes {format_bytes(int(written))}/s, reads {format_bytes(int(read))}/s"
+    result = f"{speeds} (direct I/O, {format_bytes(file_bytes)})"
+    slow = min(written, read) < _SLOW_BYTES_S
+    remedy = "a step moves all optimizer states: name a faster disk" if slow else ""
+    yield Check(group="NVMe", name="bandwidth", status="warning" if slow else "ok", result=result, remedy=remedy)
+
+
+def measure_bandwidth(folder: Path, file_bytes: int) -> tuple[float, float]:
+    """Write and read a file in large blocks past the page cache; return bytes a second of each.
+
+    Raises OSError where the file system has no direct I/O. The file is gone when this returns.
+    """
+    descriptor, path = tempfile.mkstemp(dir=folder, prefix=".autods-bandwidth-")
+    os.close(descriptor)
+    blocks = file_bytes // _BLOCK_BYTES
+    try:
+        with mmap.mmap(-1, _BLOCK_BYTES) as block, _open_direct(path) as file:  # mapped memory is aligned to pages
+            block.write(os.urandom(4096) * (_BLOCK_BYTES // 4096))
+            began = time.monotonic()
+            for _ in range(blocks):
+                os.write(file, block)
+            os.fsync(file)
+            written_s = time.monotonic() - began
+            os.lseek(file, 0, os.SEEK_SET)
+            began = time.monotonic()
+            for _ in range(blocks):
+                os.readv(file, [block])
+            read_s = time.monotonic() - began
+    finally:
+        os.unlink(path)
+    size = blocks * _BLOCK_BYTES
+    return size / written_s, size / read_s
+
+
+@contextlib.contextmanager
+def _open_direct(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

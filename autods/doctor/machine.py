@@ -1,0 +1,181 @@
+"""Checks of the machine: cards, memory, limits of processes, and variables that slow training down."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ..report.checkup import Check
+from ..system import landlock
+from ..system.gpus import describe_shared_cards
+from ..system.host import Hardware, read_cpu_quota
+from ..units import format_bytes
+
+_GIB = 2**30
+_MIB = 2**20
+_LEAST_SHARED = _GIB  # NCCL takes some MiB a pair of ranks, DataLoader workers a batch each
+_LEAST_FREE = 2 * _GIB
+_LEAST_LOCKED = 64 * _MIB  # DeepSpeed's async_io locks its buffers
+_LEAST_FILES = 4096
+# Variable → (values that slow training down, what they do).
+_SLOW: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    "NCCL_P2P_DISABLE": (lambda value: value == "1", "cards do not copy to each other directly"),
+    "NCCL_SHM_DISABLE": (lambda value: value == "1", "cards of one node use the network instead of shared memory"),
+    "NCCL_IB_DISABLE": (lambda value: value == "1", "nodes use Ethernet instead of InfiniBand"),
+    "NCCL_NET_GDR_LEVEL": (lambda value: value in ("0", "LOC"), "InfiniBand copies through host memory"),
+    "NCCL_ALGO": (bool, "NCCL does not choose its algorithms itself"),
+    "NCCL_PROTO": (bool, "NCCL does not choose its protocols itself"),
+    "NCCL_DEBUG": (lambda value: value.upper() in ("INFO", "TRACE"), "NCCL writes much to the logs"),
+    "CUDA_LAUNCH_BLOCKING": (lambda value: value not in ("", "0"), "the CPU waits for every kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": (lambda value: value.upper() == "DETAIL", "every collective is checked first"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (bool, "every tensor is a call of cudaMalloc"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (lambda value: value == "1", "copies and kernels of a card wait for each other"),
+}  # fmt: skip
+
+
+def check_cards(hardware: Hardware) -> Iterator[Check]:
+    """The cards, their driver, and other processes on them."""
+    if hardware.unusable is not None:
+        problem, _, remedy = hardware.unusable.partition("\n")
+        yield Check(group="GPUs", name="cards", status="broken", result=problem, remedy=remedy.strip())
+        return
+    if not hardware.cards:
+        result = "none: CPU ranks can stand in for them (--device cpu), and `autods plan` needs none"
+        yield Check(
+            group="GPUs", name="cards", status="warning", result=result, remedy="nvidia-smi shows what the driver sees"
+        )
+        return
+    names = [f"{card.name} ({format_bytes(card.total_bytes)})" for card in hardware.cards]
+    counted = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    yield Check(group="GPUs", name="cards", status="ok", result=counted)
+    yield Check(group="GPUs", name="driver", status="ok", result=f"{hardware.driver}, runs CUDA {hardware.cuda}")
+    if len(set(names)) > 1:
+        result = "cards differ, and the smallest one limits every rank"
+        yield Check(
+            group="GPUs", name="equal cards", status="warning", result=result, remedy="choose with CUDA_VISIBLE_DEVICES"
+        )
+    for sentence in describe_shared_cards(hardware.cards):
+        yield Check(
+            group="GPUs", name="shared", status="warning", result=sentence, remedy="end them, or choose other cards"
+        )
+    if any(not card.bf16 for card in hardware.cards):
+        result = "only emulated on these cards"
+        yield Check(
+            group="GPUs", name="bf16", status="warning", result=result, remedy="train in fp16 (--precision fp16)"
+        )
+
+
+def check_memory(hardware: Hardware, *, shared: Path = Path("/dev/shm"), quota: float | None = None) -> Iterator[Check]:
+    """Host memory and processors, as containers and groups limit them, and shared memory."""
+    free, total = format_bytes(hardware.host_free_bytes), format_bytes(hardware.host_bytes)
+    least = sum(card.total_bytes for card in hardware.cards)
+    status, remedy = "ok", ""
+    if hardware.host_bytes < least:
+        status, remedy = "warning", f"offloading may need more: the cards have {format_bytes(least)} together"
+    yield Check(group="Memory", name="host", status=status, result=f"{free} free of {total}", remedy=remedy)  # type: ignore[arg-type]
+    cores = os.cpu_count() or 1
+    limit = read_cpu_quota() if quota is None else quota
+    if limit is not None and limit < cores:
+        result = f"{limit:g} of {cores} processors by the container's quota"
+        remedy = "CPU offload steps the optimizer on them: raise the limit (docker --cpus)"
+        yield Check(group="Memory", name="processors", status="warning", result=result, remedy=remedy)
+    else:
+        yield Check(group="Memory", name="processors", status="ok", result=f"{hardware.cores} cores")
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if nodes > 1:
+        result = f"{nodes} nodes"
+        remedy = "bind ranks to the node of their card: deepspeed --bind_cores_to_rank"
+        yield Check(group="Memory", name="NUMA", status="ok", result=result, remedy=remedy)
+    yield from _check_shared_memory(shared)
+
+
+def _check_shared_memory(folder: Path) -> Iterator[Check]:
+    name, remedy = str(folder), f"mount -o remount,size=8G {folder}, or docker run --shm-size=8g"
+    try:
+        usage = shutil.disk_usage(folder)
+        free = usage.free
+    except OSError as error:
+        result = f"cannot be used: {error.strerror}"
+        yield Check(group="Memory", name=name, status="broken", result=result, remedy=remedy)
+        return
+    status = "broken" if free < 64 * _MIB else "warning" if free < _LEAST_SHARED else "ok"
+    result = f"{format_bytes(free)} free of {format_bytes(usage.total)}"
+    if status != "ok":
+        result += "; NCCL, Ray and DataLoader workers share memory there"
+    yield Check(group="Memory", name=name, status=status, result=result, remedy="" if status == "ok" else remedy)  # type: ignore[arg-type]
+
+
+def check_limits(read: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Iterator[Check]:
+    """The limits of processes (`ulimit`)."""
+    rows = (
+        ("locked memory", resource.RLIMIT_MEMLOCK, _LEAST_LOCKED, "NVMe offload locks buffers", "ulimit -l unlimited"),
+        ("open files", resource.RLIMIT_NOFILE, _LEAST_FILES, "Ray and data loaders open many", "ulimit -n 65536"),
+        ("processes", resource.RLIMIT_NPROC, 1024, "each thread of a rank counts", "ulimit -u unlimited"),
+    )  # fmt: skip
+    for name, number, least, why, remedy in rows:
+        most = read(number)[0]
+        if most == resource.RLIM_INFINITY or most >= least:
+            continue
+        size = format_bytes(most) if number == resource.RLIMIT_MEMLOCK else f"{most:,}"
+        yield Check(group="Limits", name=name, status="warning", result=f"{size}; {why}", remedy=remedy)
+    data = read(resource.RLIMIT_DATA)[1]
+    if data != resource.RLIM_INFINITY:
+        result = f"a process may hold {format_bytes(data)} (ulimit -Hd)"
+        yield Check(
+            group="Limits", name="memory of a process", status="warning", result=result, remedy="ulimit -d unlimited"
+        )
+
+
+def check_folders(folders: Mapping[str, Path]) -> Iterator[Check]:
+    """Free space of the folders that a fit writes to, by what they are for."""
+    for name, folder in folders.items():
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        free = shutil.disk_usage(existing).free
+        if not os.access(existing, os.W_OK | os.X_OK):
+            result, remedy = f"{folder} cannot be written", f"make {existing} writable"
+            yield Check(group="Disk", name=name, status="broken", result=result, remedy=remedy)
+        elif free < _LEAST_FREE:
+            result = f"{folder}: {format_bytes(free)} free; checkpoints and built ops need more"
+            yield Check(
+                group="Disk", name=name, status="warning", result=result, remedy="make room, or name another folder"
+            )
+        else:
+            yield Check(group="Disk", name=name, status="ok", result=f"{folder}: {format_bytes(free)} free")
+
+
+def check_environment(variables: Mapping[str, str]) -> Iterator[Check]:
+    """Variables that slow training down."""
+    slow = [
+        Check(
+            group="Settings", name=f"{name}={variables[name]}", status="warning", result=effect, remedy=f"unset {name}"
+        )
+        for name, (is_slow, effect) in _SLOW.items()
+        if is_slow(variables.get(name, ""))
+    ]
+    yield from slow
+    if not slow:
+        result = "no variable of NCCL, CUDA or torch slows training down"
+        yield Check(group="Settings", name="environment", status="ok", result=result)
+
+
+def check_kernel(version: Callable[[], int] = landlock.find_version) -> Iterator[Check]:
+    """What the kernel offers: Landlock, and ports on loopback."""
+    if version() >= 2:
+        result = f"version {version()}: scripts in trials cannot write to your files"
+        yield Check(group="Settings", name="Landlock", status="ok", result=result)
+    else:
+        result = "not there: what C libraries and programs of a script write in a trial is real"
+        yield Check(
+            group="Settings", name="Landlock", status="warning", result=result, remedy="Linux 5.19 or later has it"
+        )
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
+    except OSError as error:
+        result = f"cannot be opened: {error.strerror}"
+        yield Check(
+            group="Settings", name="ports on loopback", status="broken", result=result, remedy="ip link set lo up"
+        )

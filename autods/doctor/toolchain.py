@@ -1,0 +1,105 @@
+"""Checks of the software: versions, the compiler, and each DeepSpeed op that a rung needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..report.checkup import Check
+from ..system.host import installed_versions
+from ..system.processes import ask_module
+from ..trial.ops import BUILDERS, USUAL_BUILD_S
+
+_LIMIT_S = 300.0
+_NEEDED_FOR = {
+    "cpu_adam": "offloading the optimizer to the CPU or NVMe",
+    "async_io": "NVMe",
+    "fused_adam": "configs that ask for DeepSpeed's FusedAdam",
+}
+_ONLY_ON_CARDS = ("fused_adam",)
+
+
+def check_versions(versions: Callable[[], Mapping[str, str]] = installed_versions) -> Iterator[Check]:
+    """The packages that a fit needs."""
+    for name, version in versions().items():
+        missing = version == "not installed"
+        remedy = f"pip install {name}" if missing else ""
+        yield Check(group="Software", name=name, status="broken" if missing else "ok", result=version, remedy=remedy)
+
+
+def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Iterator[Check]:
+    """What builds the ops: a C++ compiler, Python's headers and ninja."""
+    compiler = os.environ.get("CXX", "g++")
+    result = which(compiler)
+    if result is None:
+        text = f"{compiler} is not installed; forecasts and offloading need it"
+        yield Check(group="Software", name="compiler", status="broken", result=text, remedy="apt-get install g++")
+    else:
+        yield Check(group="Software", name="compiler", status="ok", result=result)
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        text = "Python.h is missing; no op can be built"
+        yield Check(
+            group="Software", name="headers", status="broken", result=text, remedy="apt-get install python3-dev"
+        )
+    installed = Path(sys.executable).with_name("ninja")
+    if which("ninja") is None and not installed.exists():
+        yield Check(group="Software", name="ninja", status="broken", result="not installed", remedy="pip install ninja")
+
+
+def check_ops(*, has_cards: bool, build: bool, note: Callable[[str], None] = lambda text: None) -> Iterator[Check]:
+    """Whether each op is built, or can be. With `build` they are built now, one after the other."""
+    names = [name for name in BUILDERS if has_cards or name not in _ONLY_ON_CARDS]
+    try:
+        state = _ask(["state", *names], has_cards=has_cards)
+    except RuntimeError as error:
+        yield Check(
+            group="DeepSpeed ops",
+            name="all",
+            status="broken",
+            result=str(error),
+            remedy="python -m deepspeed.env_report",
+        )
+        return
+    for name in names:
+        problem, built = state[name]["problem"], state[name]["built"]
+        purpose = f"for {_NEEDED_FOR[name]}"
+        if problem is not None:
+            text, _, rest = problem.partition(" (")
+            yield Check(
+                group="DeepSpeed ops",
+                name=name,
+                status="broken",
+                result=f"{text}; it is {purpose}",
+                remedy=rest.rstrip(")"),
+            )
+        elif built:
+            yield Check(group="DeepSpeed ops", name=name, status="ok", result=f"built, {purpose}")
+        elif build:
+            note(f"building {name}, about {USUAL_BUILD_S[name]} s")
+            yield _build(name, has_cards=has_cards)
+        else:
+            text = f"not built yet, {purpose}: a trial builds it when it needs it (about {USUAL_BUILD_S[name]} s)"
+            yield Check(group="DeepSpeed ops", name=name, status="warning", result=text, remedy="autods doctor --fix")
+
+
+def _build(name: str, *, has_cards: bool) -> Check:
+    try:
+        seconds = _ask(["build", name], has_cards=has_cards, limit_s=3600.0)[name]["seconds"]
+    except RuntimeError as error:
+        return Check(group="DeepSpeed ops", name=name, status="broken", result=f"could not be built: {error}")
+    return Check(group="DeepSpeed ops", name=name, status="ok", result=f"built in {seconds:.0f} s")
+
+
+def _ask(words: list[str], *, has_cards: bool, limit_s: float = _LIMIT_S) -> dict[str, dict[str, Any]]:
+    """Ask `trial.ops` in a process of its own: DeepSpeed chooses a device for its whole process.
+
+    Raises RuntimeError with the last line of what that process printed.
+    """
+    device = {} if has_cards else {"DS_ACCELERATOR": "cpu"}
+    answer: dict[str, dict[str, Any]] = ask_module("autods.trial.ops", *words, variables=device, limit_s=limit_s)
+    return answer

@@ -1,0 +1,221 @@
+"""`autods explain`: what each key of a DeepSpeed config means and costs, and what is wrong with the config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..config.base_config import read_base_config
+from ..config.deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
+from ..config.plan_settings import PlanSettings, resolve_plan
+from ..config.strategies import Needs, Rung, State
+from ..errors import InputError
+from ..forecast.values import ForecastListener, RungForecast, StartSimulator
+from ..planner.plan import plan
+from ..report.explanation import ExplainedKey, Explanation, KeyCost, NeededMemory
+from ..requests import ExplainRequest, PlanRequest
+from ..schema import read_checked, read_toml
+from ..system.host import Hardware, data_folder
+from ..types import TIERS, Tier, WorkloadSource
+from .rules import Question, find_problems, walk_keys
+from .schema import Schema, read_schema
+
+_CONFIG = "this config"
+# Keys whose bytes the simulated engine can show: beside a tenth of the value, or the opposite of a switch.
+_SIZED = (
+    "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size", "overlap_comm", "contiguous_gradients",
+    "offload_param.pin_memory", "offload_param.buffer_count", "offload_param.buffer_size",
+    "offload_optimizer.pin_memory", "offload_optimizer.buffer_count",
+)  # fmt: skip
+_SPLIT_BY_STAGE: Mapping[int, tuple[State, ...]] = {
+    0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters"),
+}  # fmt: skip
+_TIER_OF: Mapping[str, Tier] = {"cpu": "host", "nvme": "nvme"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainSettings:
+    """The config to explain, and its name. `plan` has workload and machine, if bytes are asked for."""
+
+    name: str
+    config: Mapping[str, Any]
+    ranks: int | None = None
+    plan: PlanSettings | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meanings:
+    """Texts by dotted key, from `configs/deepspeed/meanings.toml`."""
+
+    means: Mapping[str, str] = field(default_factory=dict)
+    costs: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve_explain(
+    request: ExplainRequest, make_source: Callable[[PlanRequest], WorkloadSource], *, hardware: Hardware
+) -> ExplainSettings:
+    """Read the config, the workload and its machine. Raises InputError.
+
+    A config may be wrong in every way that can be explained; only a file that is no JSON object is refused.
+    """
+    if isinstance(request.config, Mapping):
+        name, config = "config", dict(request.config)
+    else:
+        name, config = str(request.config), read_base_config(Path(request.config))
+    if request.workload is None:
+        return ExplainSettings(name=name, config=config, ranks=request.gpus)
+    question = PlanRequest(
+        workload=os.fspath(request.workload),
+        script_args=request.script_args,
+        kind=request.kind,
+        task=request.task,
+        seq_len=request.seq_len,
+        target_len=request.target_len,
+        base_config=_without_batch(config),
+        micro_batch=request.micro_batch or _read_micro_batch(config),
+        gpus=request.gpus,
+        nodes=request.nodes,
+        on=request.on,
+        gpu_memory=request.gpu_memory,
+        host_memory=request.host_memory,
+        nvme=request.nvme,
+        device=request.device,
+        as_written=True,
+        largest=False,
+    )
+    settings = resolve_plan(question, make_source(question), hardware=hardware)
+    if len(settings.sites) > 1:
+        raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")
+    return ExplainSettings(name=name, config=config, ranks=settings.sites[0].world_size, plan=settings)
+
+
+def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSimulator | None = None) -> Explanation:
+    """Explain each key, judge the config, and simulate it where a workload is given.
+
+    Raises InputError when the workload is at fault, EnvironmentBroken when it cannot be simulated here.
+    """
+    schema = read_schema(settings.config)
+    problems = find_problems(Question(config=settings.config, schema=schema, ranks=settings.ranks))
+    memory, costs = None, dict[str, KeyCost]()
+    if settings.plan is not None and not any(problem.severity == "error" for problem in problems):
+        memory, costs = _simulate(settings.config, settings.plan, listen, start)
+    return Explanation(
+        config=settings.name,
+        deepspeed=schema.version,
+        keys=tuple(_explain_keys(settings.config, schema, costs)),
+        findings=problems,
+        memory=memory,
+    )
+
+
+def read_meanings() -> Meanings:
+    """Read the texts that ship with the package."""
+    path = data_folder("configs") / "deepspeed" / "meanings.toml"
+    return read_checked(
+        Meanings, read_toml(path), lambda texts: None, name="texts", place=str(path), hint="reinstall autods"
+    )
+
+
+def _explain_keys(config: Mapping[str, Any], schema: Schema, costs: Mapping[str, KeyCost]) -> Iterator[ExplainedKey]:
+    texts = read_meanings()
+    for name, value in walk_keys(config):
+        key = schema.keys.get(name)
+        yield ExplainedKey(
+            key=name,
+            value=value,
+            default=None if key is None else key.default,
+            has_default=key is not None and key.has_default and key.default is not None,
+            meaning=texts.means.get(name) or ("" if key is None else key.help),
+            cost=texts.costs.get(name, ""),
+            measured=costs.get(name),
+        )
+
+
+def _without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in BATCH_KEYS}
+
+
+def _read_micro_batch(config: Mapping[str, Any]) -> int | None:
+    micro = config.get("train_micro_batch_size_per_gpu")
+    return micro if isinstance(micro, int) and micro > 0 else None
+
+
+def _simulate(
+    config: Mapping[str, Any], settings: PlanSettings, listen: ForecastListener, start: StartSimulator | None
+) -> tuple[NeededMemory, dict[str, KeyCost]]:
+    """Simulate the config, and once more for each sized key with another value of it.
+
+    Each is a rung of a plan, so that they share one simulated device.
+    """
+    others = {f"with {name.rpartition('.')[2]} {value}": (name, value) for name, value in _other_values(config)}
+    rungs = [make_rung(_CONFIG, config)]
+    rungs += [make_rung(label, merge(config, nest_key(name, value))) for label, (name, value) in others.items()]
+    forecast = plan(replace(settings, ladder=tuple(rungs)), listen=listen, start=start)
+    by_rung = {each.rung: each for each in forecast.sites[0].rungs}
+    whole = by_rung[_CONFIG]
+    costs = {
+        name: KeyCost(instead=value, tiers=_difference(whole, by_rung[label]))
+        for label, (name, value) in others.items()
+        if whole.memory and by_rung[label].memory
+    }
+    memory = NeededMemory(
+        workload=settings.source.name,
+        ranks=settings.sites[0].world_size,
+        verdict=whole.verdict,
+        reason=whole.reason,
+        tiers={tier: held.peak_bytes for tier, held in whole.memory.items()},
+        limits={tier: held.limit_bytes for tier, held in whole.memory.items() if held.limit_bytes is not None},
+    )
+    return memory, costs
+
+
+def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
+    """A rung of the ladder that is this config: its stage, its offloads, and all of its ZeRO section."""
+    zero = get_key(config, "zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    devices = {part: str(get_key(zero, f"offload_{part}.device") or "none") for part in ("param", "optimizer")}
+    optimizer = _TIER_OF.get(devices["optimizer"], "device")
+    return Rung(
+        name=name,
+        order=0,
+        title=name,
+        stage=stage,
+        shards=_SPLIT_BY_STAGE[stage],
+        places={
+            "parameters": _TIER_OF.get(devices["param"], "device"),
+            "gradients": optimizer if stage > 1 else "device",
+            "optimizer": optimizer,
+        },
+        needs=Needs(world_size=1, nvme_path=False),
+        ds_config={"zero_optimization": dict(zero), **({"aio": config["aio"]} if "aio" in config else {})},
+    )
+
+
+def _other_values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, another value) for each sized key of the config that its stage obeys."""
+    stages, stage = read_known_keys().zero_optimization, get_key(config, "zero_optimization.stage") or 0
+    for key in _SIZED:
+        name = f"zero_optimization.{key}"
+        value = get_key(config, name)
+        if stage not in stages.get(key, (0, 1, 2, 3)):
+            continue
+        if isinstance(value, bool):
+            yield name, not value
+        elif isinstance(value, int | float) and value >= 10:
+            yield name, int(value) // 10
+        elif isinstance(value, int) and value > 1:
+            yield name, 1
+
+
+def _difference(forecast: RungForecast, other: RungForecast) -> dict[Tier, int]:
+    """The bytes by which each tier's peak is larger than the other's; tiers without a difference are left out."""
+    grown: dict[Tier, int] = {}
+    for tier in TIERS:
+        here, there = (each.memory[tier].peak_bytes if tier in each.memory else 0 for each in (forecast, other))
+        if here != there:
+            grown[tier] = here - there
+    return grown

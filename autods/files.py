@@ -1,0 +1,106 @@
+"""Files and paths that a user names: checked before they are opened, and read whole within a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from .errors import InputError
+from .units import format_bytes
+
+LARGEST_TEXT = 16 * 2**20  # bytes of a config or of a Python file
+LARGEST_RECORD = 2**30  # bytes of a file that autods wrote: a journal, a report
+# Bytes of an absolute path. The kernel takes 4,095, and names of files in a folder of results need room.
+_LONGEST_PATH = 3500
+_LONGEST_NAME = 255  # bytes between two slashes
+_KINDS = (
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISFIFO, "pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
+
+
+def describe_file_kind(mode: int) -> str | None:
+    """Return 'folder', 'pipe', 'socket' or 'device' for the mode of a file; None for a regular file."""
+    return next((word for is_kind, word in _KINDS if is_kind(mode)), None)
+
+
+def read_file(path: str | os.PathLike[str], *, most: int = LARGEST_TEXT, hint: str | None = None) -> bytes:
+    """Return the content of a regular file of at most `most` bytes.
+
+    Raises InputError with the path for a file that is missing, larger or cannot be read. A pipe or a device is refused
+    and never waited for.
+    """
+    place = str(path)
+    try:
+        check_is_file(os.stat(path), place)  # before it is opened: to open a device can have effects
+        with open(path, "rb", opener=open_without_waiting) as file:
+            opened = os.fstat(file.fileno())
+            check_is_file(opened, place)
+            content = b"" if opened.st_size > most else file.read(most + 1)
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", place=place, hint=hint) from None
+    except ValueError as error:  # a NUL, or characters that no file name has
+        raise InputError(f"is not the path of a file: {error}", place=place, hint=hint) from None
+    if (size := max(opened.st_size, len(content))) > most:
+        problem = f"has {format_bytes(size)}, and at most {format_bytes(most)} are read"
+        raise InputError(problem, place=place, hint=hint)
+    return content
+
+
+def open_without_waiting(path: str, flags: int) -> int:
+    """Return a file descriptor, as an `opener` of `open`: a pipe that nobody writes or reads is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+
+
+def read_text(path: str | os.PathLike[str], *, most: int = LARGEST_TEXT, hint: str | None = None) -> str:
+    """Return the text of a regular file in UTF-8, with or without its mark. Raises InputError as `read_file` does."""
+    content = read_file(path, most=most, hint=hint)
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError("is not text in UTF-8 but in UTF-16", place=str(path), hint="save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError("is not text in UTF-8", place=f"{path}:{line}", hint=hint) from None
+
+
+def check_is_file(found: os.stat_result, place: str) -> None:
+    """Raises InputError for what is not a regular file."""
+    kind = describe_file_kind(found.st_mode)
+    if kind is not None:
+        hint = "save its content in a file, and give that" if kind in ("pipe", "device") else None
+        raise InputError(f"cannot be read: it is a {kind}, not a file", place=place, hint=hint)
+
+
+def check_path(path: object, option: str) -> None:
+    """Raises InputError that names the option for a path that no file can have."""
+    try:
+        encoded = os.fsencode(path) if isinstance(path, str | os.PathLike) else b""
+    except (ValueError, TypeError) as error:
+        reason = "characters that no file name has" if isinstance(error, ValueError) else "no path as text"
+        raise InputError(f"{option} has {reason}") from None
+    if not encoded:
+        raise InputError(f"{option} is empty", hint="give a path, or . for this folder")
+    if b"\0" in encoded:
+        raise InputError(f"{option} has a NUL character, which no path has")
+    for part in encoded.split(b"/"):
+        if len(part) > _LONGEST_NAME:
+            start = os.fsdecode(part)[:40]
+            problem = f"{option} has a name of {len(part)} bytes, {start}…; {_LONGEST_NAME} are the most"
+            raise InputError(problem, hint="give a shorter one")
+    with contextlib.suppress(OSError):  # the current folder is gone
+        encoded = os.path.abspath(encoded)
+    if len(encoded) > _LONGEST_PATH:
+        problem = f"{option} is a path of {len(encoded)} bytes; {_LONGEST_PATH} are the most"
+        raise InputError(problem, hint="give a shorter one")
+
+
+def as_folder_name(name: str) -> str:
+    """Return a name that is one folder's: without slashes and control characters, and of at most 100 bytes."""
+    plain = "".join(letter if letter.isprintable() and letter != "/" else "_" for letter in name)
+    cut = plain.encode(errors="surrogateescape")[:100].decode(errors="ignore")
+    return f"_{cut}" if cut.startswith(".") or not cut else cut

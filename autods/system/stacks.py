@@ -1,0 +1,140 @@
+"""Where a Python process is: its stack, which it writes into its log when it is asked to, and the user's line in it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from . import processes
+
+# No other program uses it: schedulers send SIGUSR1 and SIGUSR2, and trainers save checkpoints then.
+_ASK = signal.SIGRTMIN + 9
+_LOOK_EVERY_S = 0.02
+_MOST_BYTES = 2**16
+_FRAME = re.compile(r'^  File "([^"\n]*)", line (\d+) in ([^\n]*)$')
+_HEADINGS = ("Current thread 0x", "Stack (most recent call first):")  # with the other threads, and without them
+_THREAD = re.compile(r"^(?=Thread 0x)", re.MULTILINE)
+# Installed packages, the standard library, modules without a file, and our own.
+_NOT_THE_USERS = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<|/autods/(?:trial|runner|workload|forecast|system)/"
+)
+_STDLIB = re.compile(r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<frozen ")
+_AUTODS = str(Path(__file__).parents[1]) + os.sep
+# Who is in there waits for another rank.
+_AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/")
+_AUTOGRAD = "/torch/autograd/"  # the main thread waits there while others run the backward pass
+
+
+class Frame(NamedTuple):
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither in an installed package nor in autods."""
+        return _NOT_THE_USERS.search(self.file) is None and not self.file.startswith(_AUTODS)
+
+
+def answer_requests() -> None:
+    """Let this process, and those that it forks, write the main thread's stack to descriptor 2 when asked to."""
+    faulthandler.register(_ASK, file=sys.__stderr__ or 2, all_threads=False)
+
+
+def ask(pid: int) -> bool:
+    """Ask a process for its stack; False where it cannot answer."""
+    status = processes.read_status(pid)
+    caught = int(status.get("SigCgt", "0"), 16) >> (_ASK - 1) & 1  # else the signal would end it
+    if not caught or status.get("State", "Z")[0] in "TZX":
+        return False
+    try:
+        os.kill(pid, _ASK)
+    except OSError:
+        return False
+    return True
+
+
+def read_stack(pid: int, log: int, within_s: float = 2.0) -> tuple[Frame, ...]:
+    """Return the main thread's stack of a process that logs into the open file `log`; () if it does not answer.
+
+    The innermost frame comes first.
+    """
+    before = os.fstat(log).st_size
+    if not ask(pid):
+        return ()
+    stack: tuple[Frame, ...] = ()
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+        text = os.pread(log, _MOST_BYTES, before).decode(errors="replace")
+        stack = parse_stack(text)
+        if stack and text.endswith("\n") and not processes.is_handling_signal(pid, _ASK):
+            break
+    return stack
+
+
+def parse_stack(text: str) -> tuple[Frame, ...]:
+    """The last stack of the main thread that `faulthandler` wrote into this text; () where there is none."""
+    begin = max(text.rfind(heading) for heading in _HEADINGS)
+    return tuple(_frames(text[begin:])) if begin >= 0 else ()
+
+
+def _frames(text: str) -> Iterator[Frame]:
+    """The frames of the first stack in this text, whose first line is a heading."""
+    for line in text.splitlines()[1:]:
+        if (match := _FRAME.match(line)) is None:
+            return
+        yield Frame(match[1], int(match[2]), match[3])
+
+
+def find_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
+    """The innermost line of the user's code."""
+    return next((frame for frame in stack if frame.is_users), None)
+
+
+def describe_place(pid: int, stack: tuple[Frame, ...]) -> str:
+    """'in load_data, /x/model.py:7': the user's line in a stack, else the innermost; else the process's state."""
+    frame = find_user_frame(stack) or next(iter(stack), None)
+    return processes.describe_process(pid) if frame is None else f"in {frame.function}, {frame}"
+
+
+def find_crash(log: str) -> Frame | None:
+    """The line of the user's code in which a process crashed, or called the standard library that crashed.
+
+    None without a stack, and where the process was in an installed package or in autods.
+    """
+    for frame in parse_stack(log):
+        if frame.is_users:
+            return frame
+        if _STDLIB.search(frame.file) is None:
+            return None
+    return None
+
+
+def find_hang(log: str) -> Frame | None:
+    """The line of the user's code in which a rank hangs by itself, by the stacks at the end of its log.
+
+    None where there is no such line, and where the rank waits for another one, in a collective or in DeepSpeed.
+    """
+    stack = parse_stack(log)
+    if stack and _AUTOGRAD in stack[0].file:
+        threads = [tuple(_frames(part)) for part in _THREAD.split(log)[1:]]
+        stack = next((thread for thread in reversed(threads) if find_user_frame(thread) is not None), stack)
+    for frame in stack:
+        if frame.is_users:
+            return frame
+        if _AWAITS.search(frame.file):
+            return None
+    return None

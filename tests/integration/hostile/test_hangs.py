@@ -1,0 +1,183 @@
+"""User code that never comes back is named by its line; a process that somebody stops is named and continued."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from autods.config.profiles import find_toml
+from autods.errors import EnvironmentBroken
+from autods.events import Event, Note
+from autods.runner.runner import RayRunner
+from autods.system import processes
+from autods.system.host import data_folder
+from autods.types import Failed, Fit
+from tests.support.bad_workloads import GOOD
+from tests.support.fits import question
+from tests.support.hostile import Case, each
+from tests.support.watching import Scene, a_trial, find_pids, wait_for
+
+_QUICK = find_toml("quick", data_folder("configs"), "config").read_text()
+_SHORT = _QUICK.replace("stall_s = 60.0", "stall_s = 1.5").replace("init_s = 900.0", "init_s = 4.0")
+_FIT = "fit model.py --device cpu --gpus 2 --gpu-memory 1GiB --config short.toml --quiet --out out"
+_SLEEP = "__import__('time').sleep(10000)"
+_FORWARD = "        return self.layer(x).mean()"
+_BATCH = '    return {"x": torch.ones(micro_batch_size, 4)}'
+
+
+def hangs(old: str, new: str, message: str) -> Case:
+    """A fit of the good workload with one change. It has to end with the message, whatever the number of rungs."""
+    assert old in GOOD
+    files = {"model.py": GOOD.replace(old, new), "short.toml": _SHORT}
+    return Case(_FIT, 2, message, "ranks", files=files, leaves=("out",), seconds=300)  # Ray starts in the first
+
+
+_DEADLOCK = """        from concurrent.futures import ThreadPoolExecutor
+        pool = ThreadPoolExecutor(1)
+        pool.submit(lambda: pool.submit(int).result()).result()
+"""
+_OPTIMIZER = """
+
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        if any(weight.grad is not None for group in self.param_groups for weight in group["params"]):
+            __import__("time").sleep(10**6)
+
+
+def build_optimizer(parameters):
+    return Slow(parameters, lr=0.1)
+"""
+_LOSS = "\n\n\ndef loss(model, batch):\n    __import__('time').sleep(10**6)"
+_LOADER = f"""    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            {_SLEEP}
+
+    next(iter(torch.utils.data.DataLoader(Data(), num_workers=1)))
+"""
+_HANGS, _TWICE = "it hangs here: no rank moved for 4 s", "it hangs here: no rank moved for 2 s"
+_EOF = "EOFError: EOF when reading a line"
+
+IN_USER_CODE = {
+    "an import in a rank": hangs("\n\nclass", f"\n{_SLEEP}\n\nclass", f"model.py:3: {_HANGS}"),
+    "build_model": hangs("    return Model()", "    while True:\n        pass", f"model.py:14: {_HANGS}"),
+    "build_batch": hangs(_BATCH, "    __import__('threading').Event().wait()", f"model.py:18: {_HANGS}"),
+    "a data loader": hangs(_BATCH, _LOADER + _BATCH, f"model.py:25: {_HANGS}"),
+    "forward": hangs(_FORWARD, f"        {_SLEEP}\n{_FORWARD}", f"model.py:10: {_TWICE}"),
+    "a deadlock in a pool of threads": hangs(_FORWARD, _DEADLOCK + _FORWARD, f"model.py:12: {_TWICE}"),
+    "the loss": hangs(_BATCH, _BATCH + _LOSS, _TWICE),
+    "the optimizer": hangs(_BATCH, _BATCH + _OPTIMIZER, _HANGS),
+    "input() at import": hangs("\n\nclass", "\ninput()\n\nclass", f"model.py:3: {_EOF}"),
+    "input() in forward": hangs(_FORWARD, f"        input()\n{_FORWARD}", f"model.py:10: {_EOF}"),
+}
+
+
+@each(IN_USER_CODE)
+def test_user_code_that_hangs_ends_with_its_line(meet, case):
+    meet(case)
+
+
+@pytest.fixture
+def forever(tmp_path) -> Path:
+    """A workload whose import never ends."""
+    path = tmp_path / "forever.py"
+    path.write_text(GOOD.replace("\n\nclass", f"\n\ndef wait():\n    {_SLEEP}\n\n\nwait()\n\n\nclass"))
+    return path
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.texts.append(event.text)
+
+    def has(self, words: str) -> bool:
+        return any(words in text for text in self.texts)
+
+
+def test_an_import_that_never_ends_is_located(ray, forever, tmp_path, monkeypatch):
+    monkeypatch.setattr("autods.system.waiting.FIRST_S", 1.0)
+    monkeypatch.setattr("autods.system.waiting.AGAIN_S", 1.0)
+    heard = Heard()
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(RayRunner(question(str(forever), tmp_path / "out"), heard).__enter__)
+        wait_for(lambda: heard.has(f"so far: in wait, {forever}:5"), 120)
+        for pid in find_pids("autods.runner.zygote"):
+            if f'"{forever}"' in processes.read_command(pid):
+                os.kill(pid, signal.SIGKILL)
+        assert isinstance(starting.exception(60), EnvironmentBroken)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Scene:
+    return Scene.at(tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.fixture(scope="module")
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture(scope="module")
+def trials(ray, scene, heard):
+    with RayRunner(question(str(scene.path), scene.out), heard) as runner:
+        runner.survey()
+        yield runner
+
+
+def test_a_zygote_stopped_while_idle_is_continued(trials, scene, heard):
+    zygote = scene.zygote().pid
+    os.kill(zygote, signal.SIGSTOP)
+    assert isinstance(trials.run(a_trial(), id=1).outcome, Fit)
+    assert heard.has(f"process {zygote} (autods.runner.zygote), which this needs, was stopped with SIGSTOP")
+
+
+def test_a_zygote_stopped_during_a_trial_is_continued(trials, scene, heard):
+    heard.texts.clear()
+    scene.choose_fault("hang", "backward")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(trials.run, a_trial(), id=2)
+        scene.wait_for_fault()
+        os.kill(scene.zygote().pid, signal.SIGSTOP)
+        wait_for(lambda: heard.has("was stopped with SIGSTOP"), 60)
+        for rank in scene.note_ranks():
+            os.kill(rank, signal.SIGKILL)
+        assert isinstance(running.result(60).outcome, Failed)
+    (scene.out / "fault.json").unlink()
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_stopped_service_of_rays_is_continued(ray, name):
+    services = {name_of(pid): pid for pid in processes.list_children()}
+    os.kill(services[name], signal.SIGSTOP)
+    wait_for(lambda: not processes.is_stopped(services[name]), 60)
+    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=100) == 7
+
+
+def name_of(pid: int) -> str:
+    return processes.read_status(pid).get("Name", "")
+
+
+def test_a_second_fit_into_a_folder_is_refused(meet):
+    def hold(path: Path) -> None:
+        lock = os.open(path, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held.append(lock)
+
+    held: list[int] = []
+    files = {"short.toml": _SHORT, "out/.autods.lock": hold}
+    try:
+        meet(Case(_FIT, 2, "another fit is running in this folder", "ranks", files=files, leaves=("out",)))
+    finally:
+        os.close(held[0])

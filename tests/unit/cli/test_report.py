@@ -1,0 +1,38 @@
+"""`autods report` shows a finished fit again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autods.cli.main import main
+from autods.report import serialize
+from tests.support.reports import fitting_report
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    serialize.write(fitting_report(str(tmp_path)), tmp_path)
+    return tmp_path
+
+
+def test_a_finished_fit_is_shown_and_its_page_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    shown = capsys.readouterr()
+    assert "zero3 fits" in shown.out
+    assert f"page: {folder / 'report.html'}" in shown.err
+    assert (folder / "report.html").stat().st_size > 1000
+
+
+def test_two_fits_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--compare", str(folder)]) == 0
+    assert "| samples/s | 41.7 | 41.7 |" in capsys.readouterr().out
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["rung"] == "zero3"
+
+
+def test_a_folder_without_a_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "absent")]) == 2
+    assert "report.json" in capsys.readouterr().err

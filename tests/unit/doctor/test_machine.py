@@ -1,0 +1,109 @@
+"""Each check says what it found, and names what mends it where something is wrong."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.doctor import machine
+from autods.doctor.disk import check_nvme
+from autods.report.checkup import Check
+from autods.system.gpus import Card
+from autods.system.host import Hardware
+
+GIB = 2**30
+CARD = Card(index=0, name="NVIDIA A100-SXM4-80GB", total_bytes=80 * GIB, free_bytes=80 * GIB)
+NODE = Hardware(
+    cpu="a CPU",
+    cores=64,
+    host_bytes=512 * GIB,
+    host_free_bytes=400 * GIB,
+    cards=(CARD, CARD),
+    driver="580.1",
+    cuda="13.0",
+)
+
+
+def by_name(checks: Iterable[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def states(checks: Iterable[Check]) -> dict[str, str]:
+    return {check.name: check.status for check in checks}
+
+
+def test_healthy_cards_are_counted() -> None:
+    checks = by_name(machine.check_cards(NODE))
+    assert checks["cards"].result == "2 × NVIDIA A100-SXM4-80GB (80.0 GiB)"
+    assert {check.status for check in checks.values()} == {"ok"}
+
+
+def test_cards_that_cannot_be_used_name_the_remedy() -> None:
+    broken = replace(NODE, unusable="torch 2.13.0 is built without CUDA\n  install a CUDA build of torch")
+    (check,) = machine.check_cards(broken)
+    assert (check.status, check.remedy) == ("broken", "install a CUDA build of torch")
+    assert states(machine.check_cards(replace(NODE, cards=())))["cards"] == "warning"
+
+
+def test_cards_that_differ_or_are_shared_are_warned_of() -> None:
+    old = replace(CARD, name="Tesla V100", bf16=False, others_bytes=3 * GIB, pids=(7,))
+    checks = states(machine.check_cards(replace(NODE, cards=(CARD, old))))
+    assert {name for name, status in checks.items() if status == "warning"} == {"equal cards", "shared", "bf16"}
+
+
+def test_a_quota_of_processors_is_a_warning() -> None:
+    assert states(machine.check_memory(NODE, quota=0.5))["processors"] == "warning"
+    assert states(machine.check_memory(replace(NODE, host_bytes=100 * GIB)))["host"] == "warning"
+
+
+@pytest.mark.parametrize(("free", "status"), [(GIB // 32, "broken"), (GIB // 2, "warning"), (8 * GIB, "ok")])
+def test_shared_memory_that_is_small_is_told(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: machine.shutil._ntuple_diskusage(free, 0, free))  # type: ignore[attr-defined]
+    check = by_name(machine.check_memory(NODE))["/dev/shm"]
+    assert check.status == status
+    assert bool(check.remedy) == (status != "ok")
+
+
+def test_missing_shared_memory_is_broken(tmp_path: Path) -> None:
+    assert states(machine.check_memory(NODE, shared=tmp_path / "absent"))[str(tmp_path / "absent")] == "broken"
+
+
+def test_only_limits_that_are_too_low_are_shown() -> None:
+    assert list(machine.check_limits(lambda number: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))) == []
+    low = {resource.RLIMIT_MEMLOCK: 65536, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_NPROC: 100}
+    checks = by_name(machine.check_limits(lambda number: (low.get(number, 2**40), 2**40)))
+    assert set(checks) == {"locked memory", "open files", "processes", "memory of a process"}
+    assert checks["locked memory"].result.startswith("64.0 KiB")
+
+
+def test_settings_that_slow_training_down_are_named() -> None:
+    checks = by_name(
+        machine.check_environment({"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "WARN", "CUDA_LAUNCH_BLOCKING": "1"})
+    )
+    assert set(checks) == {"NCCL_P2P_DISABLE=1", "CUDA_LAUNCH_BLOCKING=1"}
+    assert checks["NCCL_P2P_DISABLE=1"].remedy == "unset NCCL_P2P_DISABLE"
+    assert states(machine.check_environment({})) == {"environment": "ok"}
+
+
+def test_an_old_kernel_has_no_landlock() -> None:
+    assert states(machine.check_kernel(lambda: 0))["Landlock"] == "warning"
+    assert states(machine.check_kernel(lambda: 2))["Landlock"] == "ok"
+
+
+def test_a_folder_that_need_not_exist_yet_is_checked(tmp_path: Path) -> None:
+    (check,) = machine.check_folders({"results": tmp_path / "a" / "b"})
+    assert check.status in ("ok", "warning")
+    assert str(tmp_path / "a" / "b") in check.result
+
+
+def test_nvme_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
+    checks = by_name(check_nvme(tmp_path, file_bytes=16 * 2**20))
+    assert checks[str(tmp_path)].status == "ok"
+    bandwidth = checks["bandwidth"]
+    assert "writes" in bandwidth.result or "direct I/O fails" in bandwidth.result
+    assert list(tmp_path.iterdir()) == []
+    assert states(check_nvme(tmp_path / "absent"))[str(tmp_path / "absent")] == "broken"

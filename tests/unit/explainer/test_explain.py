@@ -1,0 +1,135 @@
+"""A config is explained key by key, and simulated where a workload is given."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autods import api
+from autods.cli.main import main
+from autods.config.deepspeed import get_key
+from autods.errors import InputError
+from autods.explainer import explain as explainer
+from autods.explainer.explain import ExplainSettings, explain, make_rung, resolve_explain
+from autods.explainer.schema import describe
+from autods.forecast.testing import ScriptedSimulator, simulate_peaks
+from autods.forecast.values import EngineSpec, Simulation
+from autods.report.explanation import Explanation, print_explanation
+from autods.requests import ExplainRequest
+from tests.support.ds_configs import GUIDE, PRETRAINING
+from tests.support.planned import FACTS, GIB, LAPTOP, SOURCE
+
+SIZED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that imports DeepSpeed takes seconds; one test of `read_schema` has it."""
+    monkeypatch.setattr(explainer, "read_schema", describe)
+
+
+def explained(config: dict[str, Any], **asked: Any) -> tuple[Explanation, list[EngineSpec]]:
+    """The explanation on a scripted simulator, and the engines that were simulated."""
+    specs: list[EngineSpec] = []
+
+    def peaks(spec: EngineSpec, micro_batch: int) -> Simulation:
+        specs.append(spec)
+        bucket = get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or 0
+        return simulate_peaks(micro_batch, init=GIB, backward=4 * GIB + 2 * bucket)
+
+    request = ExplainRequest(config=config, **asked)
+    settings = resolve_explain(request, lambda plan: SOURCE, hardware=LAPTOP)
+    simulator = ScriptedSimulator(FACTS, peaks)
+    return explain(settings, lambda event: None, start=lambda source: nullcontext(simulator)), specs
+
+
+def test_without_a_workload_nothing_is_simulated() -> None:
+    explanation, specs = explained(GUIDE)
+    assert specs == []
+    assert explanation.memory is None
+    keys = {key.key: key for key in explanation.keys}
+    assert keys["fp16.loss_scale"].meaning.endswith("0 means that it adapts.")
+    assert keys["zero_optimization.reduce_bucket_size"].default == 500_000_000
+    assert [key.key for key in explanation.keys][:2] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
+
+
+def test_each_sized_key_is_simulated_with_another_value() -> None:
+    explanation, specs = explained(SIZED, workload="model.py", gpus=8, gpu_memory="40GiB", host_memory="1TiB")
+    costs = {key.key: key.measured for key in explanation.keys if key.measured is not None}
+    bucket = costs["zero_optimization.reduce_bucket_size"]
+    assert bucket.instead == 50_000_000
+    assert bucket.tiers["device"] == pytest.approx(2 * 450_000_000, rel=0.01)
+    assert costs["zero_optimization.offload_optimizer.pin_memory"].tiers == {}
+    assert "zero_optimization.allgather_bucket_size" not in costs  # stage 3 ignores it
+    assert explanation.memory is not None
+    assert explanation.memory.verdict == "fits"
+    assert {get_key(spec.ds_config, "train_micro_batch_size_per_gpu") for spec in specs} == {4}
+    assert all(get_key(spec.ds_config, "zero_optimization.offload_optimizer.device") == "cpu" for spec in specs)
+
+
+def test_a_config_with_errors_is_not_simulated() -> None:
+    wrong = {**SIZED, "fp16": {"enabled": True}}
+    request = ExplainRequest(config=wrong, gpus=8)
+    settings = ExplainSettings(name="config", config=wrong, ranks=8)
+    explanation = explain(settings, lambda event: None)
+    assert request.config == wrong
+    assert explanation.has_errors
+    assert explanation.memory is None
+
+
+def test_a_rung_of_a_config_places_its_states() -> None:
+    rung = make_rung("this config", GUIDE)
+    assert (rung.stage, rung.shards) == (3, ("optimizer", "gradients", "parameters"))
+    assert rung.places == {"parameters": "host", "gradients": "host", "optimizer": "host"}
+    assert make_rung("this config", PRETRAINING).places["optimizer"] == "device"
+    assert make_rung("this config", {}).stage == 0
+
+
+def test_a_config_is_explained_on_one_machine() -> None:
+    with pytest.raises(InputError, match="on one machine"):
+        explained(SIZED, workload="model.py", gpus=8, on="all")
+
+
+def test_the_terminal_shows_meaning_cost_and_findings() -> None:
+    explanation, _ = explained(SIZED, workload="model.py", gpus=8, gpu_memory="40GiB", host_memory="1TiB")
+    written = io.StringIO()
+    print_explanation(explanation, Console(file=written, width=80))
+    text = written.getvalue()
+    assert "zero_optimization\n  stage = 3\n    What is split over the GPUs" in text
+    assert re.search(r"Here: device memory \+85\d\.\d MiB against 50,000,000\.", text)
+    assert "model on 8 ranks: fits" in text
+    assert "note: zero_optimization.allgather_bucket_size: stage 3 ignores it" in text
+
+
+def test_the_command_ends_with_1_where_the_config_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(GUIDE))
+    assert main(["explain", str(path), "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    assert {"key", "value", "default", "meaning", "cost"} <= set(keys[0])
+    assert main(["explain", str(path), "--gpus", "8"]) == 1
+    assert "24 ≠ micro batch 1 × accumulation 1 × 8 GPUs" in " ".join(capsys.readouterr().out.split())
+    path.write_text("[]")
+    assert main(["explain", str(path)]) == 2
+
+
+def test_a_dict_is_explained_from_python() -> None:
+    assert api.explain(PRETRAINING, gpus=1).has_errors is False
+    assert api.explain(PRETRAINING, gpus=2).has_errors is True

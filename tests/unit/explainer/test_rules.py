@@ -1,0 +1,131 @@
+"""Mistakes in DeepSpeed configs are found, and right configs are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autods.config.deepspeed import merge, nest_key
+from autods.explainer.rules import Question, find_problems
+from autods.explainer.schema import describe
+from autods.report.explanation import Finding
+from tests.support.ds_configs import GUIDE, PRETRAINING, TRAINER
+
+
+def judge(config: dict[str, Any], ranks: int | None = None) -> tuple[Finding, ...]:
+    return find_problems(Question(config=config, schema=describe(config), ranks=ranks))
+
+
+def errors(config: dict[str, Any], ranks: int | None = None) -> dict[str, str]:
+    """Key → problem of each error."""
+    return {finding.key: finding.problem for finding in judge(config, ranks) if finding.severity == "error"}
+
+
+@pytest.mark.parametrize("config", [PRETRAINING, GUIDE, TRAINER])
+def test_published_configs_have_no_errors(config: dict[str, Any]) -> None:
+    assert errors(config) == {}
+
+
+def test_sizes_that_go_together_depend_on_the_gpus() -> None:
+    assert errors(PRETRAINING, ranks=1) == {}
+    assert errors(PRETRAINING, ranks=2) == {
+        "train_batch_size": "144 ≠ micro batch 24 × accumulation 6 × 2 GPUs",
+    }
+    assert errors(GUIDE, ranks=24) == {}
+
+
+# Config → five planted mistakes: dotted key, value, severity, the key that is named, words of problem or hint.
+PLANTED = {
+    "pretraining": (
+        PRETRAINING,
+        [
+            ("gradient_cliping", 1.0, "warning", "gradient_cliping", 'did you mean "gradient_clipping"?'),
+            ("bf16.enabled", True, "error", "fp16", "both enabled"),
+            ("train_batch_size", 145, "error", "train_batch_size", "no multiple of micro batch"),
+            ("zero_optimization.overlap_com", True, "error", "zero_optimization.overlap_com", '"overlap_comm"'),
+            ("scheduler.params.warmup_num_step", 10, "error", "scheduler.params.warmup_num_step", '"warmup_num_steps"'),
+        ],
+    ),
+    "guide": (
+        GUIDE,
+        [
+            ("zero_optimization.stage", 4, "error", "zero_optimization.stage", "should be 0, 1, 2"),
+            (
+                "zero_optimization.offload_param.device",
+                "disk",
+                "error",
+                "zero_optimization.offload_param.device",
+                "nvme",
+            ),
+            (
+                "zero_optimization.offload_optimizer.device",
+                "nvme",
+                "error",
+                "zero_optimization.offload_optimizer",
+                "nvme_path",
+            ),
+            (
+                "zero_optimization.reduce_bucket_size",
+                1e5,
+                "warning",
+                "zero_optimization.reduce_bucket_size",
+                "small messages",
+            ),
+            ("reduce_scatter", True, "warning", "reduce_scatter", 'belongs into "zero_optimization"'),
+        ],
+    ),
+    "trainer": (
+        TRAINER,
+        [
+            ("zero_optimisation.stage", 2, "warning", "zero_optimisation", 'did you mean "zero_optimization"?'),
+            ("amp.enabled", True, "error", "amp", "removed"),
+            ("zero_optimization.cpu_offload", True, "warning", "zero_optimization.cpu_offload", "offload_optimizer"),
+            ("optimizer.type", "AdamWW", "error", "optimizer.type", "torch.optim"),
+            (
+                "zero_optimization.offload_param.pin_memory",
+                False,
+                "warning",
+                "zero_optimization.offload_param.pin_memory",
+                "slower",
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "severity", "named", "words"),
+    [(name, *mistake) for name, (_, mistakes) in PLANTED.items() for mistake in mistakes],
+)
+def test_a_planted_mistake_is_found(name: str, key: str, value: Any, severity: str, named: str, words: str) -> None:
+    found = judge(merge(PLANTED[name][0], nest_key(key, value)))
+    about = [finding for finding in found if finding.key == named and words in f"{finding.problem}; {finding.hint}"]
+    assert [finding.severity for finding in about] == [severity], found
+
+
+def test_keys_that_the_stage_ignores_are_named() -> None:
+    ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
+    assert ignored == {
+        f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size", "reduce_scatter")
+    }
+
+
+def test_keys_that_another_one_turns_off_are_named() -> None:
+    config = merge(PRETRAINING, {"fp16": {"loss_scale": 128}})
+    assert "fp16.initial_scale_power" in {finding.key for finding in judge(config) if "no effect" in finding.problem}
+    offloads = {"offload_optimizer": {"device": "cpu", "buffer_count": 4}}
+    found = judge(merge(PRETRAINING, {"zero_optimization": offloads}))
+    assert "zero_optimization.offload_optimizer.buffer_count" in {finding.key for finding in found}
+
+
+def test_a_default_that_surprises_is_told() -> None:
+    config = {key: value for key, value in PRETRAINING.items() if key != "gradient_clipping"}
+    (about,) = [finding for finding in judge(config) if finding.key == "gradient_clipping"]
+    default = describe(config).keys["gradient_clipping"].default
+    assert f"clips at {default}" in about.problem
+
+
+def test_an_object_that_is_no_object_is_an_error() -> None:
+    assert "must be an object" in errors({"train_batch_size": 8, "fp16": True})["fp16"]
+    assert "needs train_batch_size" in errors({"bf16": {"enabled": True}})["train_batch_size"]

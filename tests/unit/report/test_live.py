@@ -1,0 +1,49 @@
+"""What is printed while a command works, where nothing can be redrawn."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from autods.events import Note
+from autods.report import live
+from autods.report.live import Progress, announced
+
+
+def wait_for_lines(read: object, count: int) -> list[str]:
+    until = time.monotonic() + 9
+    while len(lines := read().splitlines()) < count:  # type: ignore[operator]
+        assert time.monotonic() < until, lines
+        time.sleep(0.02)
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_QUIET_S", "_QUIET_AGAIN_S", "_LOOK_EVERY_S"):
+        monkeypatch.setattr(live, name, 0.05)
+
+
+def test_what_goes_on_is_said_again_where_nothing_else_is() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with Progress(console) as progress:
+        progress(Note(text="starting Ray"))
+        progress(Note(text="process 7 was stopped", passing=True))
+        lines = wait_for_lines(console.file.getvalue, 4)  # type: ignore[attr-defined]
+    assert lines[:2] == ["starting Ray", "process 7 was stopped"]
+    assert all(line.startswith("… starting Ray ") for line in lines[2:])
+
+
+def test_a_long_check_of_the_request_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+
+    def read() -> str:
+        printed.append(capsys.readouterr().err)
+        return "".join(printed)
+
+    with announced("checking the workload"):
+        lines = wait_for_lines(read, 1)
+    assert lines[0].startswith("… checking the workload ")

@@ -1,0 +1,41 @@
+"""The user's line in a stack that a process wrote into its log."""
+
+from __future__ import annotations
+
+from autods.system.stacks import find_hang, find_user_frame, parse_stack
+
+LIBRARY = "/venv/lib/python3.11/site-packages"
+
+
+def stack(*frames: str, heading: str = "Current thread 0x00007f (most recent call first):") -> str:
+    return "\n".join([heading, *(f'  File "{file}", line {n} in f' for n, file in enumerate(frames, 1)), ""])
+
+
+def test_the_last_stack_of_a_log_counts() -> None:
+    log = stack("/home/me/old.py", heading="Stack (most recent call first):") + "words\n" + stack("/home/me/new.py")
+    assert [str(frame) for frame in parse_stack(log)] == ["/home/me/new.py:1"]
+
+
+def test_installed_packages_are_not_the_users_code() -> None:
+    files = (f"{LIBRARY}/torch/x.py", "/usr/lib/python3.11/threading.py", "<frozen runpy>", "/home/me/model.py")
+    assert str(find_user_frame(parse_stack(stack(*files)))) == "/home/me/model.py:4"
+
+
+def test_a_rank_in_a_collective_does_not_hang_by_itself() -> None:
+    assert find_hang(stack(f"{LIBRARY}/torch/distributed/c10d.py", "/home/me/model.py")) is None
+    assert find_hang(stack(f"{LIBRARY}/deepspeed/runtime/engine.py", "/home/me/model.py")) is None
+
+
+def test_user_code_that_deepspeed_calls_can_hang() -> None:
+    frame = find_hang(stack("/home/me/model.py", f"{LIBRARY}/deepspeed/runtime/engine.py"))
+    assert str(frame) == "/home/me/model.py:1"
+
+
+def test_a_hook_of_the_backward_pass_hangs_in_its_thread() -> None:
+    hook = stack("/home/me/hook.py", heading="Thread 0x00007e (most recent call first):")
+    main = stack(f"{LIBRARY}/torch/autograd/graph.py", "/venv/autods/trial/training.py")
+    assert str(find_hang(f"{hook}\n{main}")) == "/home/me/hook.py:1"
+
+
+def test_a_log_without_a_stack_shows_no_hang() -> None:
+    assert find_hang("a warning\n") is None
