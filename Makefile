@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo unit test check lint clean
+.PHONY: help setup demo unit test check lint docs clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -21,6 +21,7 @@ help:
 	@echo "make test    set-up, then all tests"
 	@echo "make check   format, lint, types, import layers and all tests"
 	@echo "make lint    the same without the tests"
+	@echo "make docs    the documentation site, in autods-out/site"
 	@echo "make clean   remove .venv, caches and the demo's output"
 
 setup: $(STAMP)
@@ -56,6 +57,11 @@ lint: setup
 
 check: lint
 	$(PYTEST)
+
+docs: setup
+	$(PIP) install --constraint constraints.txt --group docs
+	$(BIN)/python docs/reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv autods-out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

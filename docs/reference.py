@@ -1,0 +1,86 @@
+"""Write docs/cli.md: every command with its options and examples, from the requests that define them.
+
+python docs/reference.py            write it
+python docs/reference.py --check    exit with 1 where it is not current
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from autods.cli import commands
+from autods.requests import Option
+
+PAGE = Path(__file__).with_name("cli.md")
+COMMANDS = ("fit", "report", "plan", "probe", "explain", "doctor", "diagnose")
+INTRODUCTION = """# Command line
+
+<!-- Written by docs/reference.py: change the requests in autods/requests.py instead. -->
+
+`autods COMMAND --help` shows the same. From Python each command is a function with the same names:
+`--gpu-memory 16GiB` is `gpu_memory="16GiB"`.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *(line for name in COMMANDS for line in _render_command(name))]).rstrip() + "\n"
+
+
+def _render_command(name: str) -> Iterator[str]:
+    run = getattr(commands, f"run_{name}")
+    request = get_type_hints(run)["request"]
+    options = [(each, each.metadata["option"]) for each in fields(request) if each.metadata["option"].panel]
+    positional = " ".join(
+        option.metavar for _, option in options if option.positional and not option.metavar.startswith("--")
+    )
+    yield f"## autods {name}\n"
+    yield f"```\nautods {name} {positional} [OPTIONS]\n```\n"
+    yield f"{inspect.getdoc(request)}\n"
+    panels: dict[str, list[str]] = {}
+    for each, option in options:
+        panels.setdefault(option.panel, []).append(_render_row(each, option))
+    for parameter in inspect.signature(run, eval_str=True).parameters.values():
+        if parameter.kind == parameter.KEYWORD_ONLY:
+            flag = parameter.annotation.__metadata__[0]
+            spelling = ", ".join(f"`{text}`" for text in (flag.default, *flag.param_decls))
+            panels.setdefault("Output", []).append(f"| {spelling} | {flag.help} | |")
+    for panel, rows in panels.items():
+        yield f"**{panel}**\n\n| option | meaning | default |\n|---|---|---|"
+        yield "\n".join(rows) + "\n"
+    yield from _render_examples(commands.EPILOGS[name])
+
+
+def _render_row(field: Field[Any], option: Option) -> str:
+    if option.positional:
+        name = f"`{option.metavar}`"
+    else:
+        spelling = f"--{field.name.replace('_', '-')}"
+        spellings = option.flags or ((spelling, f"--no-{spelling[2:]}") if field.default is True else (spelling,))
+        metavar = f" {option.metavar}" if option.metavar else ""
+        name = ", ".join(f"`{spelling}{metavar}`" for spelling in spellings)
+    default = option.default
+    if default is None:
+        usual = field.default
+        default = "" if usual in (MISSING, None, (), False) else "on" if usual is True else str(usual)
+    text = option.help.replace("|", "\\|")
+    return f"| {name.replace('|', chr(92) + '|')} | {text} | {default} |"
+
+
+def _render_examples(epilog: str) -> Iterator[str]:
+    """The examples as one block, and the sentence about exit codes."""
+    paragraphs = [" ".join(part.split("\n")) for part in epilog.strip().split("\n\n")]
+    examples = [text for text in paragraphs if text.startswith(("autods ", "dmesg"))]
+    yield "```\n" + "\n".join(text.split("      ")[0] for text in examples) + "\n```\n"
+    yield next(text for text in paragraphs if text.startswith("Exit codes")) + "\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.read_text() == render() else "docs/cli.md is not current: python docs/reference.py")
+    PAGE.write_text(render())
