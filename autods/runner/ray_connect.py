@@ -260,7 +260,9 @@ def init_ray(ray: Any, host: str, **options: Any) -> None:
 
 def import_ray() -> Any:
     """The `ray` module, with our defaults of the variables that it reads once a process."""
-    for name, value in _VARIABLES.items():
+    # With the raylet gone, ray.shutdown() ends this process without a word if its parent has ended (ShutdownIfLocal-
+    # RayletDisconnected in Ray's raylet_ipc_client.cc). It does not if this pid lives; workers get the raylet's own.
+    for name, value in {**_VARIABLES, "RAY_RAYLET_PID": str(os.getpid())}.items():
         os.environ.setdefault(name, value)
     import ray
 

@@ -5,6 +5,7 @@ notes the moment, its pid, and pid and beginning of all ranks and of the childre
 file.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -212,6 +213,7 @@ FAULTS = {
     "pools and hang": lambda: (pools(), hang()),
     "SIGKILL": signal_from_outside(signal.SIGKILL),
     "SIGSEGV": signal_self(signal.SIGSEGV),
+    "a crash in C": lambda: ctypes.string_at(0),
     "SIGABRT": signal_self(signal.SIGABRT),
     "SIGSTOP": signal_from_outside(signal.SIGSTOP),
     "os._exit(0)": lambda: os._exit(0),

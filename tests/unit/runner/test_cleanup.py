@@ -27,8 +27,9 @@ pytestmark = pytest.mark.timeout(60)  # processes start and end
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of this test alone for private folders, so that no other fit is met."""
+    """A folder of this test alone for private folders, so that no other fit is met, nor a session of this process."""
     monkeypatch.setattr(cleanup, "ROOT", tmp_path)
+    monkeypatch.setattr(cleanup, "_opened", {})
     return tmp_path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError
-from autods.runner import ray_connect
+from autods.runner import cleanup, ray_connect
 from autods.runner.ray_connect import find_cluster, join_cluster, ray_internal, session, start_local
 
 
@@ -46,7 +46,8 @@ def reads() -> list[str | None]:
 
 @pytest.fixture(autouse=True)
 def _no_ray_internals(monkeypatch: pytest.MonkeyPatch, reads: list[str | None]) -> None:
-    """Ray's modules, made up; the variables that Ray reads are none of this process afterwards."""
+    """Ray's modules, made up, and no session; the variables that Ray reads are none of this process afterwards."""
+    monkeypatch.setattr(cleanup, "_opened", {})
     services = SimpleNamespace(ConsolePopen=print, resolve_ip_for_localhost=lambda host: "10.0.0.9")
     monkeypatch.setitem(sys.modules, "ray._private.services", services)  # type: ignore[arg-type]
     loader = SimpleNamespace(reset_cache=lambda: reads.append(os.environ.get("RAY_AUTH_TOKEN")))
