@@ -29,7 +29,7 @@ def test_a_killed_raylet_does_not_end_an_orphaned_driver():
         "from autods.runner.ray_connect import session\n"
         "from autods.system import processes\n"
         "with session(cpus=1):\n"
-        "    (raylet,) = [pid for pid in processes.list_children() if '/raylet/raylet' in processes.read_command(pid)]\n"
+        "    (raylet,) = [pid for pid in processes.list_children() if 'raylet/raylet' in processes.read_command(pid)]\n"
         "    os.kill(raylet, signal.SIGKILL)\n"
         "    os.waitpid(raylet, 0)\n"
         "print('goes on')\n"
