@@ -2,12 +2,16 @@
 
 A group is a folder with a `cases.toml`, one table per case. A case's log is `<name>.log` beside it or, where a run left
 several files, the folder `<name>/`. A line's end is kept as it was written: progress bars end in a bare \\r.
+
+`split.toml` lists the cases that are held out. Rules are written and tuned on the other ones, `dev`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +19,7 @@ from typing import Any, get_args
 from autods.types import Action, Tier
 
 CORPUS = Path(__file__).parent
+SPLIT = CORPUS / "split.toml"
 
 KINDS = (
     "out_of_memory",
@@ -58,6 +63,22 @@ def load(folder: Path = CORPUS) -> tuple[Case, ...]:
     if not groups:
         raise CorpusError(f"{folder}: no */cases.toml")
     return tuple(case for group in groups for case in load_group(group))
+
+
+def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
+    """The cases of `dev`, and those of `holdout`. Every case that `split.toml` does not list is in `dev`."""
+    listed = set(tomllib.loads(SPLIT.read_text(encoding="utf-8"))["holdout"])
+    parts: tuple[list[Case], list[Case]] = ([], [])
+    for case in cases:
+        parts[f"{case.group}/{case.name}" in listed].append(case)
+    return parts
+
+
+def checksum(cases: Iterable[Case]) -> str:
+    """SHA-256 of the cases' names, logs and labels, in an order of its own."""
+    labels = ("group", "name", "files", "exit_code", "kind", "tier", "action", "rank")
+    rows = sorted(json.dumps({label: getattr(case, label) for label in labels}, sort_keys=True) for case in cases)
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def load_group(group: Path) -> list[Case]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "corpus"))
 
-from cases import CorpusError, load
+from cases import SPLIT, CorpusError, checksum, load, split
 
 CASE = '[one]\nkind = "out_of_memory"\ntier = "device"\naction = "leaner_rung"\nsource = "provoked"\nrank = 3\n'
 
@@ -68,3 +69,22 @@ def test_case_names_are_unique_and_every_case_has_a_source() -> None:
     assert len(cases) >= 150
     assert len({(case.group, case.name) for case in cases}) == len(cases)
     assert all(case.source.strip() for case in cases)
+
+
+def test_the_held_out_cases_are_unchanged() -> None:
+    manifest = tomllib.loads(SPLIT.read_text(encoding="utf-8"))
+    _, holdout = split(load())
+    assert len(holdout) == len(manifest["holdout"])
+    assert checksum(holdout) == manifest["sha256"]
+
+
+def test_one_source_is_in_one_part_only() -> None:
+    dev, holdout = split(load())
+    assert {case.source for case in dev}.isdisjoint(case.source for case in holdout)
+
+
+def test_a_changed_label_or_log_changes_the_checksum(group: Path) -> None:
+    before = checksum(load(group.parent))
+    assert checksum(load(group.parent)) == before
+    (group / "one.log").write_bytes(b"step 1\n")
+    assert checksum(load(group.parent)) != before

@@ -14,7 +14,7 @@ from autods.cli.main import main
 from autods.errors import InputError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "corpus"))
-from cases import Case, load
+from cases import Case, load, split
 
 pytestmark = pytest.mark.timeout(120)  # reads the whole corpus
 
@@ -41,13 +41,17 @@ def test_the_corpus_is_large(answers: list[tuple[Case, autods.Diagnosis]]) -> No
 
 @pytest.mark.parametrize(("what", "least"), [("kind", 0.98), ("action", 0.98), ("tier", 0.98)])
 def test_the_corpus_is_diagnosed_right(answers: list[tuple[Case, autods.Diagnosis]], what: str, least: float) -> None:
-    wrong = [f"{case.group}/{case.name}" for case, said in answers if getattr(said, what) != getattr(case, what)]
-    assert 1 - len(wrong) / len(answers) >= least, wrong
+    dev, holdout = split(case for case, _ in answers)
+    wrong = [(case.group, case.name) for case, said in answers if getattr(said, what) != getattr(case, what)]
+    known = {(case.group, case.name) for case in dev}
+    of_dev = [name for name in wrong if name in known]
+    assert 1 - len(of_dev) / len(dev) >= least, of_dev
+    assert 1 - (len(wrong) - len(of_dev)) / len(holdout) >= 0.95, "holdout: names are not shown"
 
 
 def test_nothing_that_is_not_memory_is_called_device_memory(answers: list[tuple[Case, autods.Diagnosis]]) -> None:
     others = [(case, said) for case, said in answers if case.kind not in ("out_of_memory", "memory_pressure")]
-    assert [case.name for case, said in others if (said.kind, said.tier) == ("out_of_memory", "device")] == []
+    assert sum((said.kind, said.tier) == ("out_of_memory", "device") for _, said in others) == 0
 
 
 def test_fragmentation_is_reported_with_its_setting() -> None:
