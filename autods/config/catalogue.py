@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,67 @@ from ..system.host import Hardware, data_folder
 from ..types import Device
 from .base_config import parse_size
 
+_CAPABILITY = re.compile(r"\d{1,2}\.\d")
 ASKED, HERE = "asked", "here"  # machines outside the catalogue: one described by options, and this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The links between GPUs and to the host, and their speed in GB/s."""
+    """The links between GPUs, to the host and between nodes, and their speed in GB/s.
+
+    The speed of the GPUs' own link counts both directions together, those of PCIe and of the network count one.
+    The network's is that of a whole node.
+    """
 
     between_gpus: str
     between_gpus_gb_per_s: float
     to_host: str
     to_host_gb_per_s: float
+    network: str | None = None
+    network_gb_per_s: float | None = None
+
+    @property
+    def nvlink_gb_per_s(self) -> float | None:
+        """The total of a GPU's own links, both directions; None where GPUs talk over PCIe."""
+        return None if self.between_gpus.startswith("PCIe") else self.between_gpus_gb_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tflops:
+    """Dense matmul peaks by the operands' dtype, in TFLOP/s; None where the device has no such units."""
+
+    fp32: float
+    tf32: float | None = None
+    fp16: float | None = None
+    bf16: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The peaks of one device by its maker's data sheet. `compute_capability` is NVIDIA's, such as "8.6"."""
+
+    multiprocessors: int
+    memory_gb_per_s: float
+    tflops: Tflops
+    source: str
+    compute_capability: str | None = None
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability as torch gives it, such as (8, 6)."""
+        if self.compute_capability is None:
+            return None
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The target of a forecast: one rank's device, and the node that holds it.
 
-    `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes` and `nvme_bytes` count for
-    the whole node. They are None where they are unknown, `nvme_bytes` also where the node has no NVMe.
+    `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes`, `nvme_bytes`, `dram_gb_per_s`
+    and `nvme_gb_per_s` (sequential reads) count for the whole node. They are None where they are unknown, those of NVMe
+    also where the node has none.
     """
 
     name: str
@@ -42,6 +85,9 @@ class Machine:
     bf16: bool = True
     host_bytes: int | None = None
     nvme_bytes: int | None = None
+    dram_gb_per_s: float | None = None
+    nvme_gb_per_s: float | None = None
+    rates: Rates | None = None
     links: Links | None = None
     source: str = "as asked"
 
@@ -117,10 +163,31 @@ def _check(machine: Machine) -> None:
         most = MOST_RANKS if name == "gpus" else 2**60
         if size > most:
             raise ValueError(f"{name} is {size:,}; {most:,} are the most")
-    links = machine.links
-    if links is not None and not all(
-        0 < each < 10**6 for each in (links.between_gpus_gb_per_s, links.to_host_gb_per_s)
+    for name, speed in _list_speeds(machine):
+        if speed is not None and not 0 < speed < 10**6:
+            raise ValueError(f"{name} is {speed:g}; it must be above 0 and below 1,000,000")
+    rates = machine.rates
+    if (
+        rates is not None
+        and rates.compute_capability is not None
+        and not _CAPABILITY.fullmatch(rates.compute_capability)
     ):
-        raise ValueError("links.between_gpus_gb_per_s and links.to_host_gb_per_s must be above 0")
+        raise ValueError(f'rates.compute_capability is {rates.compute_capability!r:.20}, not of the form "8.6"')
+    if rates is not None and machine.bf16 != (rates.tflops.bf16 is not None):
+        raise ValueError("device.bf16 and rates.tflops.bf16 contradict each other")
     if machine.name == "all":
         raise ValueError("its name is 'all', which stands for every machine")
+
+
+def _list_speeds(machine: Machine) -> Iterator[tuple[str, float | None]]:
+    """Yield every speed with its name in the file."""
+    yield "node.dram_gb_per_s", machine.dram_gb_per_s
+    yield "node.nvme_gb_per_s", machine.nvme_gb_per_s
+    for table, values in (
+        ("links", machine.links),
+        ("rates", machine.rates),
+        ("rates.tflops", machine.rates and machine.rates.tflops),
+    ):
+        for key in fields(values) if values is not None else ():
+            if isinstance(value := getattr(values, key.name), (int, float)):
+                yield f"{table}.{key.name}", value

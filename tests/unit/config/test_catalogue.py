@@ -41,6 +41,33 @@ def test_machines_come_smallest_first() -> None:
     assert len(sizes) >= 15
 
 
+def test_every_machine_has_the_peaks_of_its_device() -> None:
+    for machine in read_catalogue().values():
+        rates = machine.rates
+        assert rates is not None
+        assert rates.source
+        assert rates.tflops.fp16 is not None
+        assert rates.tflops.fp16 > rates.tflops.fp32
+        assert (rates.capability is None) == machine.title.startswith("AMD")
+
+
+def test_peaks_are_those_of_the_data_sheets() -> None:
+    h100, t4 = find_machines("t4-16gb,h100-80gb")[::-1]
+    assert h100.rates is not None
+    assert h100.rates.capability == (9, 0)
+    assert (h100.rates.tflops.bf16, h100.rates.tflops.tf32, h100.rates.memory_gb_per_s) == (989, 495, 3350)
+    assert t4.rates is not None
+    assert t4.rates.capability == (7, 5)
+    assert (t4.rates.tflops.bf16, t4.rates.tflops.fp16) == (None, 65)
+
+
+def test_a_card_without_a_link_of_its_own_has_no_nvlink() -> None:
+    catalogue = read_catalogue()
+    links = {name: machine.links.nvlink_gb_per_s for name, machine in catalogue.items() if machine.links}
+    assert links["a100-80gb"] == 600
+    assert links["rtx4090-24gb"] is None
+
+
 def test_a_machine_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(InputError, match=r"--on a100.*\n.*a100-80gb"):
         find_machines("a100")
@@ -59,6 +86,11 @@ def test_a_machine_of_ones_own_is_a_file(tmp_path: Path) -> None:
         ("gpus = 4", "gpus = 'four'", "gpus is 'four', not a whole number"),
         ("gpus = 4", "gpus = 0", "above 0"),
         ("gpus = 4\n", "", "lacks 'gpus'"),
+        ('"7.5"', '"sm75"', "compute_capability is 'sm75'"),
+        ("fp16 = 65", "fp16 = 65\nbf16 = 65", "contradict each other"),
+        ("fp16 = 65", "fp8 = 65", "unknown key 'fp8'"),
+        ("memory_gb_per_s = 320", "memory_gb_per_s = 0", "rates.memory_gb_per_s is 0"),
+        ("to_host_gb_per_s = 16", "to_host_gb_per_s = -16", "links.to_host_gb_per_s is -16"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_with_the_key(tmp_path: Path, old: str, new: str, said: str) -> None:
