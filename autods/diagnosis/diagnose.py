@@ -125,7 +125,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
 def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str], reader: Reader) -> None:
     """Match a message with the rows, and keep the ranks and exit codes that it reports."""
     summary.ranks.read(message)
-    reports_exit = any(summary.exits.read(line) for line in message.text.splitlines())
+    reports_exit = not message.by_user and any(summary.exits.read(line) for line in message.text.splitlines())
     if summary.named_rank is None and (match := _ASCEND_RANK.search(message.text)):
         summary.named_rank = int(match[1])
     row = _matching_row(message)
@@ -152,7 +152,8 @@ def _matching_row(message: Message) -> Signature | None:
         return None
     is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) is not None
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
-    row = find_signature(message.text, type=type, stack=message.stack, passing=message.manner == "mentioned")
+    passing = message.manner == "mentioned"
+    row = find_signature(message.text, type=type, stack=message.stack, passing=passing, by_user=message.by_user)
     if row is not None and row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
         return None
     return row

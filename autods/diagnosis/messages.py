@@ -76,6 +76,23 @@ def _is_code(text: str) -> bool:
     return bool(_CODE.match(text)) or text[:1] in BOX or bool(NATIVE_FRAME.match(text)) or text.startswith('File "')
 
 
+# What the user's own code says: the innermost frame is in a file of the user's and raises.
+_FILE = re.compile(r"File \"([^\"]+)\", line \d+|[│|]\s*(\S+\.py):\d+(?: in\b|\s*[│|]?$)")
+_LIBRARY_FILE = re.compile(expand("{library_file}"))
+_RAISES = re.compile(expand("{raising_statement}"), re.MULTILINE)
+_PASSED_ON = re.compile(expand("{passed_on}"))
+# Python itself raises these where the user's code is wrong. Their message quotes the user's names, keys and values.
+_OF_PYTHON = (
+    "KeyError", "NameError", "UnboundLocalError", "ZeroDivisionError", "IndexError", "RecursionError",
+    "UnicodeDecodeError", "StopIteration",
+)  # fmt: skip
+_PYTHON_SAYS = re.compile(
+    r"\w+: (?:invalid literal for|could not convert string|(?:not enough|too many) values to unpack|.* is not in list"
+    r"|.* is not a valid \w+$|unhashable type|unsupported operand|'\w+' object (?:is not|does not)|'(?:NoneType|dict|list|str|int|float|tuple)' object has no attribute)"
+)
+# Where a log has no source lines, the user's innermost frame raised these rather than a library in C that it called.
+_RAISED_BY_SCRIPTS = ("ValueError", "TypeError", "AssertionError", "NotImplementedError", "LookupError")
+
 _MOST_FRAMES = 120
 _MOST_BODY_LINES = 25
 _MOST_OPEN_LINES = 600  # a traceback that has not ended after so many lines is none
@@ -102,6 +119,22 @@ class Message:
     def stack(self) -> str:
         """The frames as one text."""
         return "\n".join(self.frames)
+
+    @property
+    def by_user(self) -> bool:
+        """Whether the text is the user's own: a file of theirs raises it, and it passes on nothing of a library's."""
+        if not self.type or not self.frames or _PASSED_ON.search(self.text):
+            return False
+        places = [(number, match) for number, frame in enumerate(self.frames) if (match := _FILE.match(frame))]
+        if not places:
+            return False
+        number, match = places[-1]
+        if _LIBRARY_FILE.search(match[1] or match[2]):
+            return False
+        code = "\n".join(self.frames[number + 1 :])
+        if not code and self.type in _RAISED_BY_SCRIPTS:
+            return True
+        return self.type in _OF_PYTHON or bool(_PYTHON_SAYS.match(self.text) or _RAISES.search(code))
 
 
 @dataclass(slots=True)

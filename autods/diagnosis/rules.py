@@ -18,6 +18,14 @@ from .values import Kind
 # weak: better than an exit code. hint: it supports another finding. pressure: memory was short and the run continued.
 # benign: it only looks like a failure. done: the run ended well.
 Weight = Literal["decisive", "cause", "likely", "secondary", "weak", "hint", "pressure", "benign", "done"]
+# Who says it. The user's own exceptions are matched by rows of `any` only.
+Emitter = Literal["kernel", "driver", "scheduler", "launcher", "nccl", "torch", "deepspeed", "library", "any"]
+# These never write through an exception of a type that only Python code raises.
+_OUTSIDE_PYTHON = ("kernel", "driver", "scheduler", "launcher", "nccl")
+_OF_PYTHON_CODE = frozenset((
+    "ValueError", "KeyError", "TypeError", "AssertionError", "AttributeError", "NameError", "IndexError", "LookupError",
+    "NotImplementedError", "UnboundLocalError", "ZeroDivisionError", "ImportError", "ModuleNotFoundError", "JSONDecodeError",
+))  # fmt: skip
 ERROR_LINE = "an error line"  # the "type" of a line that reports a failure without an exception
 # Rows are tried in this order: a failure whose text looks like another class comes before that class.
 FILES = (
@@ -30,6 +38,7 @@ FILES = (
 class Signature:
     """One row. It matches a message when all of its conditions hold.
 
+    `emitter`: who says it. Another one's words in an exception of the user's own code are the user's.
     `phrases`: the text contains at least one of them (lower case).
     `types`: the exception has one of these names; "*" is any exception.
     `pattern`: a regular expression that matches the text.
@@ -44,6 +53,7 @@ class Signature:
     """
 
     name: str
+    emitter: Emitter
     kind: Kind
     action: Action
     advice: str
@@ -64,7 +74,9 @@ class Signature:
     file: str = ""
 
     def matches(self, text: str, type: str, stack: str) -> bool:
-        """Whether all conditions except `phrases` hold."""
+        """Whether all conditions except `phrases` and the user's authorship hold."""
+        if self.emitter in _OUTSIDE_PYTHON and type in _OF_PYTHON_CODE:
+            return False
         if self.types and type not in self.types and not ("*" in self.types and type not in ("", ERROR_LINE)):
             return False
         match = _compiled(self.pattern).search(text)
@@ -120,10 +132,17 @@ def read_signatures() -> tuple[Signature, ...]:
 
 
 @lru_cache(maxsize=1024)  # of a job that starts again and again, each end is in the log a thousand times
-def find_signature(text: str, *, type: str = "", stack: str = "", passing: bool = False) -> Signature | None:
-    """The first row that matches. With `passing` the line only mentions a failure, so only `passing` rows are tried."""
+def find_signature(
+    text: str, *, type: str = "", stack: str = "", passing: bool = False, by_user: bool = False
+) -> Signature | None:
+    """The first row that matches. With `passing` the line only mentions a failure, so only `passing` rows are tried.
+
+    With `by_user` the user's own code raised it, so only rows of any emitter are tried.
+    """
     lowered = text.lower()
     for row in read_signatures():
+        if by_user and row.emitter != "any":
+            continue
         if row.phrases and not any(phrase in lowered for phrase in row.phrases):
             continue
         if (row.passing or not passing) and row.matches(text, type, stack):

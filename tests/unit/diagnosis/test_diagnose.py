@@ -16,6 +16,8 @@ from autods.errors import InputError
 sys.path.insert(0, str(Path(__file__).parents[2] / "corpus"))
 from cases import Case, load, split
 
+from tests.support.user_errors import generate_user_errors
+
 pytestmark = pytest.mark.timeout(120)  # reads the whole corpus
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
@@ -156,3 +158,26 @@ def test_mpirun_sentence_over_two_lines_gives_the_rank() -> None:
     said = "mpirun noticed that process rank 7 with PID 0 on node n4 exited on\nsignal 9 (Killed).\n"
     found = autods.diagnose(said, 137)
     assert (found.kind, found.rank) == ("unknown", 7)
+
+
+def test_words_of_rules_raised_by_users_code_are_user_code() -> None:
+    errors = list(generate_user_errors(60, seed=21))
+    answers = [autods.diagnose(error.log, 1) for error in errors]
+    right = [
+        said.kind == "user_code" and said.places == (f"line {error.line}",)
+        for error, said in zip(errors, answers, strict=True)
+    ]
+    assert share(right) >= 0.97
+
+
+def test_a_librarys_sentence_that_the_script_passes_on_counts() -> None:
+    sentence = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
+    own = raised(f"RuntimeError: worker 3 failed: {sentence}", "raise RuntimeError(f'worker {n} failed: {error}')")
+    assert autods.diagnose(own, 1).tier == "device"
+
+
+@pytest.mark.parametrize("path", ["/opt/v/lib/python3.11/site-packages/x/y.py", "/src/deepspeed/runtime/engine.py"])
+def test_a_librarys_raise_is_not_the_users(path: str) -> None:
+    log = raised("AssertionError: More elements 151060480 than buffer size 100000000", "raise AssertionError(")
+    assert autods.diagnose(log, 1).kind == "user_code"
+    assert autods.diagnose(log.replace("/work/train.py", path), 1).kind == "config"

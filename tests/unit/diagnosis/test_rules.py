@@ -47,3 +47,24 @@ def test_a_download_without_network_is_no_rendezvous_failure() -> None:
     row = find_signature(said, type="URLError", stack="")
     assert row is not None
     assert row.name == "remote-service"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ValueError: buffer_size should be at least 4096",
+        "RuntimeError: could not open store",
+        "TokenizerError: token is invalid: '<unk>'",
+        "ConfigMissing: pcie bandwidth config missing",
+    ],
+)
+def test_words_in_the_users_own_exception_are_theirs(said: str) -> None:
+    row = find_signature(said, type=said.partition(":")[0], by_user=True)
+    assert row is not None
+    assert row.kind == "user_code"
+
+
+def test_no_kernel_or_scheduler_raises_a_value_error() -> None:
+    said = "ValueError: Killed process 3 (python) total-vm:12kB, anon-rss:3kB is no known status"
+    row = find_signature(said, type="ValueError")
+    assert row is None or row.emitter not in ("kernel", "scheduler")
